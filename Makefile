@@ -1,0 +1,47 @@
+# Everything here sets itself up: a virtual environment with the dependencies, and the kernels built.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.14.1
+export FASTFACT_BUILD
+
+PY := $(VENV)/bin/python
+KERNELS := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*)
+CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/*.cpp tests/*.h))
+
+.PHONY: setup demo test bench lint format clean
+setup: $(VENV)/.built
+
+demo: setup
+	$(PY) -m fastfact.cli compare --config examples/demo.toml --out runs/demo
+
+test: setup
+	$(PY) -m pytest
+
+bench: setup
+	$(PY) -m bench.bench_weights --json bench/results/weights.json
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fastfact needs Python 3.11 or newer (make PYTHON=...)")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing PyTorch and the other dependencies into $(VENV) (a few minutes the first time)"
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) torchvision ninja "setuptools>=77" wheel
+	FASTFACT_BUILD=skip $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed setup.py $(KERNELS)
+	@echo "Building the kernels"
+	$(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info fastfact/_*.so

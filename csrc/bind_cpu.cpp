@@ -1,0 +1,431 @@
+// The CPU library: checks the tensors of each op, makes outputs, and calls the kernels of csrc/cpu.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cpu/kernels.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Shape = std::vector<int64_t>;
+
+std::string to_string(const Shape& shape) {
+  std::string out = "[";
+  for (size_t d = 0; d < shape.size(); ++d) out += (d ? ", " : "") + std::to_string(shape[d]);
+  return out + "]";
+}
+
+[[noreturn]] void fail(const char* op, const std::string& message) {
+  throw std::invalid_argument(std::string(op) + ": " + message);
+}
+
+Shape shape_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return Shape(sizes.begin(), sizes.end());
+}
+
+fastfact::Type type_of(const char* op, const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return fastfact::Type::f32;
+    case ScalarType::Double:
+      return fastfact::Type::f64;
+    case ScalarType::BFloat16:
+      return fastfact::Type::bf16;
+    case ScalarType::Half:
+      return fastfact::Type::f16;
+    default:
+      fail(op, "tensors must be float32, float64, bfloat16 or float16");
+  }
+}
+
+// Checks one argument against the shape the others imply, and their type.
+void expect(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& like) {
+  if (shape_of(t) != shape)
+    fail(op, std::string(name) + " has shape " + to_string(shape_of(t)) + ", must be " + to_string(shape));
+  if (t.scalar_type() != like.scalar_type() || !t.is_cpu())
+    fail(op, std::string(name) + " must have the type of the other tensors, on the CPU");
+}
+
+void expect_dim(const char* op, const char* name, const Tensor& t, int64_t dim) {
+  if (t.dim() != dim)
+    fail(op, std::string(name) + " has shape " + to_string(shape_of(t)) + ", must have " + std::to_string(dim) +
+                 " dimensions");
+}
+
+// Whether each client's part of `t` is dense with its axes in this order, outermost first.
+bool is_dense(const Tensor& t, std::initializer_list<int64_t> order) {
+  int64_t expected = 1;
+  for (auto axis = order.end(); axis != order.begin();) {
+    --axis;
+    if (t.size(*axis) != 1 && t.stride(*axis) != expected) return false;
+    expected *= t.size(*axis);
+  }
+  return true;
+}
+
+bool is_dense(const Tensor& t) {
+  switch (t.dim()) {
+    case 3:
+      return is_dense(t, {1, 2});
+    case 4:
+      return is_dense(t, {1, 2, 3});
+    default:
+      return is_dense(t, {1, 2, 3, 4});
+  }
+}
+
+constexpr std::initializer_list<int64_t> kChannelsLast = {1, 3, 4, 2};
+
+// A tensor whose parts are dense: `t` itself, or a copy. Clients that share a part go on sharing it.
+Tensor dense(const Tensor& t) { return is_dense(t) ? t : torch::stable::contiguous(t); }
+
+// A view of a weight [k, o, i, kh, kw] as [k, o, kh, kw, i].
+Tensor inputs_last(const Tensor& t) { return torch::stable::transpose(torch::stable::transpose(t, 2, 3), 3, 4); }
+
+Tensor dense(const Tensor& t, bool channels_last) {
+  if (!channels_last) return dense(t);
+  return is_dense(t, kChannelsLast) ? t : torch::stable::contiguous(inputs_last(t));
+}
+
+fastfact::In in(const Tensor& t) { return {t.data_ptr(), t.size(0) > 1 ? t.stride(0) : 0}; }
+fastfact::In in(const OptionalTensor& t) { return t ? in(*t) : fastfact::In{nullptr, 0}; }
+
+Tensor empty(const Tensor& like, const Shape& sizes, const Shape& order) {
+  Shape strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = order.size(); d-- > 0;) {
+    strides[order[d]] = stride;
+    stride *= sizes[order[d]] > 1 ? sizes[order[d]] : 1;
+  }
+  AtenTensorHandle out;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
+                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
+                               aoti_torch_device_type_cpu(), 0, &out));
+  return Tensor(out);
+}
+
+Tensor empty(const Tensor& like, const Shape& sizes) {
+  Shape order(sizes.size());
+  for (size_t d = 0; d < order.size(); ++d) order[d] = d;
+  return empty(like, sizes, order);
+}
+
+// An uninitialised weight [k, …size].
+Tensor empty_weight(const Tensor& like, int64_t clients, const fastfact::Size& s, bool conv, bool channels_last) {
+  if (!conv) return empty(like, {clients, s.o, s.i});
+  const Shape sizes = {clients, s.o, s.i, s.kh, s.kw};
+  return channels_last ? empty(like, sizes, {0, 1, 3, 4, 2}) : empty(like, sizes);
+}
+
+void parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, n, grain, body, context));
+}
+
+// The format in which dW is read: channels_last if it is laid out so and not contiguous as well.
+bool reads_channels_last(const Tensor& grad) {
+  return grad.dim() == 5 && !is_dense(grad) && is_dense(grad, kChannelsLast);
+}
+
+void* wanted(const Tensor& out, int64_t needs, int bit) { return needs >> bit & 1 ? out.data_ptr() : nullptr; }
+Tensor empty_if(const Tensor& like, int64_t needs, int bit) {
+  return empty(like, needs >> bit & 1 ? shape_of(like) : Shape{0});
+}
+
+// The shapes of rank1_weight from u and v; the checks of both directions.
+fastfact::Size rank1_size(const char* op, const Tensor& u, const Tensor& v, int64_t layout) {
+  if (layout < fastfact::kLinear || layout > fastfact::kView)
+    fail(op, "layout=" + std::to_string(layout) + ", must be 0 to 3");
+  const int64_t dim = layout == fastfact::kLinear ? 3 : 4;
+  expect_dim(op, "u", u, dim);
+  expect_dim(op, "v", v, dim);
+  Shape v_shape = shape_of(v);
+  v_shape[0] = u.size(0);
+  v_shape[1] = u.size(1);
+  expect(op, "v", v, v_shape, u);
+  if (u.size(1) == 0) fail(op, "rank is 0");
+  if (layout == fastfact::kLinear) return {v.size(2), u.size(2), 1, 1};
+  if (layout == fastfact::kKernel) return {v.size(2), u.size(2), u.size(3), v.size(3)};
+  return {v.size(2), v.size(3), u.size(2), u.size(3)};
+}
+
+Shape weight_shape(int64_t clients, const fastfact::Size& s, bool conv) {
+  return conv ? Shape{clients, s.o, s.i, s.kh, s.kw} : Shape{clients, s.o, s.i};
+}
+
+Tensor rank1_weight(OptionalTensor mu, Tensor u, Tensor v, int64_t layout, bool channels_last) {
+  const char* op = "rank1_weight";
+  const fastfact::Size size = rank1_size(op, u, v, layout);
+  const bool conv = layout != fastfact::kLinear;
+  channels_last = channels_last && conv;
+  if (mu) expect(op, "mu", *mu, weight_shape(u.size(0), size, conv), u);
+  u = dense(u), v = dense(v);
+  if (mu) mu = dense(*mu, channels_last);
+  Tensor w = empty_weight(u, u.size(0), size, conv, channels_last);
+  fastfact::rank1_weight(
+      {type_of(op, u), int(layout), channels_last, u.size(0), u.size(1), size, in(mu), in(u), in(v), w.data_ptr()},
+      parallel_for);
+  return w;
+}
+
+std::tuple<Tensor, Tensor> rank1_weight_backward(Tensor grad, Tensor u, Tensor v, int64_t layout, int64_t needs) {
+  const char* op = "rank1_weight_backward";
+  const fastfact::Size size = rank1_size(op, u, v, layout);
+  const bool conv = layout != fastfact::kLinear;
+  expect(op, "grad", grad, weight_shape(u.size(0), size, conv), u);
+  const bool channels_last = layout != fastfact::kView && reads_channels_last(grad);
+  u = dense(u), v = dense(v), grad = dense(grad, channels_last);
+  Tensor du = empty_if(u, needs, 0), dv = empty_if(v, needs, 1);
+  fastfact::rank1_weight_backward({type_of(op, u), int(layout), channels_last, u.size(0), u.size(1), size, in(grad),
+                                   in(u), in(v), wanted(du, needs, 0), wanted(dv, needs, 1)},
+                                  parallel_for);
+  return {du, dv};
+}
+
+// `size` of a weight as an op has it: [o, i, kh, kw] or [o, i].
+fastfact::Size weight_size(const char* op, const Shape& size) {
+  bool valid = size.size() == 2 || size.size() == 4;
+  for (int64_t extent : size) valid = valid && extent >= 0;
+  if (!valid) fail(op, "size=" + to_string(size) + ", must be [o, i] or [o, i, kh, kw]");
+  return size.size() == 2 ? fastfact::Size{size[0], size[1], 1, 1} : fastfact::Size{size[0], size[1], size[2], size[3]};
+}
+
+void check_lowrank(const char* op, const Tensor& a, const Tensor& b, int64_t layout, const fastfact::Size& s) {
+  if (layout != fastfact::kView && layout != fastfact::kSeparable) {
+    fail(op, "layout=" + std::to_string(layout) + ", must be 3 or 4");
+  }
+  expect_dim(op, "a", a, 3);
+  const int64_t k = a.size(0), rank = a.size(1);
+  const bool view = layout == fastfact::kView;
+  expect(op, "a", a, {k, rank, (view ? s.i : s.o) * s.kw}, a);
+  expect(op, "b", b, {k, (view ? s.o : s.i) * s.kh, rank}, a);
+}
+
+// `weight` [k, o, i, kh, kw] in the memory order of channels_last.
+Tensor to_channels_last(const Tensor& weight) {
+  const Tensor inner = torch::stable::contiguous(inputs_last(weight));
+  return torch::stable::transpose(torch::stable::transpose(inner, 3, 4), 2, 3);
+}
+
+Tensor lowrank_weight(OptionalTensor sigma, Tensor a, Tensor b, int64_t layout, Shape size, double scaling,
+                      bool channels_last) {
+  const char* op = "lowrank_weight";
+  const fastfact::Size s = weight_size(op, size);
+  check_lowrank(op, a, b, layout, s);
+  const bool conv = size.size() == 4, permutes = channels_last && conv && layout == fastfact::kView;
+  channels_last = channels_last && conv && !permutes;
+  if (sigma) expect(op, "sigma", *sigma, weight_shape(a.size(0), s, conv), a);
+  a = dense(a), b = dense(b);
+  if (sigma) sigma = dense(*sigma, channels_last);
+  Tensor w = empty_weight(a, a.size(0), s, conv, channels_last);
+  fastfact::lowrank_weight({type_of(op, a), int(layout), channels_last, a.size(0), a.size(1), s, scaling, in(sigma),
+                            in(a), in(b), w.data_ptr()},
+                           parallel_for);
+  return permutes ? to_channels_last(w) : w;
+}
+
+std::tuple<Tensor, Tensor> lowrank_weight_backward(Tensor grad, Tensor a, Tensor b, int64_t layout, Shape size,
+                                                   double scaling, int64_t needs) {
+  const char* op = "lowrank_weight_backward";
+  const fastfact::Size s = weight_size(op, size);
+  check_lowrank(op, a, b, layout, s);
+  expect(op, "grad", grad, weight_shape(a.size(0), s, size.size() == 4), a);
+  const bool channels_last = layout != fastfact::kView && reads_channels_last(grad);
+  a = dense(a), b = dense(b), grad = dense(grad, channels_last);
+  Tensor da = empty_if(a, needs, 0), db = empty_if(b, needs, 1);
+  fastfact::lowrank_weight_backward({type_of(op, a), int(layout), channels_last, a.size(0), a.size(1), s, scaling,
+                                     in(grad), in(a), in(b), wanted(da, needs, 0), wanted(db, needs, 1)},
+                                    parallel_for);
+  return {da, db};
+}
+
+void check_hadamard(const char* op, const Tensor& x1, const Tensor& y1, const Tensor& x2, const Tensor& y2,
+                    const fastfact::Size& s) {
+  expect_dim(op, "x1", x1, 3);
+  expect_dim(op, "x2", x2, 3);
+  const int64_t k = x1.size(0), rank1 = x1.size(2), rank2 = x2.size(2), columns = s.i * s.taps();
+  expect(op, "x1", x1, {k, s.o, rank1}, x1);
+  expect(op, "y1", y1, {k, columns, rank1}, x1);
+  expect(op, "x2", x2, {k, s.o, rank2}, x1);
+  expect(op, "y2", y2, {k, columns, rank2}, x1);
+}
+
+Tensor hadamard_weight(Tensor x1, Tensor y1, Tensor x2, Tensor y2, Shape size, bool personalized, bool channels_last) {
+  const char* op = "hadamard_weight";
+  const fastfact::Size s = weight_size(op, size);
+  check_hadamard(op, x1, y1, x2, y2, s);
+  const bool conv = size.size() == 4;
+  channels_last = channels_last && conv;
+  x1 = dense(x1), y1 = dense(y1), x2 = dense(x2), y2 = dense(y2);
+  Tensor w = empty_weight(x1, x1.size(0), s, conv, channels_last);
+  fastfact::hadamard_weight({type_of(op, x1), channels_last, personalized, x1.size(0), x1.size(2), x2.size(2), s,
+                             in(x1), in(y1), in(x2), in(y2), w.data_ptr()},
+                            parallel_for);
+  return w;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> hadamard_weight_backward(Tensor grad, Tensor x1, Tensor y1, Tensor x2,
+                                                                    Tensor y2, Shape size, bool personalized,
+                                                                    int64_t needs) {
+  const char* op = "hadamard_weight_backward";
+  const fastfact::Size s = weight_size(op, size);
+  check_hadamard(op, x1, y1, x2, y2, s);
+  expect(op, "grad", grad, weight_shape(x1.size(0), s, size.size() == 4), x1);
+  const bool channels_last = reads_channels_last(grad);
+  x1 = dense(x1), y1 = dense(y1), x2 = dense(x2), y2 = dense(y2), grad = dense(grad, channels_last);
+  Tensor dx1 = empty_if(x1, needs, 0), dy1 = empty_if(y1, needs, 1);
+  Tensor dx2 = empty_if(x2, needs, 2), dy2 = empty_if(y2, needs, 3);
+  fastfact::hadamard_weight_backward(
+      {type_of(op, x1), channels_last, personalized, x1.size(0), x1.size(2), x2.size(2), s, in(grad), in(x1), in(y1),
+       in(x2), in(y2), wanted(dx1, needs, 0), wanted(dy1, needs, 1), wanted(dx2, needs, 2), wanted(dy2, needs, 3)},
+      parallel_for);
+  return {dx1, dy1, dx2, dy2};
+}
+
+bool same_strides(const Tensor& a, const Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+// Whether the elements of `t` fill one stretch of memory, in whatever order.
+bool fills_memory(const Tensor& t) {
+  std::vector<std::pair<int64_t, int64_t>> axes;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    if (t.size(d) > 1) axes.emplace_back(t.stride(d), t.size(d));
+  }
+  std::sort(axes.begin(), axes.end());
+  int64_t expected = 1;
+  for (const auto& [stride, size] : axes) {
+    if (stride != expected) return false;
+    expected *= size;
+  }
+  return true;
+}
+
+void prox_sgd_step(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> momenta,
+                   std::vector<double> l1, double lr, double momentum, double weight_decay, bool proximal) {
+  const char* op = "prox_sgd_step";
+  const size_t count = params.size();
+  if (grads.size() != count || l1.size() != count || (momentum != 0 && momenta.size() != count)) {
+    fail(op, std::to_string(count) + " params, " + std::to_string(grads.size()) + " grads, " +
+                 std::to_string(l1.size()) + " l1, " + std::to_string(momenta.size()) + " momenta: must be as many");
+  }
+  for (size_t n = 0; n < count; ++n) {
+    type_of(op, params[n]);
+    expect(op, "a param", params[n], shape_of(params[n]), params[n]);
+    expect(op, "a grad", grads[n], shape_of(params[n]), params[n]);
+    if (momentum != 0) expect(op, "a momentum", momenta[n], shape_of(params[n]), params[n]);
+  }
+  std::vector<fastfact::Step> steps;
+  std::vector<Tensor> kept;                          // temporary copies
+  std::vector<std::pair<Tensor, Tensor>> copy_back;  // (to, from)
+  for (size_t n = 0; n < count; ++n) {
+    Tensor p = params[n], g = grads[n];
+    std::optional<Tensor> m;
+    if (momentum != 0) m = momenta[n];
+    if (!fills_memory(p) || (m && !same_strides(p, *m))) {
+      p = torch::stable::clone(torch::stable::contiguous(p));
+      copy_back.emplace_back(params[n], p);
+      if (m) {
+        m = torch::stable::clone(torch::stable::contiguous(*m));
+        copy_back.emplace_back(momenta[n], *m);
+      }
+    }
+    if (!same_strides(p, g)) {
+      Tensor copy = torch::stable::empty_like(p);
+      g = torch::stable::copy_(copy, g);
+    }
+    kept.push_back(g);
+    steps.push_back({type_of(op, p), p.numel(), p.data_ptr(), g.data_ptr(), m ? m->data_ptr() : nullptr, l1[n]});
+  }
+  fastfact::prox_sgd_step({lr, momentum, weight_decay, proximal}, steps.data(), steps.size(), parallel_for);
+  for (auto& [to, from] : copy_back) torch::stable::copy_(to, from);
+}
+
+std::tuple<Tensor, Tensor, Tensor> pack_bitmap(Tensor x, int64_t value_type) {
+  const char* op = "pack_bitmap";
+  expect_dim(op, "x", x, 3);
+  if (value_type < 0 || value_type > 2) fail(op, "value_type=" + std::to_string(value_type) + ", must be 0, 1 or 2");
+  const fastfact::Type type = type_of(op, x);
+  const auto value = static_cast<fastfact::Value>(value_type);
+  constexpr ScalarType value_types[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Char};
+  x = torch::stable::contiguous(x);
+  const int64_t k = x.size(0), rows = x.size(1), n = x.size(2);
+  Tensor bits = torch::stable::new_empty(x, {k, rows, (n + 7) / 8}, ScalarType::Byte);
+  std::vector<int64_t> offsets(k * rows * fastfact::bitmap_chunks(n) + 1);
+  auto* bits_data = static_cast<uint8_t*>(bits.data_ptr());
+  fastfact::pack_bits(type, x.data_ptr(), k * rows, n, bits_data, offsets.data(), parallel_for);
+  Tensor values = torch::stable::new_empty(x, {offsets.back()}, value_types[value_type]);
+  const bool scaled = value == fastfact::Value::i8;
+  Tensor scale = torch::stable::new_empty(x, scaled ? Shape{k, rows} : Shape{0}, ScalarType::Float);
+  fastfact::pack_values(type, x.data_ptr(), k * rows, n, bits_data, offsets.data(), value, values.data_ptr(),
+                        scaled ? static_cast<float*>(scale.data_ptr()) : nullptr, parallel_for);
+  return {bits, values, scale};
+}
+
+Tensor unpack_bitmap(Tensor bits, Tensor values, Tensor scale, int64_t n) {
+  const char* op = "unpack_bitmap";
+  expect_dim(op, "bits", bits, 3);
+  const int64_t k = bits.size(0), rows = bits.size(1);
+  if (n < 0 || bits.size(2) != (n + 7) / 8 || bits.scalar_type() != ScalarType::Byte) {
+    fail(op, "bits has shape " + to_string(shape_of(bits)) + " with n=" + std::to_string(n) +
+                 ", must be uint8 with ceil(n / 8) bytes a row");
+  }
+  expect_dim(op, "values", values, 1);
+  if (!values.is_cpu() || !scale.is_cpu()) fail(op, "tensors must be on the CPU");
+  if (scale.numel() != 0 && shape_of(scale) != Shape{k, rows}) {
+    fail(op, "scale has shape " + to_string(shape_of(scale)) + ", must be " + to_string({k, rows}) + " or empty");
+  }
+  fastfact::Value value = fastfact::Value::f32;
+  if (values.scalar_type() == ScalarType::BFloat16) {
+    value = fastfact::Value::bf16;
+  } else if (values.scalar_type() == ScalarType::Char) {
+    value = fastfact::Value::i8;
+  } else if (values.scalar_type() != ScalarType::Float) {
+    values = torch::stable::to(values, ScalarType::Float);
+  }
+  if (scale.scalar_type() != ScalarType::Float) scale = torch::stable::to(scale, ScalarType::Float);
+  bits = torch::stable::contiguous(bits), values = torch::stable::contiguous(values);
+  scale = torch::stable::contiguous(scale);
+  std::vector<int64_t> offsets(k * rows * fastfact::bitmap_chunks(n) + 1);
+  const auto* bits_data = static_cast<const uint8_t*>(bits.data_ptr());
+  fastfact::count_bits(bits_data, k * rows, n, offsets.data(), parallel_for);
+  if (offsets.back() != values.numel()) {
+    fail(op,
+         std::to_string(offsets.back()) + " bits are set but there are " + std::to_string(values.numel()) + " values");
+  }
+  Tensor x = torch::stable::new_empty(bits, {k, rows, n}, ScalarType::Float);
+  fastfact::unpack_values(bits_data, offsets.data(), k * rows, n, value, values.data_ptr(),
+                          scale.numel() ? static_cast<const float*>(scale.data_ptr()) : nullptr,
+                          static_cast<float*>(x.data_ptr()), parallel_for);
+  return x;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
+  m.impl("rank1_weight", TORCH_BOX(&rank1_weight));
+  m.impl("rank1_weight_backward", TORCH_BOX(&rank1_weight_backward));
+  m.impl("lowrank_weight", TORCH_BOX(&lowrank_weight));
+  m.impl("lowrank_weight_backward", TORCH_BOX(&lowrank_weight_backward));
+  m.impl("hadamard_weight", TORCH_BOX(&hadamard_weight));
+  m.impl("hadamard_weight_backward", TORCH_BOX(&hadamard_weight_backward));
+  m.impl("prox_sgd_step", TORCH_BOX(&prox_sgd_step));
+  m.impl("pack_bitmap", TORCH_BOX(&pack_bitmap));
+  m.impl("unpack_bitmap", TORCH_BOX(&unpack_bitmap));
+}

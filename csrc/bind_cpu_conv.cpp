@@ -1,0 +1,224 @@
+// The CPU library's factored convolutions: checks the tensors of each op, makes outputs, calls the kernels client by
+// client.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/factored_conv.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Shape = std::vector<int64_t>;
+
+void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(std::string("factored_conv2d: ") + message);
+}
+
+Shape shape_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return Shape(sizes.begin(), sizes.end());
+}
+
+fastfact::Type type_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return fastfact::Type::f32;
+    case ScalarType::Double:
+      return fastfact::Type::f64;
+    case ScalarType::BFloat16:
+      return fastfact::Type::bf16;
+    default:
+      require(t.scalar_type() == ScalarType::Half, "tensors must be float32, float64, bfloat16 or float16");
+      return fastfact::Type::f16;
+  }
+}
+
+// Whether each client's part of `t` [k, a, b, c, d] is dense with its axes in this order, outermost first.
+bool is_dense(const Tensor& t, const Shape& order) {
+  int64_t expected = 1;
+  for (size_t j = order.size(); j-- > 0;) {
+    if (t.size(order[j]) != 1 && t.stride(order[j]) != expected) return false;
+    expected *= t.size(order[j]);
+  }
+  return true;
+}
+
+const Shape kContiguous = {1, 2, 3, 4}, kChannelsLast = {1, 3, 4, 2};
+
+// Images [k, n, channels, h, w], copied unless each client's are contiguous or channels_last.
+struct Batch {
+  Tensor tensor;
+  bool channels_last;
+  explicit Batch(const Tensor& t) : tensor(t), channels_last(!is_dense(t, kContiguous) && is_dense(t, kChannelsLast)) {
+    if (!channels_last && !is_dense(t, kContiguous)) tensor = torch::stable::contiguous(t);
+  }
+};
+
+Tensor empty(const Tensor& like, const Shape& sizes, bool channels_last = false) {
+  Shape order;
+  for (size_t d = 0; d < sizes.size(); ++d) order.push_back(d);
+  if (channels_last) order = {0, 1, 3, 4, 2};
+  Shape strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = order.size(); d-- > 0;) {
+    strides[order[d]] = stride;
+    stride *= sizes[order[d]] > 1 ? sizes[order[d]] : 1;
+  }
+  AtenTensorHandle out;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
+                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
+                               aoti_torch_device_type_cpu(), 0, &out));
+  return Tensor(out);
+}
+
+void parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, n, grain, body, context));
+}
+
+void expect(const OptionalTensor& t, const Shape& shape, const Tensor& like, const char* message) {
+  require(!t || (shape_of(*t) == shape && t->scalar_type() == like.scalar_type() && t->is_cpu()), message);
+}
+
+// A small tensor of every client, contiguous.
+struct Rows {
+  OptionalTensor tensor;
+  explicit Rows(const OptionalTensor& t) : tensor(t ? OptionalTensor(torch::stable::contiguous(*t)) : t) {}
+  explicit operator bool() const { return bool(tensor); }
+  void* at(int64_t k) const {
+    if (!tensor) return nullptr;
+    const int64_t bytes = tensor->element_size() * (tensor->size(0) ? tensor->numel() / tensor->size(0) : 0);
+    return static_cast<char*>(tensor->data_ptr()) + k * bytes;
+  }
+};
+
+void* at(const Tensor& t, int64_t k) { return static_cast<char*>(t.data_ptr()) + k * t.stride(0) * t.element_size(); }
+
+struct Checked {
+  fastfact::Conv conv;
+  int64_t clients, rank, nonzeros;
+};
+
+// `image` is x of the forward op [k, n, groups·i, h, w].
+Checked check(const Tensor& like, const Shape& image, const OptionalTensor& u, const OptionalTensor& v,
+              const OptionalTensor& index, const Shape& size, const Shape& stride, const Shape& padding,
+              const Shape& dilation, int64_t groups) {
+  require(image.size() == 5, "x must have 5 dimensions");
+  require(size.size() == 4 && stride.size() == 2 && padding.size() == 2 && dilation.size() == 2,
+          "size must have 4 numbers; stride, padding and dilation 2 each");
+  require(groups > 0 && size[0] % groups == 0 && image[2] == groups * size[1], "size, groups and x do not fit");
+  Checked out{};
+  out.clients = image[0];
+  fastfact::Conv& c = out.conv;
+  c.n = image[1], c.groups = groups, c.i = size[1], c.o = size[0] / groups, c.h = image[3], c.w = image[4];
+  c.kh = size[2], c.kw = size[3];
+  for (int d = 0; d < 2; ++d) {
+    require(stride[d] > 0 && dilation[d] > 0 && padding[d] >= 0 && size[2 + d] > 0,
+            "stride, padding, dilation or size");
+    c.stride[d] = stride[d], c.padding[d] = padding[d], c.dilation[d] = dilation[d];
+    const int64_t reach = image[3 + d] + 2 * padding[d] - dilation[d] * (size[2 + d] - 1) - 1;
+    require(reach >= 0, "the kernel is larger than the padded image");
+    (d ? c.ow : c.oh) = reach / stride[d] + 1;
+  }
+  require(bool(u) == bool(v), "u and v go together");
+  if (u) {
+    require(u->dim() == 4, "u must be [k, rank, kh, kw]");
+    out.rank = u->size(1);
+    expect(u, {out.clients, out.rank, size[2], size[3]}, like, "u must be [k, rank, kh, kw]");
+    expect(v, {out.clients, out.rank, size[0], size[1]}, like, "v must be [k, rank, o, i]");
+  }
+  if (index) {
+    require(index->dim() == 2 && index->size(0) == out.clients && index->scalar_type() == ScalarType::Int &&
+                index->is_cpu(),
+            "index must be int32 [k, nnz]");
+    out.nonzeros = index->size(1);
+  }
+  return out;
+}
+
+const int32_t* positions(const Rows& index, int64_t k, int64_t count, int64_t numel) {
+  const auto* at = static_cast<const int32_t*>(index.at(k));
+  bool ascending = count == 0 || (at[0] >= 0 && at[count - 1] < numel);
+  for (int64_t j = 1; j < count; ++j) ascending &= at[j - 1] < at[j];
+  require(ascending, "index must be ascending positions in the weight");
+  return at;
+}
+
+Tensor run(bool backward, const Tensor& input, const Shape& image, const OptionalTensor& u_, const OptionalTensor& v_,
+           const OptionalTensor& values_, const OptionalTensor& index_, const OptionalTensor& bias_, const Shape& size,
+           const Shape& stride, const Shape& padding, const Shape& dilation, int64_t groups, bool channels_last) {
+  const Checked checked = check(input, image, u_, v_, index_, size, stride, padding, dilation, groups);
+  fastfact::Conv c = checked.conv;
+  const int64_t k = checked.clients;
+  require(bool(values_) == bool(index_), "values and index go together");
+  expect(values_, {k, checked.nonzeros}, input, "values must be [k, nnz]");
+  expect(bias_, {k, size[0]}, input, "bias must be [k, o]");
+  const Shape out_shape = backward ? image : Shape{k, c.n, size[0], c.oh, c.ow};
+  const Batch x(input);
+  if (!backward) channels_last = x.channels_last;
+  Tensor y = empty(input, out_shape, channels_last);
+  (backward ? c.y_channels_last : c.x_channels_last) = x.channels_last;
+  (backward ? c.x_channels_last : c.y_channels_last) = channels_last;
+  const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_);
+  for (int64_t j = 0; j < k; ++j) {
+    const fastfact::Sparse mu{positions(index, j, checked.nonzeros, size[0] * size[1] * size[2] * size[3]),
+                              values.at(j), checked.nonzeros};
+    const fastfact::FactoredConv op{type_of(input), c,          checked.rank, at(x.tensor, j), u.at(j),
+                                    v.at(j),        bias.at(j), mu,           at(y, j)};
+    (backward ? fastfact::factored_conv_dx : fastfact::factored_conv)(op, parallel_for);
+  }
+  return y;
+}
+
+Tensor factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
+                       OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups) {
+  return run(false, x, shape_of(x), u, v, values, index, bias, size, stride, padding, dilation, groups, false);
+}
+
+Tensor factored_conv2d_dx(Tensor grad, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
+                          Shape image, bool channels_last, Shape size, Shape stride, Shape padding, Shape dilation,
+                          int64_t groups) {
+  image.insert(image.begin(), grad.size(0));
+  return run(true, grad, image, u, v, values, index, {}, size, stride, padding, dilation, groups, channels_last);
+}
+
+std::tuple<Tensor, Tensor, Tensor> factored_conv2d_dw(Tensor grad, Tensor x_, OptionalTensor u_, OptionalTensor v_,
+                                                      OptionalTensor index_, Shape size, Shape stride, Shape padding,
+                                                      Shape dilation, int64_t groups, int64_t needs) {
+  const Checked checked = check(x_, shape_of(x_), u_, v_, index_, size, stride, padding, dilation, groups);
+  fastfact::Conv c = checked.conv;
+  const int64_t k = checked.clients;
+  expect(grad, {k, c.n, size[0], c.oh, c.ow}, x_, "grad does not have the shape of the output");
+  const Batch x(x_), dy(grad);
+  c.x_channels_last = x.channels_last, c.y_channels_last = dy.channels_last;
+  const Rows u(u_), v(v_), index(index_);
+  const bool wants[3] = {(needs & 1) && u, (needs & 2) && v, (needs & 4) && index};
+  Tensor du = empty(x_, wants[0] ? shape_of(*u_) : Shape{0}), dv = empty(x_, wants[1] ? shape_of(*v_) : Shape{0});
+  Tensor dvalues = empty(x_, wants[2] ? shape_of(*index_) : Shape{0});
+  for (int64_t j = 0; j < k; ++j) {
+    const fastfact::Sparse mu{positions(index, j, checked.nonzeros, size[0] * size[1] * size[2] * size[3]), nullptr,
+                              checked.nonzeros};
+    fastfact::factored_conv_dw(
+        {type_of(x_), c, checked.rank, at(x.tensor, j), at(dy.tensor, j), u.at(j), v.at(j), mu,
+         wants[0] ? at(du, j) : nullptr, wants[1] ? at(dv, j) : nullptr, wants[2] ? at(dvalues, j) : nullptr},
+        parallel_for);
+  }
+  return {du, dv, dvalues};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
+  m.impl("factored_conv2d", TORCH_BOX(&factored_conv2d));
+  m.impl("factored_conv2d_dx", TORCH_BOX(&factored_conv2d_dx));
+  m.impl("factored_conv2d_dw", TORCH_BOX(&factored_conv2d_dw));
+}

@@ -1,0 +1,45 @@
+// The factored convolution: conv(x, u ⊗ v + μ) without making the weight.
+#pragma once
+
+#include "kernels.h"
+
+namespace fastfact {
+
+// Sizes of a convolution; `i` and `o` are the channels of one group, pairs are (vertical, horizontal).
+struct Conv {
+  int64_t n, groups, i, o, h, w, kh, kw, oh, ow;
+  int64_t stride[2], padding[2], dilation[2];
+  bool x_channels_last, y_channels_last;
+};
+
+// The nonzeros of μ [groups·o, i, kh, kw]: ascending flat positions and their values.
+struct Sparse {
+  const int32_t* index;
+  const void* values;
+  int64_t count;
+};
+
+struct FactoredConv {
+  Type type;  // of all tensors; half precision is computed in float32
+  Conv conv;
+  int64_t rank;                  // 0: no rank-1 part
+  const void *x, *u, *v, *bias;  // u [rank, kh, kw], v [rank, groups·o, i], bias [groups·o] or null
+  Sparse mu;
+  void* y;
+};
+
+struct FactoredConvBackward {
+  Type type;
+  Conv conv;
+  int64_t rank;
+  const void *x, *dy, *u, *v;
+  Sparse mu;                // only its positions are read
+  void *du, *dv, *dvalues;  // null where not asked for
+};
+
+void factored_conv(const FactoredConv& op, ParallelFor parallel_for);
+// dx [n, groups·i, h, w] in `y`, from dy [n, groups·o, oh, ow] in `x`; `bias` is not used.
+void factored_conv_dx(const FactoredConv& op, ParallelFor parallel_for);
+void factored_conv_dw(const FactoredConvBackward& op, ParallelFor parallel_for);
+
+}  // namespace fastfact

@@ -1,0 +1,320 @@
+// Matrix products whose operands are packed from any order and whose tiles are written in any order.
+//
+// C[m, n] = Σ_d left[m, d] · right[n, d]. Both operands are packed into panels of the tile's height and width; a tile
+// is accumulated in registers, spilled to the stack, and an epilogue writes it where it belongs.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+namespace fastfact {
+
+// Element (j, d) of client k is data[k·client_stride + row[j] + depth[d]].
+struct Operand {
+  In data;
+  std::vector<int64_t> row, depth;
+};
+
+// n offsets 0, step, 2·step, …
+inline std::vector<int64_t> steps(int64_t n, int64_t step) {
+  std::vector<int64_t> out(n);
+  for (int64_t j = 0; j < n; ++j) out[j] = j * step;
+  return out;
+}
+
+// The offsets of an axis made of two, (outer, inner).
+inline std::vector<int64_t> steps(int64_t outer, int64_t outer_step, int64_t inner, int64_t inner_step) {
+  std::vector<int64_t> out;
+  out.reserve(outer * inner);
+  for (int64_t j = 0; j < outer; ++j) {
+    for (int64_t l = 0; l < inner; ++l) out.push_back(j * outer_step + l * inner_step);
+  }
+  return out;
+}
+
+// Sixteen vector registers hold 6 × 2 accumulators, two of the right operand and one of the left; AVX-512 has 32.
+inline constexpr int tile_rows(int bytes) { return bytes == 64 ? 12 : bytes == 32 ? 6 : 4; }
+inline constexpr int tile_columns(int bytes, int element) { return 2 * bytes / element; }
+
+constexpr int64_t kDepth = 256;  // terms added in registers before they are added to the tile, for accuracy
+
+template <class T, int B>
+struct PackPanels {
+  using C = Compute<T>;
+  static constexpr int L = kLanes<T, B>;
+
+  // Panel p holds rows [p·width, (p + 1)·width) as [depth][width], missing rows as zeros. Items are (client, panel).
+  FF_INLINE static void run(const Operand& from, int64_t first_client, int width, C* out, int64_t begin, int64_t end) {
+    const int64_t rows = from.row.size(), depth = from.depth.size(), panels = ceil_div(rows, width);
+    const int64_t *row = from.row.data(), *at = from.depth.data();
+    for (int64_t item = begin; item < end; ++item) {
+      const T* data = client<T>(from.data, first_client + item / panels);
+      const int64_t first = item % panels * width, count = std::min<int64_t>(width, rows - first);
+      C* to = out + item * width * depth;
+      if (count == width && consecutive(row + first, width)) {
+        for (int64_t d = 0; d < depth; ++d) copy(data + row[first] + at[d], width, to + d * width);
+        continue;
+      }
+      for (int64_t d0 = 0; d0 < depth; d0 += kPackDepth) {
+        const int64_t n = std::min(kPackDepth, depth - d0);
+        const bool along_depth = consecutive(at + d0, n);
+        int64_t d = 0;
+        for (; along_depth && d + L <= n; d += L) {
+          transpose(data, row + first, at[d0 + d], count, width, depth - d0 - d, to + (d0 + d) * width);
+        }
+        for (int64_t j = 0; j < width; ++j) {
+          const T* source = data + (j < count ? row[first + j] : 0);
+          C* column = to + d0 * width + j;
+          if (j >= count) {
+            for (int64_t e = d; e < n; ++e) column[e * width] = 0;
+          } else {
+            for (int64_t e = d; e < n; ++e) column[e * width] = to_compute(source[at[d0 + e]]);
+          }
+        }
+      }
+    }
+  }
+
+  // L consecutive elements of each row to L rows of a panel, of which `left` are to come.
+  FF_INLINE static void transpose(const T* data, const int64_t* row, int64_t at, int64_t count, int width, int64_t left,
+                                  C* to) {
+    // Where the width is no multiple of L a store runs over into the next row of the panel, which is written later.
+    for (int64_t j = (width - 1) / L * L; j >= 0; j -= L) {
+      Vec<T, B> lines[L];
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) lines[l] = j + l < count ? load<B>(data + row[j + l] + at) : Vec<T, B>{};
+      transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) {
+        if (j + L <= width || l + 1 < left) {
+          store<B>(to + l * width + j, lines[l]);
+        } else {
+          std::memcpy(to + l * width + j, &lines[l], (width - j) * sizeof(C));
+        }
+      }
+    }
+  }
+
+  template <int D>
+  FF_INLINE static void transpose_lanes(Vec<T, B> (&lines)[L]) {
+#pragma GCC unroll 16
+    for (int l = 0; l < L; ++l) {
+      if (l & D) continue;
+      const Vec<T, B> a = lines[l], b = lines[l | D];
+      lines[l] = exchange<D, false>(a, b, std::make_integer_sequence<int, L>{});
+      lines[l | D] = exchange<D, true>(a, b, std::make_integer_sequence<int, L>{});
+    }
+    if constexpr (D > 1) transpose_lanes<D / 2>(lines);
+  }
+
+  template <int D, bool second, int... lane>
+  FF_INLINE static Vec<T, B> exchange(Vec<T, B> a, Vec<T, B> b, std::integer_sequence<int, lane...>) {
+    if constexpr (second) {
+      return shuffle<(lane & D ? L + lane : lane ^ D)...>(a, b);
+    } else {
+      return shuffle<(lane & D ? L + (lane ^ D) : lane)...>(a, b);
+    }
+  }
+
+  static constexpr int64_t kPackDepth = 64;  // keeps the part of a panel being written in the first cache
+
+  FF_INLINE static bool consecutive(const int64_t* offsets, int64_t n) {
+    for (int64_t j = 1; j < n; ++j) {
+      if (offsets[j] != offsets[j - 1] + 1) return false;
+    }
+    return true;
+  }
+
+  FF_INLINE static void copy(const T* from, int64_t n, C* to) {
+    int64_t j = 0;
+    for (; j + L <= n; j += L) store<B>(to + j, load<B>(from + j));
+    for (; j < n; ++j) to[j] = to_compute(from[j]);
+  }
+};
+
+// The packed operands of one product.
+template <class C>
+struct Product {
+  const C *left, *right;
+  int64_t left_stride, right_stride;  // between clients
+  int64_t depth;
+};
+
+// Computes N products of the same size tile by tile and hands each tile [m0 …][n0 …] to
+// epilogue.template write<T, B>(client, m0, rows, n0, columns, tiles), tiles C [N][tile_rows][tile_columns].
+// Items are (client, column panel, row panel).
+template <class T, int B>
+struct MultiplyTiles {
+  using C = Compute<T>;
+  using V = Vec<T, B>;
+  static constexpr int L = kLanes<T, B>, MR = tile_rows(B), NR = 2 * L;
+
+  FF_INLINE static void accumulate(const C* a, const C* b, int64_t depth, C* tile) {
+    V sum[MR][2];
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) sum[m][0] = sum[m][1] = V{};
+    for (int64_t d = 0; d < depth; ++d) {
+      const V b0 = load<B>(b), b1 = load<B>(b + L);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m) {
+        sum[m][0] += b0 * a[m];
+        sum[m][1] += b1 * a[m];
+      }
+      a += MR;
+      b += NR;
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) {
+      store<B>(tile + m * NR, load<B>(tile + m * NR) + sum[m][0]);
+      store<B>(tile + m * NR + L, load<B>(tile + m * NR + L) + sum[m][1]);
+    }
+  }
+
+  template <int N, class Epilogue>
+  FF_INLINE static void run(const Product<C> (&products)[N], int64_t rows, int64_t columns, int64_t first_client,
+                            const Epilogue& epilogue, int64_t begin, int64_t end) {
+    const int64_t row_panels = ceil_div(rows, MR), column_panels = ceil_div(columns, NR);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t k = item / (row_panels * column_panels);
+      const int64_t n = item / row_panels % column_panels, m = item % row_panels;
+      alignas(64) C tiles[N][MR * NR] = {};
+      for (int p = 0; p < N; ++p) {
+        const Product<C>& product = products[p];
+        const C* a = product.left + k * product.left_stride + m * MR * product.depth;
+        const C* b = product.right + k * product.right_stride + n * NR * product.depth;
+        for (int64_t d = 0; d < product.depth; d += kDepth) {
+          accumulate(a + d * MR, b + d * NR, std::min(kDepth, product.depth - d), tiles[p]);
+        }
+      }
+      epilogue.template write<T, B>(first_client + k, m * MR, std::min<int64_t>(MR, rows - m * MR), n * NR,
+                                    std::min<int64_t>(NR, columns - n * NR), tiles[0]);
+    }
+  }
+};
+
+template <class Left, class Right>
+struct Factors {
+  const Operand &left, &right;
+};
+
+// N products of clients × rows × columns. Left and Right are the element types of the operands, T that of the epilogue.
+template <class T, class Left, class Right, int N, class Epilogue>
+void multiply(ParallelFor parallel_for, int64_t clients, const Factors<Left, Right> (&factors)[N],
+              const Epilogue& epilogue) {
+  using C = Compute<T>;
+  const int64_t rows = factors[0].left.row.size(), columns = factors[0].right.row.size();
+  if (clients == 0 || rows == 0 || columns == 0) return;
+  const int mr = tile_rows(register_bytes()), nr = tile_columns(register_bytes(), sizeof(C));
+  const int64_t row_panels = ceil_div(rows, mr), column_panels = ceil_div(columns, nr);
+  int64_t depths = 0;
+  for (const auto& f : factors) depths += f.left.depth.size();
+
+  const int64_t per_client = depths * (row_panels * mr + column_panels * nr);
+  constexpr int64_t kWorkspace = 1 << 21;  // elements
+  const int64_t batch = std::clamp<int64_t>(kWorkspace / std::max<int64_t>(per_client, 1), 1, clients);
+  const Scratch<C> workspace(batch * per_client);
+  for (int64_t first = 0; first < clients; first += batch) {
+    const int64_t count = std::min(batch, clients - first);
+    Product<C> products[N];
+    C* at = workspace.get();
+    auto pack = [&](auto type, const Operand& operand, int width) {
+      const int64_t panels = ceil_div(operand.row.size(), width), depth = operand.depth.size();
+      const int64_t packed_clients = operand.data.client_stride == 0 ? 1 : count;
+      C* out = at;
+      at += packed_clients * panels * width * depth;
+      parallel(parallel_for, packed_clients * panels, ceil_div(16384, width * std::max<int64_t>(depth, 1)),
+               [&](int64_t begin, int64_t end) {
+                 dispatch<PackPanels, decltype(type)>(operand, first, width, out, begin, end);
+               });
+      return std::pair<const C*, int64_t>(out, packed_clients == 1 && count > 1 ? 0 : panels * width * depth);
+    };
+    for (int p = 0; p < N; ++p) {
+      std::tie(products[p].left, products[p].left_stride) = pack(Left{}, factors[p].left, mr);
+      std::tie(products[p].right, products[p].right_stride) = pack(Right{}, factors[p].right, nr);
+      products[p].depth = factors[p].left.depth.size();
+    }
+    parallel(parallel_for, count * row_panels * column_panels, ceil_div(1 << 19, mr * nr * (depths + 8)),
+             [&](int64_t begin, int64_t end) {
+               dispatch<MultiplyTiles, T>(products, rows, columns, first, epilogue, begin, end);
+             });
+  }
+}
+
+// Where the elements of a product go: (m, n) of client k to
+// data[k·client_stride + row[m] + (n / run)·run_stride + (n % run)·column_stride].
+struct Target {
+  void* data;
+  int64_t client_stride;
+  std::vector<int64_t> row;
+  int64_t run, run_stride, column_stride;
+};
+
+// target = scaling · tile, plus `add` (in the order of the target) where it is given.
+struct WriteTile {
+  const Target& target;
+  double scaling;
+  In add;
+
+  template <class T, int NR>
+  FF_INLINE static void interleave(T* out, const T* sigma, const Compute<T>* tile, int64_t count, int64_t step,
+                                   int64_t together, Compute<T> scale) {
+    if (sigma) {
+      for (int64_t j = 0; j < count; ++j) {
+        for (int64_t x = 0; x < together; ++x) {
+          out[step * j + x] = from_compute<T>(tile[x * NR + j] * scale + to_compute(sigma[step * j + x]));
+        }
+      }
+    } else {
+      for (int64_t j = 0; j < count; ++j) {
+        for (int64_t x = 0; x < together; ++x) out[step * j + x] = from_compute<T>(tile[x * NR + j] * scale);
+      }
+    }
+  }
+
+  template <class T, int B>
+  FF_INLINE void write(int64_t k, int64_t m0, int64_t rows, int64_t n0, int64_t columns, const Compute<T>* tile) const {
+    using C = Compute<T>;
+    constexpr int L = kLanes<T, B>, NR = 2 * L;
+    const C scale = scaling;
+    T* out = static_cast<T*>(target.data) + k * target.client_stride;
+    const T* sigma = client<T>(add, k);
+    const int64_t step = target.column_stride;
+    for (int64_t n = 0; n < columns;) {
+      const int64_t within = (n0 + n) % target.run, count = std::min(columns - n, target.run - within);
+      const int64_t at = (n0 + n) / target.run * target.run_stride + within * step;
+      for (int64_t m = 0; m < rows; ++m) {
+        const int64_t to = target.row[m0 + m] + at;
+        const C* from = tile + m * NR + n;
+        if (step == 1) {
+          int64_t j = 0;
+          for (; j + L <= count; j += L) {
+            Vec<T, B> x = load<B>(from + j) * scale;
+            if (sigma) x += load<B>(sigma + to + j);
+            store<B>(out + to + j, x);
+          }
+          for (; j < count; ++j) {
+            out[to + j] = from_compute<T>(from[j] * scale + (sigma ? to_compute(sigma[to + j]) : C(0)));
+          }
+        } else {
+          // Rows that interleave, as those of a kernel of three columns do, are written together.
+          int64_t together = 1;
+          while (m + together < rows && target.row[m0 + m + together] == target.row[m0 + m] + together) ++together;
+          together = std::min(together, step);
+          if (step == 3 && together == 3) {
+            interleave<T, NR>(out + to, sigma ? sigma + to : nullptr, from, count, 3, 3, scale);
+          } else if (step == 5 && together == 5) {
+            interleave<T, NR>(out + to, sigma ? sigma + to : nullptr, from, count, 5, 5, scale);
+          } else {
+            interleave<T, NR>(out + to, sigma ? sigma + to : nullptr, from, count, step, together, scale);
+          }
+          m += together - 1;
+        }
+      }
+      n += count;
+    }
+  }
+};
+
+}  // namespace fastfact

@@ -1,0 +1,131 @@
+// The CPU kernels: plain C++ on raw pointers. Shapes and layouts are those of fastfact/reference.py.
+//
+// Each tensor is given as a pointer and the distance between two clients in elements, 0 where clients share it;
+// one client's part is contiguous, or channels_last where a field says so.
+#pragma once
+
+#include <cstdint>
+
+namespace fastfact {
+
+enum class Type { f32, f64, bf16, f16 };
+enum Layout { kLinear, kSpatial, kKernel, kView, kSeparable };
+
+// Calls body(begin, end, context) on parts of [0, n), none smaller than `grain` but the last, and waits for them.
+using ParallelFor = void (*)(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
+
+struct In {
+  const void* data;  // null where an optional tensor is not given
+  int64_t client_stride;
+};
+
+// A weight [o, i, kh, kw]; linear weights have kh = kw = 1.
+struct Size {
+  int64_t o, i, kh, kw;
+  int64_t taps() const { return kh * kw; }
+  int64_t numel() const { return o * i * kh * kw; }
+};
+
+struct Rank1 {
+  Type type;
+  int layout;
+  bool channels_last;  // the format of w, μ and dW
+  int64_t clients, rank;
+  Size size;
+  In mu, u, v;
+  void* w;
+};
+
+struct Rank1Backward {
+  Type type;
+  int layout;
+  bool channels_last;
+  int64_t clients, rank;
+  Size size;
+  In grad, u, v;
+  void *du, *dv;  // null where not asked for
+};
+
+struct LowRank {
+  Type type;
+  int layout;
+  bool channels_last;  // not with the view layout
+  int64_t clients, rank;
+  Size size;
+  double scaling;
+  In sigma, a, b;
+  void* w;
+};
+
+struct LowRankBackward {
+  Type type;
+  int layout;
+  bool channels_last;
+  int64_t clients, rank;
+  Size size;
+  double scaling;
+  In grad, a, b;
+  void *da, *db;
+};
+
+struct Hadamard {
+  Type type;
+  bool channels_last, personalized;
+  int64_t clients, rank1, rank2;
+  Size size;
+  In x1, y1, x2, y2;
+  void* w;
+};
+
+struct HadamardBackward {
+  Type type;
+  bool channels_last, personalized;
+  int64_t clients, rank1, rank2;
+  Size size;
+  In grad, x1, y1, x2, y2;
+  void *dx1, *dy1, *dx2, *dy2;
+};
+
+// One tensor of a group; all pointers run over its elements in the same order.
+struct Step {
+  Type type;
+  int64_t numel;
+  void* param;
+  const void* grad;
+  void* momentum;  // null when momentum is 0
+  double l1;
+};
+
+struct ProxSgd {
+  double lr, momentum, weight_decay;
+  bool proximal;
+};
+
+enum class Value { f32, bf16, i8 };
+
+void rank1_weight(const Rank1& op, ParallelFor parallel_for);
+void rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for);
+void lowrank_weight(const LowRank& op, ParallelFor parallel_for);
+void lowrank_weight_backward(const LowRankBackward& op, ParallelFor parallel_for);
+void hadamard_weight(const Hadamard& op, ParallelFor parallel_for);
+void hadamard_weight_backward(const HadamardBackward& op, ParallelFor parallel_for);
+void prox_sgd_step(const ProxSgd& op, const Step* steps, int64_t count, ParallelFor parallel_for);
+
+// Bitmaps of x [rows, n]. A row is worked on in chunks; `offsets` [rows · bitmap_chunks(n) + 1] counts the nonzeros
+// before each, so that its last element is the size of `values`.
+int64_t bitmap_chunks(int64_t n);
+// x → bits [rows, ceil(n / 8)] and offsets.
+void pack_bits(Type type, const void* x, int64_t rows, int64_t n, uint8_t* bits, int64_t* offsets, ParallelFor);
+// The nonzeros of x in `values`; for int8 values also scale [rows] = max|row| / 127.
+void pack_values(Type type, const void* x, int64_t rows, int64_t n, const uint8_t* bits, const int64_t* offsets,
+                 Value value, void* values, float* scale, ParallelFor);
+// bits → offsets; bits beyond n are not counted.
+void count_bits(const uint8_t* bits, int64_t rows, int64_t n, int64_t* offsets, ParallelFor);
+// x from bits and values, times scale [rows] where it is given.
+void unpack_values(const uint8_t* bits, const int64_t* offsets, int64_t rows, int64_t n, Value value,
+                   const void* values, const float* scale, float* x, ParallelFor);
+
+// Which instruction set the kernels use: "x86-64-v4", "x86-64-v3" or "baseline".
+const char* instruction_set();
+
+}  // namespace fastfact

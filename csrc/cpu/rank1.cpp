@@ -1,0 +1,650 @@
+// W = Σ_r u_r ⊗ v_r + μ and its gradients, one pass over memory each.
+//
+// Two shapes of loop cover all layouts and formats. Where one factor runs along the innermost axis of W, a row of W is
+// that factor times a number. Where that axis holds the few taps of a kernel (contiguous W), W is read as [p, q] with
+// small q, and a register of p's is spread over the q registers it fills.
+#include <algorithm>
+
+#include "vec.h"
+
+namespace fastfact {
+namespace {
+
+constexpr int64_t kGrain = 16384;  // elements worth a thread
+
+template <int D, class V, int... lane>
+FF_INLINE V fold_pair(V a, V b, std::integer_sequence<int, lane...>) {
+  constexpr int n = sizeof...(lane);
+  return shuffle<(lane & D ? n + lane : lane)...>(a, b) + shuffle<(lane & D ? n + (lane ^ D) : lane ^ D)...>(a, b);
+}
+
+// Lane i of the result is the sum over the lanes of row(first + i), for i < Span; a tree of pairwise folds.
+template <int Span, class V, class Row>
+FF_INLINE V sums_of_rows(Row& row, int first) {
+  if constexpr (Span == 1) {
+    return row(first);
+  } else {
+    constexpr int n = sizeof(V) / sizeof(V{}[0]);
+    const V a = sums_of_rows<Span / 2, V>(row, first), b = sums_of_rows<Span / 2, V>(row, first + Span / 2);
+    return fold_pair<Span / 2>(a, b, std::make_integer_sequence<int, n>{});
+  }
+}
+
+template <class V, class I>
+FF_INLINE V permute(V x, I index) {
+#ifdef __clang__
+  V out;
+  for (int lane = 0; lane < int(sizeof(V) / sizeof(x[0])); ++lane) out[lane] = x[index[lane]];
+  return out;
+#else
+  return __builtin_shuffle(x, index);
+#endif
+}
+
+// How one client's contiguous or channels_last weight is read: as rows of `columns` elements, or (fine) as [p, q].
+struct Plan {
+  enum { kRows, kFine, kViewChannelsLast } kind;
+  int64_t rows, columns;     // kRows
+  int64_t blocks, p, q;      // kFine
+  int64_t u_numel, v_numel;  // of one rank
+  bool transpose_u;          // u [i, kh] is wanted as [kh, i]
+};
+
+template <class Op>
+Plan make_plan(const Op& op) {
+  const Size& s = op.size;
+  Plan plan{Plan::kRows, 0, 0, 1, 0, 0, s.taps(), s.o * s.i, false};
+  switch (op.layout) {
+    case kLinear:
+      plan.rows = s.o, plan.columns = s.i, plan.u_numel = s.i, plan.v_numel = s.o;
+      break;
+    case kSpatial:
+      if (s.taps() == 1) {
+        plan.rows = 1, plan.columns = s.o * s.i;
+      } else if (op.channels_last) {
+        plan.rows = s.o * s.taps(), plan.columns = s.i;
+      } else {
+        plan.kind = Plan::kFine, plan.p = s.o * s.i, plan.q = s.taps();
+      }
+      break;
+    case kKernel:
+      plan.u_numel = s.i * s.kh, plan.v_numel = s.o * s.kw;
+      if (op.channels_last) {
+        plan.rows = s.o * s.taps(), plan.columns = s.i, plan.transpose_u = s.kh > 1;
+      } else if (s.kw == 1) {
+        plan.rows = s.o, plan.columns = s.i * s.kh;
+      } else {
+        plan.kind = Plan::kFine, plan.blocks = s.o, plan.p = s.i * s.kh, plan.q = s.kw;
+      }
+      break;
+    default:
+      plan.rows = s.taps(), plan.columns = s.o * s.i;
+      if (op.channels_last && s.taps() > 1) plan.kind = Plan::kViewChannelsLast;
+  }
+  return plan;
+}
+
+// Row m of the weight is scale[r][scale_at] · along[r][along_at …]: which factor is which, and where in it.
+struct Row {
+  bool u_along;
+  int64_t scale_at, along_at;
+};
+
+template <class Op>
+FF_INLINE Row row_of(const Op& op, int64_t m) {
+  const Size& s = op.size;
+  switch (op.layout) {
+    case kLinear:
+      return {true, m, 0};
+    case kSpatial:
+      return s.taps() == 1 ? Row{false, 0, 0} : Row{false, m % s.taps(), m / s.taps() * s.i};
+    case kKernel:
+      if (!op.channels_last) return {true, m, 0};
+      return {true, m / s.taps() * s.kw + m % s.kw, m / s.kw % s.kh * s.i};
+    default:
+      return {false, m, 0};
+  }
+}
+
+template <class T, int B>
+FF_INLINE void write_row(T* w, const T* mu, int64_t n, int64_t rank, const T* scale, int64_t scale_stride,
+                         const T* along, int64_t along_stride) {
+  using V = Vec<T, B>;
+  constexpr int L = kLanes<T, B>;
+  const auto first = to_compute(scale[0]);
+  int64_t j = 0;
+  for (; j + L <= n; j += L) {
+    V sum = load<B>(along + j) * first;
+    for (int64_t r = 1; r < rank; ++r)
+      sum += load<B>(along + r * along_stride + j) * to_compute(scale[r * scale_stride]);
+    if (mu) sum += load<B>(mu + j);
+    store<B>(w + j, sum);
+  }
+  for (; j < n; ++j) {
+    auto sum = to_compute(along[j]) * first;
+    for (int64_t r = 1; r < rank; ++r)
+      sum += to_compute(along[r * along_stride + j]) * to_compute(scale[r * scale_stride]);
+    if (mu) sum += to_compute(mu[j]);
+    w[j] = from_compute<T>(sum);
+  }
+}
+
+constexpr int64_t kSegment = 8192;
+
+// Items are (client, row, segment of a row).
+template <class T, int B>
+struct WriteRows {
+  FF_INLINE static void run(const Rank1& op, const Plan& plan, const T* u_transposed, int64_t begin, int64_t end) {
+    const int64_t segments = ceil_div(plan.columns, kSegment);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t k = item / (plan.rows * segments), m = item / segments % plan.rows;
+      const int64_t start = item % segments * kSegment, n = std::min(kSegment, plan.columns - start);
+      const T* u = u_transposed ? u_transposed + k * op.rank * plan.u_numel : client<T>(op.u, k);
+      const T *v = client<T>(op.v, k), *mu = client<T>(op.mu, k);
+      const int64_t at = m * plan.columns + start;
+      const Row row = row_of(op, m);
+      const T *scale = row.u_along ? v : u, *along = row.u_along ? u : v;
+      const int64_t scale_stride = row.u_along ? plan.v_numel : plan.u_numel;
+      const int64_t along_stride = row.u_along ? plan.u_numel : plan.v_numel;
+      write_row<T, B>(static_cast<T*>(op.w) + k * op.size.numel() + at, mu ? mu + at : nullptr, n, op.rank,
+                      scale + row.scale_at, scale_stride, along + row.along_at + start, along_stride);
+    }
+  }
+};
+
+constexpr int64_t kGroup = 512;  // p's of one item
+
+// Items are (client, block, group of p's): W[p, q] = Σ_r x[r, p] · y[r, q] + μ[p, q].
+template <class T, int B>
+struct WriteFine {
+  using C = Compute<T>;
+  using V = Vec<T, B>;
+  using Lane = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
+  using Index = IndexVec<T, B>;
+  static constexpr int L = kLanes<T, B>;
+
+  FF_INLINE static void run(const Rank1& op, const Plan& plan, int64_t begin, int64_t end) {
+    const int64_t q = plan.q, groups = ceil_div(plan.p, kGroup);
+    const bool u_is_x = op.layout == kKernel;
+    const int64_t x_stride = u_is_x ? plan.u_numel : plan.v_numel, y_stride = u_is_x ? plan.v_numel : plan.u_numel;
+    // L p's fill q registers: lane n of them belongs to p = n / q and takes y[n % q].
+    const Scratch<Lane> which(q * L);
+    const Scratch<C> spread(op.rank * q * L);
+    for (int64_t n = 0; n < q * L; ++n) which.get()[n] = n / q;
+    int64_t spread_is_for = -1;
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t block = item / groups, k = block / plan.blocks, b = block % plan.blocks;
+      const T *u = client<T>(op.u, k), *v = client<T>(op.v, k), *mu = client<T>(op.mu, k);
+      const T *x = u_is_x ? u : v, *y = u_is_x ? v + b * q : u;
+      if (spread_is_for != (u_is_x ? block : k)) {
+        spread_is_for = u_is_x ? block : k;
+        for (int64_t r = 0; r < op.rank; ++r) {
+          C* to = spread.get() + r * q * L;
+          for (int64_t lane = 0; lane < L; ++lane) {
+            for (int64_t j = 0; j < q; ++j) *to++ = to_compute(y[r * y_stride + j]);
+          }
+        }
+      }
+      const int64_t at = b * plan.p * q;
+      T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
+      if (mu) mu += at;
+      int64_t p = item % groups * kGroup;
+      const int64_t last = std::min(plan.p, p + kGroup);
+      for (; p + L <= last; p += L) {
+        const V x0 = load<B>(x + p);
+        for (int64_t j = 0; j < q; ++j) {
+          Index lanes;
+          std::memcpy(&lanes, which.get() + j * L, B);
+          V sum = permute(x0, lanes) * load<B>(spread.get() + j * L);
+          for (int64_t r = 1; r < op.rank; ++r) {
+            sum += permute(load<B>(x + r * x_stride + p), lanes) * load<B>(spread.get() + (r * q + j) * L);
+          }
+          if (mu) sum += load<B>(mu + p * q + j * L);
+          store<B>(w + p * q + j * L, sum);
+        }
+      }
+      for (; p < last; ++p) {
+        for (int64_t j = 0; j < q; ++j) {
+          C sum = 0;
+          for (int64_t r = 0; r < op.rank; ++r) sum += to_compute(x[r * x_stride + p]) * spread.get()[r * q * L + j];
+          if (mu) sum += to_compute(mu[p * q + j]);
+          w[p * q + j] = from_compute<T>(sum);
+        }
+      }
+    }
+  }
+};
+
+// Items are (client, o). The view layout permutes nothing, so channels_last has to.
+template <class T, int B>
+struct WriteViewChannelsLast {
+  FF_INLINE static void run(const Rank1& op, const Plan& plan, int64_t begin, int64_t end) {
+    using C = Compute<T>;
+    const int64_t taps = op.size.taps(), inputs = op.size.i;
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t k = item / op.size.o, at = item % op.size.o * inputs * taps;
+      const T *u = client<T>(op.u, k), *v = client<T>(op.v, k), *mu = client<T>(op.mu, k);
+      T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
+      for (int64_t tap = 0; tap < taps; ++tap) {
+        for (int64_t i = 0; i < inputs; ++i) {
+          const int64_t n = at + i * taps + tap, to = tap * inputs + i;
+          C sum = mu ? to_compute(mu[at + to]) : C(0);
+          for (int64_t r = 0; r < op.rank; ++r) {
+            sum +=
+                to_compute(u[r * plan.u_numel + n / plan.columns]) * to_compute(v[r * plan.v_numel + n % plan.columns]);
+          }
+          w[to] = from_compute<T>(sum);
+        }
+      }
+    }
+  }
+};
+
+template <class T>
+void transpose_u(const In& u, int64_t clients, int64_t rank, int64_t inputs, int64_t kh, T* out) {
+  for (int64_t k = 0; k < clients; ++k) {
+    for (int64_t r = 0; r < rank; ++r) {
+      const T* from = client<T>(u, k) + r * inputs * kh;
+      for (int64_t y = 0; y < kh; ++y) {
+        for (int64_t i = 0; i < inputs; ++i) *out++ = from[i * kh + y];
+      }
+    }
+  }
+}
+
+// The backward pass. The gradient of v is finished within a part of dW, that of u gathers over all of it: each chunk of
+// dW has a partial sum of its own, and the partial sums are added in order. The chunks depend on the shape only, so
+// the result does not depend on the threads.
+struct Chunks {
+  int64_t units, per_chunk, count;  // the axis cut into chunks
+};
+
+// What the kernels share. Their items are (client, chunk); `partial` is [item][rank][u_numel].
+template <class T>
+struct ChunkOf {
+  int64_t k, first, last;  // the client, and the units of the chunk
+  const T *g, *u, *v;
+  Compute<T>* du;
+  T* dv;
+
+  // u in the order of u_transposed if that is given.
+  FF_INLINE ChunkOf(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const T* u_transposed,
+                    Compute<T>* partial, int64_t item)
+      : k(item / chunks.count),
+        first(item % chunks.count * chunks.per_chunk),
+        last(std::min(chunks.units, first + chunks.per_chunk)),
+        g(client<T>(op.grad, k)),
+        u(u_transposed ? u_transposed + k * op.rank * plan.u_numel : client<T>(op.u, k)),
+        v(client<T>(op.v, k)),
+        du(partial + item * op.rank * plan.u_numel),
+        dv(op.dv ? static_cast<T*>(op.dv) + k * op.rank * plan.v_numel : nullptr) {}
+};
+
+// For the rows g[m] of n elements: row_sums[m] += lanes of Σ_j g[m, j] along[j], and column_sums[j] (+)= Σ_m g[m, j]
+// scale[m].
+template <class T, int B>
+FF_INLINE void sum_rows_and_columns(const T* g, int64_t stride, int64_t rows, int64_t n, const Compute<T>* scale,
+                                    const T* along, Vec<T, B>* row_sums, Compute<T>* column_sums, bool add) {
+  using C = Compute<T>;
+  using V = Vec<T, B>;
+  constexpr int L = kLanes<T, B>;
+  int64_t j = 0;
+  for (; j + 2 * L <= n; j += 2 * L) {
+    const V a0 = load<B>(along + j), a1 = load<B>(along + j + L);
+    V c0 = add ? load<B>(column_sums + j) : V{}, c1 = add ? load<B>(column_sums + j + L) : V{};
+    for (int64_t m = 0; m < rows; ++m) {
+      const V g0 = load<B>(g + m * stride + j), g1 = load<B>(g + m * stride + j + L);
+      row_sums[m] = row_sums[m] + g0 * a0 + g1 * a1;
+      c0 += g0 * scale[m];
+      c1 += g1 * scale[m];
+    }
+    store<B>(column_sums + j, c0);
+    store<B>(column_sums + j + L, c1);
+  }
+  for (; j < n; ++j) {
+    const C a = to_compute(along[j]);
+    C sum = add ? column_sums[j] : C(0);
+    for (int64_t m = 0; m < rows; ++m) {
+      const C x = to_compute(g[m * stride + j]);
+      row_sums[m][j % L] += x * a;
+      sum += x * scale[m];
+    }
+    column_sums[j] = sum;
+  }
+}
+
+// Linear and kernel layouts where v is a number for each row and u runs along it. A block is four rows, or for
+// channels_last the kh sets of kw rows of one output.
+template <class T, int B>
+struct BackwardRows {
+  FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const T* u_transposed,
+                            Compute<T>* partial, int64_t begin, int64_t end) {
+    using C = Compute<T>;
+    const bool in_sets = op.layout == kKernel && op.channels_last;
+    const int64_t n = plan.columns, rank = op.rank, un = plan.u_numel, vn = plan.v_numel;
+    const int64_t step = in_sets ? 1 : 4, sets = in_sets ? op.size.kh : 1, most = std::max<int64_t>(4, op.size.kw);
+    const Scratch<Vec<T, B>> sums(most);
+    const Scratch<C> scale(most);
+    for (int64_t item = begin; item < end; ++item) {
+      const ChunkOf<T> c(op, plan, chunks, u_transposed, partial, item);
+      std::fill(c.du, c.du + rank * un, C(0));
+      for (int64_t m = c.first; m < c.last; m += step) {
+        const int64_t rows = in_sets ? op.size.kw : std::min(step, c.last - m), v_at = in_sets ? m * rows : m;
+        for (int64_t r = 0; r < rank; ++r) {
+          for (int64_t j = 0; j < rows; ++j) {
+            sums.get()[j] = Vec<T, B>{};
+            scale.get()[j] = to_compute(c.v[r * vn + v_at + j]);
+          }
+          for (int64_t set = 0; set < sets; ++set) {
+            const int64_t row = in_sets ? (m * sets + set) * rows : m, along = r * un + set * n;
+            sum_rows_and_columns<T, B>(c.g + row * n, n, rows, n, scale.get(), c.u + along, sums.get(), c.du + along,
+                                       true);
+          }
+          for (int64_t j = 0; c.dv && j < rows; ++j) {
+            c.dv[r * vn + v_at + j] = from_compute<T>(sum_lanes(sums.get()[j]));
+          }
+        }
+      }
+    }
+  }
+};
+
+// View, and spatial layouts where u is a number for each row and v runs along it; spatial channels_last has a set of
+// rows for each output.
+template <class T, int B>
+struct BackwardColumns {
+  FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const T*,
+                            Compute<T>* partial, int64_t begin, int64_t end) {
+    using C = Compute<T>;
+    using V = Vec<T, B>;
+    constexpr int64_t L = kLanes<T, B>, kColumns = 1024;
+    const int64_t taps = op.size.taps(), inputs = op.size.i, rank = op.rank, vn = plan.v_numel;
+    const bool in_sets = op.layout == kSpatial && taps > 1;
+    const Scratch<V> sums(rank * taps);
+    const Scratch<C> scale(rank * taps), columns(kColumns);
+    for (int64_t item = begin; item < end; ++item) {
+      const ChunkOf<T> c(op, plan, chunks, nullptr, partial, item);
+      for (int64_t j = 0; j < rank * taps; ++j) {
+        sums.get()[j] = V{};
+        scale.get()[j] = to_compute(c.u[j]);
+      }
+      const int64_t last = in_sets ? c.last * inputs : c.last;
+      for (int64_t at = in_sets ? c.first * inputs : c.first; at < last;) {
+        const int64_t n = std::min(kColumns, (in_sets ? (at / inputs + 1) * inputs : last) - at);
+        const T* rows = in_sets ? c.g + at / inputs * taps * inputs + at % inputs : c.g + at;
+        for (int64_t r = 0; r < rank; ++r) {
+          T* out = c.dv ? c.dv + r * vn + at : nullptr;
+          C* to = columns.get();
+          if constexpr (std::is_same_v<T, C>) to = out ? out : to;
+          sum_rows_and_columns<T, B>(rows, plan.columns, taps, n, scale.get() + r * taps, c.v + r * vn + at,
+                                     sums.get() + r * taps, to, false);
+          if constexpr (!std::is_same_v<T, C>) {
+            int64_t j = 0;
+            for (; out && j + L <= n; j += L) store<B>(out + j, load<B>(to + j));
+            for (; out && j < n; ++j) out[j] = from_compute<T>(to[j]);
+          }
+        }
+        at += n;
+      }
+      for (int64_t j = 0; j < rank * taps; ++j) c.du[j] = sum_lanes(sums.get()[j]);
+    }
+  }
+};
+
+// W[p, q] = Σ_r x[r, p] y[r, q], with x = v and y = u in the spatial layout, x = u and y = v[o] in the kernel layout.
+template <class T, int B>
+struct BackwardFine {
+  using C = Compute<T>;
+  using V = Vec<T, B>;
+  using Index = IndexVec<T, B>;
+  static constexpr int L = kLanes<T, B>;
+
+  // For first ≤ p < last: dx[p] = Σ_q g[p, q] y[q], written to `dx` or added to `dx_sum` if one is given, and
+  // y_sums += the lanes of Σ_p g[p, q] x[p], even and odd p apart. NV registers hold q elements (0: any number); y is
+  // padded with zeros to whole registers; `left` elements of g may be read.
+  template <int NV>
+  FF_INLINE static void sums(const T* g, int64_t left, int64_t q, int64_t first, int64_t last, const T* x, const C* y,
+                             V* y_sums, T* buffer, T* dx, C* dx_sum) {
+    const int nv = NV ? NV : int(ceil_div(q, L));
+    Index valid;
+    for (int lane = 0; lane < L; ++lane) valid[lane] = lane < q - (nv - 1) * L ? -1 : 0;
+    for (int64_t p = first; p < last; p += L) {
+      const int64_t count = std::min<int64_t>(L, last - p);
+      const T* rows = g + p * q;
+      C xs[L] = {};
+      if (count == L) {
+        store<B>(xs, load<B>(x + p));
+      } else {
+        for (int64_t lane = 0; lane < count; ++lane) xs[lane] = to_compute(x[p + lane]);
+      }
+      if (count < L || (p + L - 1) * q + nv * L > left) {
+        std::memcpy(buffer, rows, count * q * sizeof(T));
+        std::memset(static_cast<void*>(buffer + count * q), 0, ((L - count) * q + nv * L) * sizeof(T));
+        rows = buffer;
+      }
+      V kept[NV ? 2 * NV : 1];
+      if constexpr (NV > 0) std::memcpy(kept, y_sums, sizeof(kept));
+      auto row = [&](int lane) __attribute__((always_inline)) {
+        V z{};
+        for (int n = 0; n < nv; ++n) {
+          V part = load<B>(rows + lane * q + n * L);
+          (NV ? kept : y_sums)[2 * n + lane % 2] += part * xs[lane];
+          part *= load<B>(y + n * L);
+          if (n == nv - 1) part = (V)((Index)part & valid);
+          z += part;
+        }
+        return z;
+      };
+      V sum = sums_of_rows<L, V>(row, 0);
+      if constexpr (NV > 0) std::memcpy(y_sums, kept, sizeof(kept));
+      if (count == L) {
+        if (dx_sum) store<B>(dx_sum + p, load<B>(dx_sum + p) + sum);
+        if (dx) store<B>(dx + p, sum);
+      } else {
+        for (int64_t lane = 0; lane < count; ++lane) {
+          if (dx_sum) dx_sum[p + lane] += sum[lane];
+          if (dx) dx[p + lane] = from_compute<T>(sum[lane]);
+        }
+      }
+    }
+  }
+
+  // Lane l of the result is element l·Q + q of the Q registers z, up to register `from`.
+  template <int Q, int q, int from, int... lane>
+  FF_INLINE static V every(const V (&z)[Q], std::integer_sequence<int, lane...> lanes) {
+    if constexpr (from == 0) {
+      return shuffle<(lane * Q + q < L ? lane * Q + q : 0)...>(z[0], z[0]);
+    } else {
+      const V before = every<Q, q, from - 1>(z, lanes);
+      return shuffle<((lane * Q + q) / L == from ? L + (lane * Q + q) % L : lane)...>(before, z[from]);
+    }
+  }
+
+  template <int Q, int... q>
+  FF_INLINE static V sum_of_every(const V (&z)[Q], std::integer_sequence<int, q...>) {
+    return (... + every<Q, q, Q - 1>(z, std::make_integer_sequence<int, L>{}));
+  }
+
+  // Lane l of register j is lane (j·L + l) / Q of x.
+  template <int Q, int j, int... lane>
+  FF_INLINE static void spread(V x, V (&out)[Q], std::integer_sequence<int, lane...> lanes) {
+    out[j] = shuffle<((j * L + lane) / Q)...>(x, x);
+    if constexpr (j + 1 < Q) spread<Q, j + 1>(x, out, lanes);
+  }
+
+  // As `sums` where Q is small: L p's are the Q registers they fill. y is repeated over them, and so are y_sums [Q].
+  template <int Q>
+  FF_INLINE static void sums_of_few(const T* g, int64_t first, int64_t last, const T* x, const C* y, V* y_sums, T* dx,
+                                    C* dx_sum) {
+    constexpr auto lanes = std::make_integer_sequence<int, L>{};
+    int64_t p = first;
+    for (; p + L <= last; p += L) {
+      V z[Q];
+      spread<Q, 0>(load<B>(x + p), z, lanes);
+#pragma GCC unroll 8
+      for (int j = 0; j < Q; ++j) {
+        const V part = load<B>(g + p * Q + j * L);
+        y_sums[j] += part * z[j];
+        z[j] = part * load<B>(y + j * L);
+      }
+      const V sum = sum_of_every<Q>(z, std::make_integer_sequence<int, Q>{});
+      if (dx_sum) store<B>(dx_sum + p, load<B>(dx_sum + p) + sum);
+      if (dx) store<B>(dx + p, sum);
+    }
+    for (; p < last; ++p) {
+      C sum = 0;
+      for (int j = 0; j < Q; ++j) {
+        const C part = to_compute(g[p * Q + j]);
+        y_sums[j / L][j % L] += part * to_compute(x[p]);
+        sum += part * y[j];
+      }
+      if (dx_sum) dx_sum[p] += sum;
+      if (dx) dx[p] = from_compute<T>(sum);
+    }
+  }
+
+  FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const T*, C* partial,
+                            int64_t begin, int64_t end) {
+    const int64_t q = plan.q, nv = ceil_div(q, L), rank = op.rank, un = plan.u_numel, vn = plan.v_numel;
+    const bool u_is_x = op.layout == kKernel, few = q == 3 || q == 5;
+    const int64_t y_size = few ? q * L : nv * L, sums_size = few ? q : 2 * nv;  // of one rank
+    const Scratch<V> y_sums(rank * sums_size);
+    const Scratch<C> y(rank * y_size);
+    const Scratch<T> buffer((q + nv) * L);
+    for (int64_t item = begin; item < end; ++item) {
+      const ChunkOf<T> c(op, plan, chunks, nullptr, partial, item);
+      if (u_is_x) std::fill(c.du, c.du + rank * un, C(0));
+      for (int64_t o = u_is_x ? c.first : 0; o < (u_is_x ? c.last : 1); ++o) {
+        for (int64_t j = 0; j < rank * sums_size; ++j) y_sums.get()[j] = V{};
+        for (int64_t r = 0; r < rank; ++r) {
+          const T* from = u_is_x ? c.v + r * vn + o * q : c.u + r * un;
+          for (int64_t j = 0; j < y_size; ++j) {
+            y.get()[r * y_size + j] = j < q ? to_compute(from[j]) : few ? y.get()[r * y_size + j - q] : C(0);
+          }
+        }
+        const T* g = c.g + o * plan.p * q;
+        const int64_t left = op.size.numel() - o * plan.p * q, last = u_is_x ? plan.p : c.last;
+        for (int64_t p = u_is_x ? 0 : c.first; p < last; p += kGroup) {
+          const int64_t stop = std::min(last, p + kGroup);
+          for (int64_t r = 0; r < rank; ++r) {
+            const T* x = u_is_x ? c.u + r * un : c.v + r * vn;
+            T* dx = u_is_x || !c.dv ? nullptr : c.dv + r * vn;
+            C* dx_sum = u_is_x ? c.du + r * un : nullptr;
+            const C* y_r = y.get() + r * y_size;
+            V* sums_r = y_sums.get() + r * sums_size;
+            if (q == 3) {
+              sums_of_few<3>(g, p, stop, x, y_r, sums_r, dx, dx_sum);
+            } else if (q == 5) {
+              sums_of_few<5>(g, p, stop, x, y_r, sums_r, dx, dx_sum);
+            } else if (nv == 1) {
+              sums<1>(g, left, q, p, stop, x, y_r, sums_r, buffer.get(), dx, dx_sum);
+            } else if (nv == 2) {
+              sums<2>(g, left, q, p, stop, x, y_r, sums_r, buffer.get(), dx, dx_sum);
+            } else {
+              sums<0>(g, left, q, p, stop, x, y_r, sums_r, buffer.get(), dx, dx_sum);
+            }
+          }
+        }
+        for (int64_t r = 0; r < rank; ++r) {
+          for (int64_t j = 0; j < q; ++j) {
+            const V* at = y_sums.get() + r * sums_size;
+            C sum = 0;
+            if (few) {
+              for (int64_t n = j; n < q * L; n += q) sum += at[n / L][n % L];
+            } else {
+              sum = at[j / L * 2][j % L] + at[j / L * 2 + 1][j % L];
+            }
+            if (!u_is_x) {
+              c.du[r * un + j] = sum;
+            } else if (c.dv) {
+              c.dv[r * vn + o * q + j] = from_compute<T>(sum);
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+template <class Op>
+Chunks make_chunks(const Op& op, const Plan& plan) {
+  int64_t units = op.size.o, align = 1;
+  if (op.layout == kLinear || (op.layout == kKernel && plan.kind == Plan::kRows && !op.channels_last)) {
+    align = 4;
+  } else if (op.layout == kSpatial && plan.kind == Plan::kFine) {
+    units = plan.p, align = 64;
+  } else if (op.layout == kView || (op.layout == kSpatial && op.size.taps() == 1)) {
+    units = plan.columns, align = 64;
+  }
+  const int64_t wanted = std::clamp<int64_t>(op.size.numel() / kGrain, 1, 16);
+  const int64_t per_chunk = ceil_div(ceil_div(units, wanted), align) * align;
+  return {units, per_chunk, ceil_div(units, per_chunk)};
+}
+
+}  // namespace
+
+void rank1_weight(const Rank1& op, ParallelFor parallel_for) {
+  if (op.clients == 0 || op.size.numel() == 0) return;
+  const Plan plan = make_plan(op);
+  with_type(op.type, [&](auto type) {
+    using T = decltype(type);
+    if (plan.kind == Plan::kViewChannelsLast) {
+      parallel(parallel_for, op.clients * op.size.o, ceil_div(kGrain, op.size.i * op.size.taps()),
+               [&](int64_t begin, int64_t end) { dispatch<WriteViewChannelsLast, T>(op, plan, begin, end); });
+    } else if (plan.kind == Plan::kFine) {
+      parallel(parallel_for, op.clients * plan.blocks * ceil_div(plan.p, kGroup),
+               ceil_div(kGrain, std::min(plan.p, kGroup) * plan.q),
+               [&](int64_t begin, int64_t end) { dispatch<WriteFine, T>(op, plan, begin, end); });
+    } else {
+      const Scratch<T> transposed(plan.transpose_u ? op.clients * op.rank * plan.u_numel : 0);
+      if (plan.transpose_u) transpose_u(op.u, op.clients, op.rank, op.size.i, op.size.kh, transposed.get());
+      const T* u = plan.transpose_u ? transposed.get() : nullptr;
+      parallel(parallel_for, op.clients * plan.rows * ceil_div(plan.columns, kSegment),
+               ceil_div(kGrain, std::min(plan.columns, kSegment)),
+               [&](int64_t begin, int64_t end) { dispatch<WriteRows, T>(op, plan, u, begin, end); });
+    }
+  });
+}
+
+void rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
+  const Plan plan = make_plan(op);
+  with_type(op.type, [&](auto type) {
+    using T = decltype(type);
+    using C = Compute<T>;
+    const int64_t un = plan.u_numel, ranks = op.clients * op.rank;
+    if (ranks == 0 || op.size.numel() == 0) {
+      if (op.du) std::memset(op.du, 0, ranks * un * sizeof(T));
+      if (op.dv) std::memset(op.dv, 0, ranks * plan.v_numel * sizeof(T));
+      return;
+    }
+    const Chunks chunks = make_chunks(op, plan);
+    const Scratch<C> partial(chunks.count * ranks * un);
+    const Scratch<T> transposed(plan.transpose_u ? ranks * un : 0);
+    if (plan.transpose_u) transpose_u(op.u, op.clients, op.rank, op.size.i, op.size.kh, transposed.get());
+    const T* u = plan.transpose_u ? transposed.get() : nullptr;
+    parallel(parallel_for, op.clients * chunks.count, ceil_div(kGrain * chunks.count, op.size.numel()),
+             [&](int64_t begin, int64_t end) {
+               if (plan.kind == Plan::kFine) {
+                 dispatch<BackwardFine, T>(op, plan, chunks, u, partial.get(), begin, end);
+               } else if (op.layout == kLinear || op.layout == kKernel) {
+                 dispatch<BackwardRows, T>(op, plan, chunks, u, partial.get(), begin, end);
+               } else {
+                 dispatch<BackwardColumns, T>(op, plan, chunks, u, partial.get(), begin, end);
+               }
+             });
+    if (!op.du) return;
+    parallel(parallel_for, ranks * un, ceil_div(kGrain, chunks.count), [&](int64_t begin, int64_t end) {
+      for (int64_t at = begin; at < end; ++at) {
+        const int64_t k = at / (op.rank * un), n = at % un, within = at % (op.rank * un) - n;
+        const int64_t from = plan.transpose_u ? n % op.size.kh * op.size.i + n / op.size.kh : n;
+        C sum = 0;
+        for (int64_t c = 0; c < chunks.count; ++c) {
+          sum += partial.get()[(k * chunks.count + c) * op.rank * un + within + from];
+        }
+        static_cast<T*>(op.du)[at] = from_compute<T>(sum);
+      }
+    });
+  });
+}
+
+}  // namespace fastfact

@@ -1,0 +1,270 @@
+// Vectors of one register, loads and stores that convert half precision, and the choice of instruction set.
+//
+// A kernel is a template over the element type T and the register width B in bytes, `dispatch` runs it compiled for
+// this machine. (Function templates cannot have target_clones, and a matrix product wants other tiles per width.)
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "kernels.h"
+
+#define FF_INLINE __attribute__((always_inline)) inline
+
+namespace fastfact {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+// What T is computed in.
+template <class T>
+using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <class C, int B>
+struct VecOf {
+  typedef C Type __attribute__((vector_size(B)));
+};
+template <class T, int B>
+using Vec = typename VecOf<Compute<T>, B>::Type;
+// Integers of the same width as the elements of Vec<T, B>.
+template <class T, int B>
+using IndexVec = typename VecOf<std::conditional_t<sizeof(Compute<T>) == 8, int64_t, int32_t>, B>::Type;
+template <class T, int B>
+inline constexpr int kLanes = B / sizeof(Compute<T>);
+
+template <class To, class From>
+FF_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// The conversions work on uint32_t and on vectors of it alike. `pick` is a mask of all ones or zeros.
+template <class U>
+FF_INLINE U pick(U mask, U yes, U no) {
+  return (mask & yes) | (~mask & no);
+}
+template <class U>
+FF_INLINE U mask_of(bool condition) {
+  return condition ? ~U(0) : U(0);
+}
+template <class U, class M>
+FF_INLINE U mask_of(M condition) {
+  return (U)condition;
+}
+
+template <class F, class U>
+FF_INLINE F bf16_to_float(U bits) {
+  return bit_cast<F>(bits << 16);
+}
+
+template <class F, class U>
+FF_INLINE U float_to_bf16(F value) {
+  const U bits = bit_cast<U>(value);
+  const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return pick<U>(mask_of<U>((bits & 0x7fffffffu) > 0x7f800000u), U{} + 0x7fc0u, rounded);
+}
+
+template <class F, class U>
+FF_INLINE F half_to_float(U bits) {
+  const U magnitude = bits & 0x7fffu, shifted = magnitude << 13;
+  const U normal = shifted + (112u << 23);
+  const U tiny = bit_cast<U>(bit_cast<F>(shifted + (113u << 23)) - bit_cast<F>(U{} + (113u << 23)));
+  const U special = shifted | 0x7f800000u;
+  U out = pick<U>(mask_of<U>(magnitude < 0x400u), tiny, normal);
+  out = pick<U>(mask_of<U>(magnitude >= 0x7c00u), special, out);
+  return bit_cast<F>(out | ((bits & 0x8000u) << 16));
+}
+
+template <class F, class U>
+FF_INLINE U float_to_half(F value) {
+  const U bits = bit_cast<U>(value), magnitude = bits & 0x7fffffffu;
+  const U normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const U tiny = bit_cast<U>(bit_cast<F>(magnitude) + 0.5f) - 0x3f000000u;
+  const U special = pick<U>(mask_of<U>(magnitude > 0x7f800000u), U{} + 0x7e00u, U{} + 0x7c00u);
+  U out = pick<U>(mask_of<U>(magnitude < 0x38800000u), tiny, normal);
+  out = pick<U>(mask_of<U>(magnitude >= 0x47800000u), special, out);
+  return out | ((bits >> 16) & 0x8000u);
+}
+
+template <class T>
+FF_INLINE Compute<T> to_compute(T x) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return bf16_to_float<float, uint32_t>(x.bits);
+  } else if constexpr (std::is_same_v<T, Half>) {
+    return half_to_float<float, uint32_t>(x.bits);
+  } else {
+    return x;
+  }
+}
+
+template <class T>
+FF_INLINE T from_compute(Compute<T> x) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return T{(uint16_t)float_to_bf16<float, uint32_t>(x)};
+  } else if constexpr (std::is_same_v<T, Half>) {
+    return T{(uint16_t)float_to_half<float, uint32_t>(x)};
+  } else {
+    return x;
+  }
+}
+
+// One register of elements from `p`, which need not be aligned.
+template <int B, class T>
+FF_INLINE Vec<T, B> load(const T* p) {
+  if constexpr (std::is_same_v<T, Compute<T>>) {
+    Vec<T, B> out;
+    std::memcpy(&out, p, B);
+    return out;
+  } else {
+    using Narrow = typename VecOf<uint16_t, B / 2>::Type;
+    using Wide = typename VecOf<uint32_t, B>::Type;
+    Narrow bits;
+    std::memcpy(&bits, p, B / 2);
+    const Wide wide = __builtin_convertvector(bits, Wide);
+    return std::is_same_v<T, BFloat16> ? bf16_to_float<Vec<T, B>, Wide>(wide) : half_to_float<Vec<T, B>, Wide>(wide);
+  }
+}
+
+template <int B, class T>
+FF_INLINE void store(T* p, Vec<T, B> x) {
+  if constexpr (std::is_same_v<T, Compute<T>>) {
+    std::memcpy(p, &x, B);
+  } else {
+    using Narrow = typename VecOf<uint16_t, B / 2>::Type;
+    using Wide = typename VecOf<uint32_t, B>::Type;
+    const Wide wide =
+        std::is_same_v<T, BFloat16> ? float_to_bf16<Vec<T, B>, Wide>(x) : float_to_half<Vec<T, B>, Wide>(x);
+    const Narrow bits = __builtin_convertvector(wide, Narrow);
+    std::memcpy(p, &bits, B / 2);
+  }
+}
+
+// Lane l of the result is lane lane[l] of (a, b).
+template <int... lane, class V>
+FF_INLINE V shuffle(V a, V b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, lane...);
+#else
+  using Lane = std::conditional_t<sizeof(a[0]) == 8, int64_t, int32_t>;
+  return __builtin_shuffle(a, b, typename VecOf<Lane, sizeof(V)>::Type{lane...});
+#endif
+}
+
+template <class V>
+FF_INLINE auto sum_lanes(V x) {
+  constexpr int n = sizeof(x) / sizeof(x[0]);
+  for (int half = n / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) x[lane] += x[lane + half];
+  }
+  return x[0];
+}
+
+// Uninitialised scratch memory, aligned to cache lines.
+template <class C>
+class Scratch {
+ public:
+  explicit Scratch(int64_t n)
+      : data_(static_cast<C*>(::operator new(sizeof(C) * (n > 0 ? n : 1), std::align_val_t(64)))) {}
+  ~Scratch() { ::operator delete(data_, std::align_val_t(64)); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  C* get() const { return data_; }
+
+ private:
+  C* data_;
+};
+
+template <class F>
+void parallel(ParallelFor parallel_for, int64_t n, int64_t grain, const F& body) {
+  if (n <= 0) return;
+  parallel_for(
+      n, grain > 0 ? grain : 1,
+      [](int64_t begin, int64_t end, void* context) { (*static_cast<const F*>(context))(begin, end); },
+      const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class T>
+FF_INLINE const T* client(const In& in, int64_t k) {
+  return in.data ? static_cast<const T*>(in.data) + k * in.client_stride : nullptr;
+}
+
+// Instruction sets are chosen at run time unless FF_NO_DISPATCH is defined; then the compiler's flags decide.
+// ATEN_CPU_CAPABILITY=default or avx2 in the environment lowers the choice, as it does for PyTorch itself.
+enum Isa { kBaseline, kV3, kV4 };
+Isa instruction_set_level();
+
+#if defined(__x86_64__) && !defined(FF_NO_DISPATCH)
+#define FF_DISPATCH 1
+#define FF_V3 __attribute__((target("avx2,fma,bmi,bmi2,f16c,lzcnt,popcnt")))
+#define FF_V4 __attribute__((target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi,bmi2,f16c,lzcnt,popcnt")))
+
+template <template <class, int> class Kernel, class T, class... A>
+FF_V3 void run_v3(const A&... args) {
+  Kernel<T, 32>::run(args...);
+}
+template <template <class, int> class Kernel, class T, class... A>
+FF_V4 void run_v4(const A&... args) {
+  Kernel<T, 64>::run(args...);
+}
+#elif defined(__AVX512F__)
+inline constexpr int kWidth = 64;
+#elif defined(__AVX2__)
+inline constexpr int kWidth = 32;
+#else
+inline constexpr int kWidth = 16;
+#endif
+
+// Kernel<T, B>::run(args...) compiled for the best instruction set of this machine, with registers of B bytes.
+// `run` must be FF_INLINE, and so must all it calls on vectors.
+template <template <class, int> class Kernel, class T, class... A>
+void dispatch(const A&... args) {
+#ifdef FF_DISPATCH
+  static const Isa isa = instruction_set_level();
+  if (isa == kV4) return run_v4<Kernel, T>(args...);
+  if (isa == kV3) return run_v3<Kernel, T>(args...);
+  Kernel<T, 16>::run(args...);
+#else
+  Kernel<T, kWidth>::run(args...);
+#endif
+}
+
+// The register width `dispatch` uses.
+inline int register_bytes() {
+#ifdef FF_DISPATCH
+  static const int bytes = 16 << static_cast<int>(instruction_set_level());
+  return bytes;
+#else
+  return kWidth;
+#endif
+}
+
+// f(T{}) for the element type named by `type`.
+template <class F>
+void with_type(Type type, const F& f) {
+  switch (type) {
+    case Type::f32:
+      return f(float{});
+    case Type::f64:
+      return f(double{});
+    case Type::bf16:
+      return f(BFloat16{});
+    case Type::f16:
+      return f(Half{});
+  }
+}
+
+}  // namespace fastfact

@@ -1,0 +1,141 @@
+"""Which implementations serve the ops, and why the others do not.
+
+Compiled libraries register themselves with PyTorch's dispatcher when they are loaded, so the dispatcher is
+the table of backends: CPU tensors go to the CPU library, CUDA tensors to the CUDA library or, where that is
+missing, to the Triton kernels, and the reference takes what is left. `use_backend` overrides that for tests and
+benchmarks.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fastfact import reference
+
+OPS = (
+    "rank1_weight",
+    "rank1_weight_backward",
+    "lowrank_weight",
+    "lowrank_weight_backward",
+    "hadamard_weight",
+    "hadamard_weight_backward",
+    "prox_sgd_step",
+    "pack_bitmap",
+    "unpack_bitmap",
+)
+# Ops without CUDA and Triton kernels: there the dispatcher's fallback, the reference, serves.
+CPU_OPS = ("factored_conv2d", "factored_conv2d_dx", "factored_conv2d_dw")
+NAMES = ("reference", "cpu", "cuda", "triton")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`available` says whether the backend can serve an op here; `detail` says with what, or why not."""
+
+    available: bool
+    detail: str
+
+
+def _load_library(name: str) -> Backend:
+    found = sorted(Path(__file__).parent.glob(f"_{name}*.so"))
+    if not found:
+        return Backend(False, f"not built: no fastfact/_{name}*.so beside the package")
+    try:
+        torch.ops.load_library(str(found[-1]))
+    except OSError as error:
+        return Backend(False, f"{found[-1].name} does not load: {error}")
+    return Backend(True, found[-1].name)
+
+
+_LIBRARIES: dict[str, Backend] = {}
+_dispatched: dict[str, Callable] = {}
+_serving = _dispatched
+_library = torch.library.Library("fastfact", "IMPL")
+
+
+def load() -> None:
+    """Load the compiled libraries; called once, after the op schemas are defined."""
+    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CPU_OPS})
+    _LIBRARIES["cpu"] = _load_library("cpu")
+    _LIBRARIES["cuda"] = (
+        _load_library("cuda") if torch.version.cuda else Backend(False, "this build of PyTorch has no CUDA")
+    )
+    if torch.version.cuda and not _LIBRARIES["cuda"].available and _triton_can_compile():
+        for op in OPS:
+            _library.impl(op, _triton_op(op), "CUDA")
+
+
+def _triton_can_compile() -> bool:
+    """Whether triton is here, and the C compiler with which it builds its launchers; does not import triton."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    return compiler is not None and importlib.util.find_spec("triton") is not None
+
+
+def _triton_op(op: str) -> Callable:
+    return lambda *args: getattr(importlib.import_module("fastfact.kernels"), op)(*args)
+
+
+def _cuda() -> Backend:
+    library = _LIBRARIES["cuda"]
+    if library.available and not torch.cuda.is_available():
+        return Backend(False, f"{library.detail} is built, but PyTorch sees no CUDA device")
+    return library
+
+
+def _triton() -> Backend:
+    try:
+        kernels = importlib.import_module("fastfact.kernels")
+    except ImportError as error:
+        return Backend(False, str(error))
+    if kernels.INTERPRETED:
+        return Backend(True, f"triton {kernels.VERSION}, interpreted")
+    if not torch.cuda.is_available():
+        return Backend(False, "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU)")
+    return Backend(True, f"triton {kernels.VERSION}")
+
+
+def backends() -> dict[str, Backend]:
+    """The state of each backend (`reference`, `cpu`, `cuda`, `triton`) on this machine."""
+    return {
+        "reference": Backend(True, f"PyTorch {torch.__version__}"),
+        "cpu": _LIBRARIES["cpu"],
+        "cuda": _cuda(),
+        "triton": _triton(),
+    }
+
+
+def implementation(op: str) -> Callable:
+    """What serves `op` now: the dispatcher's choice, or the backend `use_backend` asked for."""
+    return _serving[op]
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Serve every op with one backend inside the `with` block.
+
+    Raises ValueError for an unknown name and RuntimeError, with the reason, for one that cannot serve here.
+    The choice is process-wide, not per thread.
+    """
+    global _serving
+    if name not in NAMES:
+        raise ValueError(f"use_backend(name={name!r}): name must be one of {', '.join(NAMES)}")
+    state = backends()[name]
+    if not state.available:
+        raise RuntimeError(f"use_backend({name!r}): {state.detail}")
+    if name in ("cpu", "cuda"):
+        table = _dispatched
+    else:
+        module = reference if name == "reference" else importlib.import_module("fastfact.kernels")
+        table = {op: getattr(module, op) for op in OPS} | {op: getattr(reference, op) for op in CPU_OPS}
+    before, _serving = _serving, table
+    try:
+        yield
+    finally:
+        _serving = before

@@ -1,0 +1,293 @@
+"""The command line: run, compare, report, info."""
+
+import inspect
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fastfact import experiment, report
+from fastfact.experiment import Config
+
+app = typer.Typer(
+    help="Factorized neural-network weights, and personalized federated learning with them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+# A table must not be folded to 80 columns in a file.
+console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what is shown to FILE, as JSON.")]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Directory for the results.")]
+
+
+def _with_config(*without: str) -> Callable:
+    """Give a command an option for every field of `Config`, --set and --config; it gets them as `given`."""
+
+    def decorate(command: Callable) -> Callable:
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
+        added = []
+        for item in fields(Config):
+            if item.name in without or item.name not in experiment.HELP:
+                continue
+            shown = "" if item.default is None else f" [default: {item.default}]"
+            kind = float if item.type == (float | None) else item.type
+            option = typer.Option(f"--{item.name.replace('_', '-')}", help=experiment.HELP[item.name] + shown)
+            added.append((item.name, Annotated[kind | None, option], None))
+        set_help = "A setting of the method, for one method of several METHOD.KEY=VALUE; repeatable."
+        set_option = typer.Option("--set", metavar="KEY=VALUE", help=set_help)
+        file_help = "TOML file with the same names as the options; the command line wins."
+        file_option = typer.Option("--config", metavar="FILE", help=file_help)
+        added.append(("set", Annotated[list[str] | None, set_option], None))
+        added.append(("config", Annotated[Path | None, file_option], None))
+
+        def wrapper(**given):
+            return command(**{p.name: given.pop(p.name) for p in own}, given=given)
+
+        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+        parameters = own + [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, annotation, default in added
+        ]
+        wrapper.__signature__ = inspect.Signature(parameters)
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _merge(given: dict[str, Any], *also: str) -> tuple[Config, dict[str, Any]]:
+    """The configuration from defaults, file and command line (the last wins), and the values of the keys in `also`."""
+    file, settings = given.pop("config"), given.pop("set") or []
+    names = [*experiment.HELP, "settings", *also]
+    values = experiment.read_file(file, names) if file else {}
+    values |= {name: value for name, value in given.items() if value is not None}
+    extra = {name: values.pop(name) for name in also if name in values}
+    return experiment.with_settings(Config(**values), settings, extra.get("methods")), extra
+
+
+class Display:
+    """Live bars in a terminal; elsewhere a line when a cell ends and, in between, one every ten seconds."""
+
+    def __init__(self, rounds: int, cells: int):
+        self.total, self.cells, self.done, self.ended = rounds * cells, cells, 0, 0
+        self.rounds, self.last = rounds, time.monotonic()
+        self.tasks: dict[str, Any] = {}
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[accuracy]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.overall = self.progress.add_task("all rounds", total=self.total, accuracy="")
+
+    def __enter__(self) -> "Display":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.progress.stop()
+
+    def skip(self, rounds: int) -> None:
+        """Count rounds that an earlier call finished."""
+        self.done += rounds
+        self.progress.advance(self.overall, rounds)
+
+    def round(self, name: str, number: int, accuracy: float) -> None:
+        if name not in self.tasks:
+            self.tasks[name] = self.progress.add_task(name, total=self.rounds, accuracy="", completed=number - 1)
+            self.skip(number - 1)
+        self.skip(1)
+        self.progress.update(self.tasks[name], completed=number, accuracy=f"{100 * accuracy:5.1f} %")
+        if not console.is_terminal and time.monotonic() - self.last > 10:
+            self.last = time.monotonic()
+            console.print(f"{self.done}/{self.total} rounds; {name}: round {number}, accuracy {100 * accuracy:.1f} %")
+
+    def end(self, name: str, line: str) -> None:
+        self.ended += 1
+        if name in self.tasks:
+            self.progress.remove_task(self.tasks.pop(name))
+        console.print(f"[{self.ended}/{self.cells}] {name}: {line}", markup=False)
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for column in ("accuracy [%]", "std over clients", "uplink", "downlink", "density of μ", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    most = max(len(row["seeds"]) for row in rows)
+    for row in rows:
+        accuracy = f"{100 * row['accuracy']['mean']:.1f}"
+        if len(row["seeds"]) > 1:
+            accuracy += f" ± {100 * row['accuracy']['std']:.1f}"
+        if len(row["seeds"]) < most:
+            accuracy += f" ({len(row['seeds'])} of {most} seeds)"
+        table.add_row(
+            row["method"],
+            accuracy,
+            f"{100 * row['client_std']:.1f}",
+            report.size(row["uplink"]),
+            report.size(row["downlink"]),
+            "–" if row["density"] is None else f"{row['density']:.2f}",
+            f"{row['seconds']:.1f}",
+        )
+    return table
+
+
+def _write_json(path: Path | None, content: dict[str, Any]) -> None:
+    if path is None:
+        return
+    content = {"command": shlex.join(["fastfact", *sys.argv[1:]]), **content, **experiment.provenance()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def _outcome(result: dict[str, Any]) -> str:
+    summary = result["summary"]
+    return f"accuracy {100 * summary['accuracy']:.1f} %, {summary['seconds']:.1f} s of training"
+
+
+def _show(directory: Path, cells: list[report.Cell], draw: bool = True) -> list[dict[str, Any]]:
+    rows, config = report.table(cells), cells[0].result["config"]
+    seeds = len({cell.seed for cell in cells})
+    title = (
+        f"{config['dataset']}, {config['scenario']}, {config['clients']} clients, {config['rounds']} rounds,"
+        f" {seeds} seed{'s' * (seeds > 1)}"
+    )
+    console.print(_table(rows, title))
+    if draw:
+        for path in report.pictures(cells, directory):
+            console.print(f"picture: {path}", markup=False, soft_wrap=True)
+    return rows
+
+
+def _jobs(text: str) -> int:
+    if text == "auto":
+        return experiment.jobs_here()
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"jobs={text!r}, must be auto or a number of at least 1")
+    return int(text)
+
+
+@app.command()
+@_with_config()
+def run(
+    out: Out,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    json_file: Json = None,
+    *,
+    given: dict[str, Any],
+) -> None:
+    """Train one method; leaves configuration, metrics, checkpoint and pictures in --out."""
+    config, _ = _merge(given)
+    experiment.federation(config)
+    experiment.check_directory(config, out, resume)
+    if note := experiment.sharing_note(config):
+        console.print(note)
+    with Display(config.rounds, cells=1) as display:
+        name = f"{config.method}, seed {config.seed}"
+        result = experiment.run(config, out, lambda *event: display.round(name, *event), resume)
+        display.end(name, _outcome(result))
+    rows = _show(out, report.read(out))
+    _write_json(json_file, {"config": result["config"], "table": rows})
+
+
+@app.command()
+@_with_config("method")
+def compare(
+    out: Out,
+    methods: Annotated[str | None, typer.Option(help="Methods, separated by commas.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds, counted up from --seed. [default: 3]")] = None,
+    jobs: Annotated[str, typer.Option(help="Cells trained at once; the numbers do not depend on it.")] = "auto",
+    json_file: Json = None,
+    *,
+    given: dict[str, Any],
+) -> None:
+    """Train several methods on several seeds and print one table. The same command again continues where it stopped."""
+    given["methods"] = methods.split(",") if methods else None
+    given["seeds"] = seeds
+    config, extra = _merge(given, "methods", "seeds")
+    if "methods" not in extra:
+        raise ValueError("methods: name one or more, separated by commas")
+    comparison = experiment.Comparison(config, tuple(extra["methods"]), extra.get("seeds", 3))
+    workers = _jobs(jobs)
+    comparison.check(out)
+    if note := experiment.sharing_note(config):
+        console.print(note)
+    cells = comparison.cells()
+    with Display(config.rounds, len(cells)) as display:
+
+        def on_event(name: str, kind: str, first: Any, second: Any) -> None:
+            if kind == "round":
+                display.round(name, first, second)
+            elif kind == "found":
+                display.skip(config.rounds)
+                display.end(name, f"{_outcome(first)}, finished earlier")
+            else:
+                display.end(name, _outcome(first) if kind == "done" else f"failed: {first}")
+
+        failed = comparison.run(out, workers, on_event)
+    if len(failed) < len(cells):
+        rows = _show(out, report.read(out))
+        _write_json(json_file, {"config": comparison.describe(), "table": rows, "failed": failed})
+    if failed:
+        typer.echo(f"fastfact: {len(failed)} of {len(cells)} cells failed; the same command runs them again", err=True)
+        raise typer.Exit(1)
+
+
+@app.command("report")
+def report_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What run or compare left.")],
+    json_file: Json = None,
+) -> None:
+    """Print the table of a run or comparison and draw its pictures anew."""
+    rows = _show(directory, report.read(directory))
+    _write_json(json_file, {"table": rows})
+
+
+@app.command()
+def info(json_file: Json = None) -> None:
+    """Backends and why they serve or not, versions, hardware, data sets, scenarios, models, methods."""
+    about = experiment.about()
+    for part, content in about.items():
+        table = Table(title=part, title_justify="left", show_header=False)
+        for name, value in content.items():
+            table.add_row(name, str(value))
+        console.print(table)
+    _write_json(json_file, about)
+
+
+def main() -> None:
+    """Entry point: bad input is one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    try:
+        code = app(prog_name="fastfact", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        # Errors of the command line itself bring their own wording; anything else unexpected deserves its traceback.
+        wording = getattr(error, "format_message", None)
+        if wording is None and not isinstance(error, ValueError | OSError):
+            raise
+        typer.echo(f"fastfact: {' '.join((wording() if wording else str(error)).split())}", err=True)
+        code = 2
+    if code == 130:
+        typer.echo("fastfact: stopped; what is done is kept, the same command continues (run: with --resume)", err=True)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

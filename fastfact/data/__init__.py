@@ -1,0 +1,24 @@
+"""Data sets by name, and the ways to spread one over clients."""
+
+from fastfact.data.augment import Augment, color_jitter, random_flip, random_resized_crop, random_shift
+from fastfact.data.datasets import DATASETS, Dataset, load
+from fastfact.data.scenarios import SCENARIOS, ClientData, groups_of, label_permutation, make_clients
+from fastfact.data.simulation import Simulation, fedfac_simulation
+
+__all__ = [
+    "DATASETS",
+    "SCENARIOS",
+    "Augment",
+    "ClientData",
+    "Dataset",
+    "Simulation",
+    "color_jitter",
+    "fedfac_simulation",
+    "groups_of",
+    "label_permutation",
+    "load",
+    "make_clients",
+    "random_flip",
+    "random_resized_crop",
+    "random_shift",
+]

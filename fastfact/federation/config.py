@@ -1,0 +1,82 @@
+"""The settings of a federation: their ranges, and how a configuration file names functions."""
+
+import functools
+import json
+import math
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming it, for a setting of `Federation` out of range."""
+
+    def require(name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"Federation({name}={settings[name]!r}): {rule}")
+
+    for name in ("epochs", "batch_size"):
+        value = settings[name]
+        require(
+            name,
+            isinstance(value, int) and not isinstance(value, bool) and value > 0,
+            "must be an integer of at least 1",
+        )
+    for name, low, high in (("lr", 0, math.inf), ("momentum", 0, 1), ("weight_decay", 0, math.inf)):
+        value = settings[name]
+        holds = isinstance(value, int | float) and low <= value < high and (name != "lr" or value > 0)
+        require(
+            name, holds, {"lr": "must be above 0", "momentum": "must be in [0, 1)"}.get(name, "must not be negative")
+        )
+    value = settings["participation"]
+    require("participation", isinstance(value, int | float) and 0 < value <= 1, "must be above 0 and at most 1")
+    require("seed", isinstance(settings["seed"], int), "must be an integer")
+    cohort = settings["cohort"]
+    require("cohort", cohort == "auto" or (isinstance(cohort, int) and cohort > 0), 'must be "auto" or at least 1')
+    limit = settings["max_norm"]
+    require("max_norm", limit is None or limit > 0, "must be above 0, or None")
+
+
+def name_of(function) -> str | None:
+    """ "module:qualname" of a function, None for None."""
+    if function is None:
+        return None
+    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def record(factory) -> dict[str, Any]:
+    """How config.json names a model factory: a function, or a functools.partial of one with arguments JSON can hold."""
+    record: dict[str, Any] = {}
+    if isinstance(factory, functools.partial):
+        record = {"args": list(factory.args), "kwargs": dict(factory.keywords)}
+        try:
+            record = json.loads(json.dumps(record))
+        except (TypeError, ValueError):
+            record = {"args": None}
+        factory = factory.func
+    return {"factory": name_of(factory)} | record
+
+
+def resolve(record: Mapping[str, Any]) -> Callable | None:
+    """The function or model class a record names, or None.
+
+    A file can be anybody's: nothing is imported for it, only a function or a class under its own name is taken, none of
+    the standard library's, and arguments only go to model classes and to the builders of `fastfact.models`.
+    """
+    module, _, qualname = str(record.get("factory")).partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    is_model = isinstance(found, type) and issubclass(found, nn.Module)
+    if not (is_model or isinstance(found, types.FunctionType)) or name_of(found) != record["factory"]:
+        return None
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        return None
+    if "args" not in record:
+        return found
+    if record["args"] is None or not (is_model or module == "fastfact.models"):
+        return None
+    return functools.partial(found, *record["args"], **record["kwargs"])

@@ -1,0 +1,61 @@
+"""The methods by name, a module each."""
+
+from fastfact.federation.strategy import STRATEGIES, make
+from fastfact.methods.agnostic_fl import AgnosticFL
+from fastfact.methods.clustered_fl import ClusteredFL
+from fastfact.methods.factorized_fl import FactorizedFedAvg, FactorizedFLAlpha, FactorizedFLBeta
+from fastfact.methods.fedamp import FedAMP
+from fastfact.methods.fedavg import FedAvg
+from fastfact.methods.fedcac import FedCAC
+from fastfact.methods.feddecomp import FedDecomp
+from fastfact.methods.fedem import FedEM
+from fastfact.methods.fedfac import FedFacDynamic, FedFacStatic, FedSplit, RandomSplit
+from fastfact.methods.fedfomo import FedFOMO
+from fastfact.methods.fedpara import FedPara, PFedPara
+from fastfact.methods.fedprox import FedProx
+from fastfact.methods.fedrod import FedRoD
+from fastfact.methods.partial import FedBN, FedPer, FedRep, LGFedAvg
+from fastfact.methods.per_fedavg import PerFedAvg
+from fastfact.methods.pfedgate import PFedGate
+from fastfact.methods.pfedsd import PFedSD
+from fastfact.methods.simfed import SimFed
+from fastfact.methods.stand_alone import StandAlone
+
+
+def names() -> list[str]:
+    """The names `Federation(method=)` and `make` know."""
+    return sorted(STRATEGIES)
+
+
+__all__ = [
+    "AgnosticFL",
+    "ClusteredFL",
+    "FactorizedFLAlpha",
+    "FactorizedFLBeta",
+    "FactorizedFedAvg",
+    "FedAMP",
+    "FedAvg",
+    "FedBN",
+    "FedCAC",
+    "FedDecomp",
+    "FedEM",
+    "FedFOMO",
+    "FedFacDynamic",
+    "FedFacStatic",
+    "FedPara",
+    "FedPer",
+    "FedProx",
+    "FedRep",
+    "FedRoD",
+    "FedSplit",
+    "LGFedAvg",
+    "PFedGate",
+    "PFedPara",
+    "PFedSD",
+    "PerFedAvg",
+    "RandomSplit",
+    "SimFed",
+    "StandAlone",
+    "make",
+    "names",
+]

@@ -1,0 +1,86 @@
+"""AFL: "Agnostic Federated Learning" (Mohri, Sivek, Suresh; ICML 2019)."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastfact.federation import mixing
+from fastfact.federation.cohort import State
+from fastfact.federation.strategy import Phase, Strategy, Uploads, register
+
+
+def project_to_simplex(x: Tensor) -> Tensor:
+    """The nearest point (Euclidean) of {λ ≥ 0, Σ λ = 1} to x [n]."""
+    ordered = x.sort(descending=True).values
+    excess = ordered.cumsum(0) - 1
+    count = torch.arange(1, len(x) + 1, device=x.device)
+    last = int((ordered - excess / count > 0).sum()) - 1
+    return (x - excess[last] / (last + 1)).clamp(min=0)
+
+
+@register
+@dataclass(kw_only=True)
+class AgnosticFL(Strategy):
+    """AFL: min_w max_λ Σ_k λ_k L_k(w) over the simplex (the agnostic loss of §2), by the stochastic descent-ascent
+    of the Stochastic-AFL algorithm: w ← w − γ_w ∇_w, λ ← Π(λ + γ_λ (L_1(w), …, L_K(w))), both at the same (w, λ).
+
+    mixture_lr: γ_λ. λ starts even. Every client is a domain of the paper.
+
+    The paper takes single gradient steps: with one local step per round Σ_k λ_k w_k is its update of w exactly, more
+    local epochs make it FedAvg's with the weights λ. The gradient in λ is the loss of the *downloaded* model on all the
+    training samples of a client (without dropout or batch statistics: in eval mode), a number that travels with the
+    upload. Clients that do not take part in a round keep their λ before the projection; those that do are weighted by
+    λ_k over their sum (evenly, if that is zero).
+
+    The paper has one global model. Without the sharing of classifier or norms the rest is still weighted by λ.
+    Batch-norm (not mentioned): learned part and statistics are averaged with the weights λ too.
+    """
+
+    mixture_lr: float = 0.1
+
+    name: ClassVar[str] = "agnostic-fl"
+    paper: ClassVar[str] = "Mohri et al., ICML 2019"
+    newcomers_upload: ClassVar[bool] = False
+
+    def check(self) -> None:
+        super().check()
+        self._require("mixture_lr", 0 <= self.mixture_lr < float("inf"), "must be a number of at least 0")
+
+    def extra(self, state: State) -> State:
+        like = next(tensor for tensor in state.values() if tensor.is_floating_point())
+        return {"loss": like.new_zeros(len(like), 1)}
+
+    def key(self, state: State, encoder: Any) -> State:
+        return {"loss": state["loss"]}
+
+    def memory(self, state: State) -> State:
+        k = len(next(iter(state.values())))
+        return {"mixture": torch.full((k,), 1 / k, dtype=torch.float64)}
+
+    def phases(self, epochs: int) -> list[Phase]:
+        return [Phase(epochs, update=self._measure)]
+
+    def _measure(self, net: Any, x: Tensor, y: Tensor) -> State:
+        return {"loss": F.cross_entropy(net(x, evaluate=True), y)[None]}
+
+    def weights(self, uploads: Uploads) -> Tensor:
+        return self._matrix(uploads.memory["mixture"].cpu(), uploads, len(uploads.clients))
+
+    def _matrix(self, mixture: Tensor, uploads: Uploads, rows: int) -> Tensor:
+        some = mixture[uploads.clients]
+        return mixing.fedavg_matrix(some if some.sum() > 0 else torch.ones_like(some), rows)
+
+    def mix(self, uploads: Uploads, names: list[str]) -> State:
+        mixed = super().mix(uploads, names)
+        mixture = uploads.memory["mixture"].cpu()
+        ascended = mixture.clone()
+        ascended[uploads.clients] += self.mixture_lr * uploads.state["loss"].flatten().double().cpu()
+        uploads.memory |= {"mixture": project_to_simplex(ascended), "mixed": mixture}
+        return mixed
+
+    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
+        matrix = self._matrix(last.memory["mixed"].cpu(), last, len(own.clients))
+        return mixing.mix(matrix, {name: last.state[name] for name in names})

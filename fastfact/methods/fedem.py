@@ -1,0 +1,100 @@
+"""FedEM: "Federated Multi-Task Learning under a Mixture of Distributions" (Marfoq, Neglia, Bellet, Kameni, Vidal;
+NeurIPS 2021).
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastfact.federation.cohort import State, TensorInfo, describe
+from fastfact.federation.strategy import Phase, Strategy, register
+
+
+class Mixture(nn.Module):
+    """M models and their weights `pi` [M] (a buffer): forward(x) is log Σ_m π_m softmax_m(x), [n, c]; with apart=True
+    the log-probabilities of each, [n, M, c].
+
+    The first component is the model as it was built, the others are drawn anew (`reset_parameters` of its layers).
+    """
+
+    def __init__(self, model: nn.Module, count: int):
+        super().__init__()
+        self.components = nn.ModuleList([model, *(copy.deepcopy(model) for _ in range(count - 1))])
+        for component in self.components[1:]:
+            for module in component.modules():
+                if callable(getattr(module, "reset_parameters", None)):
+                    module.reset_parameters()
+        like = next(model.parameters())
+        self.register_buffer("pi", torch.full((count,), 1 / count, dtype=like.dtype, device=like.device))
+
+    def forward(self, x: Tensor, apart: bool = False) -> Tensor:
+        each = torch.stack([component(x).log_softmax(-1) for component in self.components], dim=1)
+        return each if apart else (each + self.pi.log()[:, None]).logsumexp(1)
+
+
+@register
+@dataclass(kw_only=True)
+class FedEM(Strategy):
+    """FedEM (Algorithm 1): every client's data are a mixture of `components` distributions, whose models h_θm all
+    clients share; the weights π_km are personal. A client's model is Σ_m π_km softmax(h_θm(x)).
+
+    In a round, from the downloaded θ: E-step q_i(m) ∝ π_km exp(−ℓ(h_θm(x_i), y_i)); M-step π_km = mean of q_i(m), and
+    θ_m minimises the mean of q_i(m) ℓ(h_θm(x_i), y_i) by the local epochs, q held fixed. The θ_m are averaged by n_k.
+
+    Down and up: all M models. q is computed batch by batch from the θ and π of the start of the round, in eval mode and
+    (with augmentation) from the augmented sample; π from the samples as they are. The components start apart from each
+    other (the text: random initialisation), or they would stay equal.
+
+    The sharing of classifiers and norms is that of all components alike; batch-norm (not mentioned) is shared as in
+    FedAvg by default. With `share_classifier=False` a client's M classifiers are its own.
+    """
+
+    components: int = 3
+
+    name: ClassVar[str] = "fedem"
+    paper: ClassVar[str] = "Marfoq et al., NeurIPS 2021"
+
+    def check(self) -> None:
+        super().check()
+        whole = isinstance(self.components, int) and not isinstance(self.components, bool) and self.components >= 1
+        self._require("components", whole, "must be an integer of at least 1")
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        model = super().prepare(model)
+        self._classifiers = {name for name, info in describe(model, self.classifier).items() if info.classifier}
+        return Mixture(model, self.components)
+
+    def bind(self, infos: dict[str, TensorInfo]) -> None:
+        self._names = list(infos)
+
+    def allowed(self, info: TensorInfo) -> bool:
+        # Layers are counted over all components: `info.classifier` is that of the last one only.
+        if not self.share_classifier and info.name.split(".", 2)[-1] in self._classifiers:
+            return False
+        return super().allowed(info)
+
+    def shares(self, info: TensorInfo) -> bool:
+        return info.name != "pi" and self.allowed(info)
+
+    def phases(self, epochs: int) -> list[Phase]:
+        return [Phase(epochs, update=self._mix_weights, loss=self._loss)]
+
+    def _posterior(self, net: Any, x: Tensor, y: Tensor) -> Tensor:
+        """q [n, M] of the models and weights of the start of the round."""
+        with torch.no_grad():
+            start = {name: net.start[name] for name in self._names}
+            return (_of_labels(net(x, start, evaluate=True, apart=True), y) + start["pi"].log()).softmax(1)
+
+    def _mix_weights(self, net: Any, x: Tensor, y: Tensor) -> State:
+        return {"pi": self._posterior(net, x, y).mean(0)}
+
+    def _loss(self, net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return -(self._posterior(net, x, y) * _of_labels(net(x, apart=True), y)).sum(1).mean()
+
+
+def _of_labels(each: Tensor, y: Tensor) -> Tensor:
+    """[n, M, c] → [n, M], the entries of the labels y [n]."""
+    return each.gather(2, y[:, None, None].expand(-1, each.shape[1], 1)).squeeze(2)

@@ -1,0 +1,59 @@
+"""FedPara and pFedPara: "FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated Learning" (Hyeon-Woo,
+Ye-Bin, Oh; ICLR 2022).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fastfact.federation.cohort import TensorInfo
+from fastfact.federation.strategy import Strategy, register
+from fastfact.specs import Hadamard, Spec
+
+
+@dataclass(kw_only=True)
+class _Para(Strategy):
+    """ratio: γ of the paper, between the smallest rank that allows a full-rank W (0) and the size of W (1).
+
+    A convolution is parameterized as the matrix [o, i·kh·kw] (Proposition 1); the paper also has a form for tensors
+    (Proposition 3) with fewer numbers. The classifier is factorized like every layer.
+    """
+
+    ratio: float = 0.5
+
+    paper: ClassVar[str] = "Hyeon-Woo et al., ICLR 2022"
+
+    def check(self) -> None:
+        super().check()
+        self.spec()
+
+
+@register
+@dataclass(kw_only=True)
+class FedPara(_Para):
+    """FedPara: FedAvg of W = (X₁Y₁ᵀ) ⊙ (X₂Y₂ᵀ) (Proposition 1): the four factors are averaged, not W, and travel.
+
+    Biases and batch-norm, learned part and statistics, are averaged as in FedAvg; the paper says nothing of them.
+    """
+
+    name: ClassVar[str] = "fedpara"
+
+    def spec(self) -> Spec:
+        return Hadamard(ratio=self.ratio)
+
+
+@register
+@dataclass(kw_only=True)
+class PFedPara(_Para):
+    """pFedPara (§2.3): W = W₁ ⊙ (W₂ + 1), W₁ = X₁Y₁ᵀ is averaged, W₂ = X₂Y₂ᵀ stays: W₁ ⊙ W₂ personal, W₁ global.
+
+    Half of the numbers of FedPara travel. What is in no W₂ (biases, batch-norm: the paper does not say) is averaged as
+    in FedAvg. Without the classifier's sharing its W₁ and bias stay too.
+    """
+
+    name: ClassVar[str] = "pfedpara"
+
+    def spec(self) -> Spec:
+        return Hadamard(ratio=self.ratio, personalized=True)
+
+    def shares(self, info: TensorInfo) -> bool:
+        return info.role not in ("x2", "y2") and self.allowed(info)

@@ -1,0 +1,69 @@
+"""Similarity matching, as Factorized-FL and SimFed have it: a softmax over the clients that are similar enough."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastfact.federation import mixing
+from fastfact.federation.cohort import State, generator_for
+from fastfact.federation.strategy import Strategy, Uploads
+
+MATCHING = ("best", "random", "worst")
+
+
+@dataclass(kw_only=True)
+class Matched(Strategy):
+    """σ_ki is the cosine of the keys of clients k and i, σ_kk = 1; the mixing weights of k are the softmax of
+    `scale` · σ_ki over the clients with σ_ki ≥ τ.
+
+    tau in [−1, 1]. matching: "best" is this rule; "random" and "worst" are the ablations: each round `matches` other
+    clients, drawn anew or those with the least σ_ki, in place of the matched ones. The papers do not say how these are
+    weighted. Here they and the client itself count alike: exp(scale · σ) would give the dissimilar next to nothing, and
+    the ablation would be one of not aggregating.
+
+    A client that missed the last round is matched with those that were in it by the key it has (the algorithms match
+    within F^(r), for which the server would have to keep every client's last upload).
+    """
+
+    tau: float = 0.0
+    matching: str = "best"
+    matches: int = 3
+
+    @property
+    def scale(self) -> float:
+        """The factor on σ in the softmax."""
+        raise NotImplementedError
+
+    @property
+    def least(self) -> int:
+        """How many clients are matched at least, the client itself counted."""
+        return 1
+
+    def check(self) -> None:
+        super().check()
+        self._require("tau", -1 <= self.tau <= 1, "must be between -1 and 1")
+        self._require("matching", self.matching in MATCHING, f"must be one of {', '.join(MATCHING)}")
+        whole = isinstance(self.matches, int) and self.matches >= 1
+        self._require("matches", whole, "must be an integer of at least 1")
+
+    def matrix(self, similarity: Tensor, clients: list[int], uploads: Uploads) -> Tensor:
+        """The mixing weights [k, m] of `clients`, which are also the first k columns of `similarity`."""
+        if self.matching == "best":
+            return mixing.softmax_matrix(similarity, self.scale, self.tau, self.least)
+        draws = [generator_for(uploads.seed, uploads.round, k, "matching") for k in clients]
+        chosen = mixing.choose(similarity, self.matching, self.matches, draws).double()
+        return chosen / chosen.sum(1, keepdim=True)
+
+    def weights(self, uploads: Uploads) -> Tensor:
+        return self.matrix(mixing.cosine(uploads.key()), uploads.clients, uploads)
+
+    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
+        mixed = []
+        for row, client in enumerate(own.clients):
+            # The newcomer itself first, as `matrix` wants it, then the clients of the last round.
+            key = own.key()[row : row + 1]
+            matrix = self.matrix(mixing.cosine(key, torch.cat([key, last.key()])), [client], last)
+            both = {name: torch.cat([own.state[name][row : row + 1], last.state[name]]) for name in names}
+            mixed.append(mixing.mix(matrix, both))
+        return {name: torch.cat([one[name] for one in mixed]) for name in names}

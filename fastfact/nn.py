@@ -1,0 +1,382 @@
+"""Factorized layers: drop-in for `nn.Conv2d` and `nn.Linear`, with the weight made from factors in each forward."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastfact import ops, sparsity
+from fastfact.specs import Rank1, Spec
+
+PATHS = ("auto", "reconstruct", "factored")
+FACTORED_DENSITY = 0.3
+"""Density of μ up to which `path = "auto"` takes the factored path."""
+INDEX = "mu_index"
+
+__all__ = ["FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
+
+
+class FactorizedLayer(nn.Module):
+    """What the factorized layers share. Parameters are the factors of `spec`, by name, and `bias`.
+
+    The parameter that carries the L1 penalty (μ) is marked for `ff.optim.ProxSGD`; the mark survives `deepcopy`,
+    pickling and `load_state_dict(assign=True)`.
+
+    μ has two forms: dense, of the shape of W, and compact (after `compact()`): the values [nnz] of the support, with
+    their ascending flat positions in the buffer `mu_index` int32 [nnz]. It stays one and the same parameter.
+
+    path: "reconstruct" makes W and calls the dense layer; "factored" computes from u, v and compact μ without W
+    (`Rank1` with layout "spatial", or of a linear layer; zero padding given as numbers); "auto" takes the factored path
+    where μ is compact and at most `FACTORED_DENSITY` dense.
+    """
+
+    spec: Spec
+    size: tuple[int, ...]
+    path: str = "auto"
+
+    def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
+        if not isinstance(spec, Spec):
+            raise TypeError(f"{type(self).__name__}(spec={spec!r}): must be ff.Rank1, ff.LowRank or ff.Hadamard")
+        self.spec, self.size = spec, tuple(size)
+        shapes = spec.shapes(self.size)
+        self._names = tuple(shapes)
+        if dense is None:
+            dense = torch.empty(self.size, device=device, dtype=dtype)
+        for name, shape in shapes.items():
+            like = dense if shape == self.size and name == spec.dense else dense.new_empty(0)
+            empty = torch.empty_like(like) if like is dense else like.new_empty(shape)
+            self.register_parameter(name, nn.Parameter(empty))
+        self.register_parameter("bias", nn.Parameter(dense.new_empty(bias)) if bias else None)
+
+    @torch.no_grad()
+    def reset_parameters(
+        self, init: str = "random", dense: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        """Set the factors as `spec` says: from scratch, or from the weight `dense` of the layer this one replaces.
+
+        Without `dense`, W (for `LowRank`: σ) and the bias are drawn as `nn.Conv2d` and `nn.Linear` draw theirs.
+        """
+        if dense is None:
+            like = next(iter(self.factors().values()))
+            bound = (1 / torch.Size(self.size[1:]).numel()) ** 0.5
+            dense = torch.empty(self.size, dtype=like.dtype, device=like.device)
+            dense.uniform_(-bound, bound, generator=generator)
+            if self.bias is not None:
+                self.bias.uniform_(-bound, bound, generator=generator)
+        for name, value in self.spec.init(self.size, dense, init, generator).items():
+            getattr(self, name).copy_(value)
+
+    def factors(self) -> dict[str, nn.Parameter]:
+        """The factors by name: u, v, mu | sigma, A, B | x1, y1, x2, y2 (shapes: see the spec)."""
+        return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def weight(self) -> Tensor:
+        """W in PyTorch's order, made from the factors now; differentiable."""
+        return self._weight(None)
+
+    def _weight(self, channels_last: bool | None) -> Tensor:
+        factors = self._parameters
+        if INDEX in self._buffers:
+            factors = {**factors, self.spec.sparse_factor: sparsity.scatter(self.mu, self.mu_index, self.size)}
+        return self.spec.weight(factors, self.size, channels_last)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether μ is in compact form."""
+        return INDEX in self._buffers
+
+    @property
+    def density(self) -> float:
+        """Fraction of nonzeros in the sparse factor (μ): 0 for `Rank1(sparse=False)`, 1 for specs without one."""
+        if self.spec.sparse_factor not in self._parameters:
+            return 0.0 if self.spec.sparse_factor else 1.0
+        return torch.count_nonzero(self.mu).item() / torch.Size(self.size).numel()
+
+    def _require_mu(self, what: str) -> nn.Parameter:
+        mu = self._parameters.get(self.spec.sparse_factor)
+        if mu is None:
+            raise ValueError(f"{what}: {self.spec} has no sparse factor")
+        return mu
+
+    def prune_(self, density: float) -> "FactorizedLayer":
+        """Keep the round(density · numel) numbers of μ with the largest magnitude, set the others to zero, in place.
+
+        Raises ValueError for a density outside [0, 1] or a spec without μ.
+        """
+        mu = self._require_mu("prune_")
+        sparsity.prune_(mu, density, of=torch.Size(self.size).numel())
+        return self
+
+    @torch.no_grad()
+    def compact(self, density: float | None = None) -> "FactorizedLayer":
+        """Bring μ into compact form: its nonzeros, after `prune_(density)` if a density is given.
+
+        On a compact layer, positions whose value is zero leave the support. The gradient of μ is dropped, and `ProxSGD`
+        starts its momentum anew. Raises ValueError as `prune_` does.
+        """
+        mu = self._require_mu("compact")
+        if density is not None:
+            self.prune_(density)
+        if self.is_compact:
+            kept = mu.nonzero().flatten()
+            self._set_support(mu[kept], self.mu_index[kept])
+        else:
+            self._set_support(*sparsity.gather(mu))
+        return self
+
+    @torch.no_grad()
+    def expand(self) -> "FactorizedLayer":
+        """Bring μ back into dense form, the inverse of `compact`."""
+        mu = self._require_mu("expand")
+        if self.is_compact:
+            mu.grad = None
+            mu.data = sparsity.scatter(mu, self.mu_index, self.size)
+            sparsity.change_support(mu)
+            del self._buffers[INDEX]
+        return self
+
+    @torch.no_grad()
+    def regrow(self, gradient: Tensor, l1: float) -> int:
+        """Let positions off the support join it, with value 0, where |gradient| > `l1`; returns how many did.
+
+        gradient: of the loss without the penalty by the dense μ, of the shape of W. A weight at zero whose gradient is
+        at most λ is where the L1 problem wants it (its KKT condition), any other is not. Raises ValueError for a layer
+        that is not compact, a gradient of another shape, or a negative l1.
+        """
+        mu = self._require_mu("regrow")
+        if not self.is_compact:
+            raise ValueError("regrow: μ is dense, call compact() first")
+        if tuple(gradient.shape) != self.size:
+            raise ValueError(f"regrow: gradient has shape {list(gradient.shape)}, must be {list(self.size)}")
+        if not l1 >= 0:
+            raise ValueError(f"regrow(l1={l1}): must not be negative")
+        join = gradient.reshape(-1).abs() > l1
+        join[self.mu_index.long()] = False
+        new = join.nonzero().flatten().to(torch.int32)
+        index, order = torch.cat([self.mu_index, new]).sort()
+        self._set_support(torch.cat([mu, mu.new_zeros(len(new))])[order], index)
+        return len(new)
+
+    def _set_support(self, values: Tensor, index: Tensor) -> None:
+        self.mu.grad = None
+        self.mu.data = values.contiguous()
+        sparsity.change_support(self.mu)
+        self.register_buffer(INDEX, index)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        saved = state_dict.get(prefix + INDEX)
+        if self.spec.sparse_factor in self._parameters and (saved is not None or self.is_compact):
+            if saved is None:
+                self.expand()
+            elif not self.is_compact or saved.shape != self.mu_index.shape:
+                self._set_support(self.mu.new_zeros(saved.shape), saved.to(self.mu.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _factored(self) -> bool:
+        """Whether the forward takes the factored path. Raises ValueError where it is asked for and cannot be taken."""
+        if self.path == "reconstruct" or (self.path == "auto" and INDEX not in self._buffers):
+            return False
+        why_not = self._why_not_factored()
+        if self.path == "factored" and why_not:
+            raise ValueError(f'path="factored": {why_not}')
+        return not why_not and (
+            self.path == "factored" or len(self.mu) <= FACTORED_DENSITY * torch.Size(self.size).numel()
+        )
+
+    def _why_not_factored(self) -> str | None:
+        if not isinstance(self.spec, Rank1):
+            return f"{type(self.spec).__name__} has no factored form"
+        if self.spec.sparse and not self.is_compact:
+            return "μ is dense, call compact() first"
+        return None
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.u, self.v, self._parameters.get("mu"), self._buffers.get(INDEX), self.bias
+
+    def _mark(self) -> None:
+        parameter = self._parameters.get(self.spec.sparse_factor)
+        if parameter is not None:
+            sparsity.mark_penalized(parameter)
+
+    def __setattr__(self, name, value):
+        if name == "path" and value not in PATHS:
+            raise ValueError(f"path={value!r}: must be one of {', '.join(map(repr, PATHS))}")
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            self._mark()
+
+    def register_parameter(self, name, param):
+        super().register_parameter(name, param)
+        self._mark()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._mark()
+
+
+class FactorizedConv2d(FactorizedLayer):
+    """`nn.Conv2d` whose weight [out, in / groups, kh, kw] is made from the factors of `spec`.
+
+    Arguments as for `nn.Conv2d`, plus `spec` (default `ff.Rank1()`). Input [n, in, h, w] or [in, h, w], output as
+    `nn.Conv2d` gives it. Raises ValueError as `nn.Conv2d` does, and for a spec that does not fit.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device=None,
+        dtype=None,
+        *,
+        spec: Spec | None = None,
+    ):
+        conv = nn.Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device="meta"
+        )
+        self._setup(conv, Rank1() if spec is None else spec, None, device, dtype)
+        self.reset_parameters()
+
+    def _setup(self, conv: nn.Conv2d, spec: Spec, dense: Tensor | None, device=None, dtype=None) -> None:
+        super().__init__()
+        for name in (*nn.Conv2d.__constants__, "_reversed_padding_repeated_twice"):
+            if hasattr(conv, name):
+                setattr(self, name, getattr(conv, name))
+        size = tuple(conv.weight.shape)
+        self._build(size, spec, conv.out_channels if conv.bias is not None else None, dense, device, dtype)
+
+    @classmethod
+    def from_dense(
+        cls, layer: nn.Conv2d, spec: Spec, init: str = "random", generator: torch.Generator | None = None
+    ) -> "FactorizedConv2d":
+        """The factorized form of `layer`: its settings, bias, dtype, device, memory format and mode."""
+        return _from_dense(cls.__new__(cls), layer, spec, init, generator)
+
+    def to_dense(self) -> nn.Conv2d:
+        """An `nn.Conv2d` of the same function, with W as its weight and this layer's bias."""
+        dense = nn.Conv2d(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.bias is not None,
+            self.padding_mode,
+            device="meta",
+        )
+        return _fill_dense(dense, self)
+
+    def _why_not_factored(self) -> str | None:
+        if isinstance(self.spec, Rank1) and self.spec.layout != "spatial":
+            return f'layout {self.spec.layout!r} has no factored form, only "spatial"'
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
+        return super()._why_not_factored()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._factored():
+            batch = x if x.dim() == 4 else x.unsqueeze(0)
+            y = ops.factored_conv2d(
+                batch,
+                *self._parts(),
+                size=self.size,
+                stride=self.stride,
+                padding=self.padding,
+                dilation=self.dilation,
+                groups=self.groups,
+            )
+            return y if x.dim() == 4 else y.squeeze(0)
+        weight = self._weight(None if self.spec.dense in self._parameters else _is_channels_last(x))
+        if self.padding_mode != "zeros":
+            return nn.Conv2d._conv_forward(self, x, weight, self.bias)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def extra_repr(self) -> str:
+        return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"
+
+
+class FactorizedLinear(FactorizedLayer):
+    """`nn.Linear` whose weight [out, in] is made from the factors of `spec`.
+
+    Arguments as for `nn.Linear`, plus `spec` (default `ff.Rank1()`). Input […, in], output […, out].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        spec: Spec | None = None,
+    ):
+        linear = nn.Linear(in_features, out_features, bias, device="meta")
+        self._setup(linear, Rank1() if spec is None else spec, None, device, dtype)
+        self.reset_parameters()
+
+    def _setup(self, linear: nn.Linear, spec: Spec, dense: Tensor | None, device=None, dtype=None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        size = (self.out_features, self.in_features)
+        self._build(size, spec, self.out_features if linear.bias is not None else None, dense, device, dtype)
+
+    @classmethod
+    def from_dense(
+        cls, layer: nn.Linear, spec: Spec, init: str = "random", generator: torch.Generator | None = None
+    ) -> "FactorizedLinear":
+        """The factorized form of `layer`: its settings, bias, dtype, device and mode."""
+        return _from_dense(cls.__new__(cls), layer, spec, init, generator)
+
+    def to_dense(self) -> nn.Linear:
+        """An `nn.Linear` of the same function, with W as its weight and this layer's bias."""
+        return _fill_dense(nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta"), self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._factored():
+            return ops.factored_linear(x, *self._parts(), size=self.size)
+        return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+
+
+def _hooks(module: nn.Module) -> Mapping:
+    return {name: getattr(module, name) for name in _HOOKS}
+
+
+def _from_dense(new, layer: nn.Module, spec: Spec, init: str, generator):
+    new._setup(layer, spec, layer.weight.detach())
+    new.reset_parameters(init, layer.weight.detach(), generator)
+    for parameter in new.factors().values():
+        parameter.requires_grad_(layer.weight.requires_grad)
+    new.bias = layer.bias
+    for name, hooks in _hooks(layer).items():
+        getattr(new, name).update(hooks)
+    return new.train(layer.training)
+
+
+def _fill_dense(dense: nn.Module, layer: FactorizedLayer):
+    trainable = any(parameter.requires_grad for parameter in layer.factors().values())
+    dense.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=trainable)
+    dense.bias = layer.bias
+    for name, hooks in _hooks(layer).items():
+        getattr(dense, name).update(hooks)
+    return dense.train(layer.training)

@@ -1,0 +1,109 @@
+"""The op schemas with their reference and fake implementations, registered with PyTorch.
+
+The registered ops always take the client axis. Compiled libraries add their own implementations (see `backends`).
+"""
+
+import torch
+from torch import Tensor
+
+from fastfact import reference
+from fastfact.backends import load
+from fastfact.reference import VALUE_TYPES
+
+SCHEMAS = {
+    "rank1_weight": "(Tensor? mu, Tensor u, Tensor v, int layout, bool channels_last) -> Tensor",
+    "rank1_weight_backward": "(Tensor grad, Tensor u, Tensor v, int layout, int needs) -> (Tensor, Tensor)",
+    "lowrank_weight": "(Tensor? sigma, Tensor a, Tensor b, int layout, int[] size, float scaling, bool channels_last)"
+    " -> Tensor",
+    "lowrank_weight_backward": "(Tensor grad, Tensor a, Tensor b, int layout, int[] size, float scaling, int needs)"
+    " -> (Tensor, Tensor)",
+    "hadamard_weight": "(Tensor x1, Tensor y1, Tensor x2, Tensor y2, int[] size, bool personalized,"
+    " bool channels_last) -> Tensor",
+    "hadamard_weight_backward": "(Tensor grad, Tensor x1, Tensor y1, Tensor x2, Tensor y2, int[] size,"
+    " bool personalized, int needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    "prox_sgd_step": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momenta, float[] l1, float lr,"
+    " float momentum, float weight_decay, bool proximal) -> ()",
+    "pack_bitmap": "(Tensor x, int value_type) -> (Tensor, Tensor, Tensor)",
+    "unpack_bitmap": "(Tensor bits, Tensor values, Tensor scale, int n) -> Tensor",
+    "factored_conv2d": "(Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index, Tensor? bias, int[] size,"
+    " int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
+    "factored_conv2d_dx": "(Tensor grad, Tensor? u, Tensor? v, Tensor? values, Tensor? index, int[] image,"
+    " bool channels_last, int[] size, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
+    "factored_conv2d_dw": "(Tensor grad, Tensor x, Tensor? u, Tensor? v, Tensor? index, int[] size, int[] stride,"
+    " int[] padding, int[] dilation, int groups, int needs) -> (Tensor, Tensor, Tensor)",
+}
+
+_library = torch.library.Library("fastfact", "DEF")
+
+
+def _empty_weight(like: Tensor, size, channels_last: bool) -> Tensor:
+    k = like.shape[0]
+    if channels_last and len(size) == 4:
+        o, i, kh, kw = size
+        return like.new_empty(k, o, kh, kw, i).permute(0, 1, 4, 2, 3)
+    return like.new_empty(k, *size)
+
+
+def _fake_rank1_weight(mu, u, v, layout, channels_last):
+    if layout == reference.LINEAR:
+        size = (v.shape[2], u.shape[2])
+    elif layout == reference.KERNEL:
+        size = (v.shape[2], u.shape[2], u.shape[3], v.shape[3])
+    else:
+        size = (*v.shape[2:], *u.shape[2:])
+    return _empty_weight(u, size, channels_last)
+
+
+def _fake_pack_bitmap(x, value_type):
+    k, rows, n = x.shape
+    nonzeros = torch.library.get_ctx().new_dynamic_size()
+    dtype = next(t for t, code in VALUE_TYPES.items() if code == value_type)
+    scales = (k, rows) if dtype == torch.int8 else (0,)
+    return (
+        x.new_empty(k, rows, (n + 7) // 8, dtype=torch.uint8),
+        x.new_empty(nonzeros, dtype=dtype),
+        x.new_empty(scales, dtype=torch.float32),
+    )
+
+
+def _fake_where_needed(tensors, needs):
+    return tuple(t.new_empty(t.shape if needs >> bit & 1 else (0,)) for bit, t in enumerate(tensors))
+
+
+def _fake_factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups):
+    h, w = ((x.shape[3 + d] + 2 * padding[d] - dilation[d] * (size[2 + d] - 1) - 1) // stride[d] + 1 for d in range(2))
+    return _empty_weight(x, (x.shape[1], size[0], h, w), reference.is_channels_last(x))
+
+
+def _fake_factored_conv2d_dw(grad, x, u, v, index, size, stride, padding, dilation, groups, needs):
+    present = [t if t is not None else x.new_empty(0) for t in (u, v)]
+    values = x.new_empty(0 if index is None else index.shape)
+    return _fake_where_needed((*present, values), needs)
+
+
+_FAKES = {
+    "rank1_weight": _fake_rank1_weight,
+    "rank1_weight_backward": lambda grad, u, v, layout, needs: _fake_where_needed((u, v), needs),
+    "lowrank_weight": lambda sigma, a, b, layout, size, scaling, channels_last: _empty_weight(a, size, channels_last),
+    "lowrank_weight_backward": lambda grad, a, b, layout, size, scaling, needs: _fake_where_needed((a, b), needs),
+    "hadamard_weight": lambda x1, y1, x2, y2, size, personalized, channels_last: _empty_weight(x1, size, channels_last),
+    "hadamard_weight_backward": lambda grad, x1, y1, x2, y2, size, personalized, needs: _fake_where_needed(
+        (x1, y1, x2, y2), needs
+    ),
+    "prox_sgd_step": lambda params, grads, momenta, l1, lr, momentum, weight_decay, proximal: None,
+    "pack_bitmap": _fake_pack_bitmap,
+    "unpack_bitmap": lambda bits, values, scale, n: bits.new_empty(*bits.shape[:2], n, dtype=torch.float32),
+    "factored_conv2d": _fake_factored_conv2d,
+    "factored_conv2d_dx": lambda grad, u, v, values, index, image, channels_last, *settings: _empty_weight(
+        grad, tuple(image), channels_last
+    ),
+    "factored_conv2d_dw": _fake_factored_conv2d_dw,
+}
+
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema)
+    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"fastfact::{_name}", _FAKES[_name], lib=_library)
+
+load()

@@ -1,0 +1,238 @@
+"""The weight ops: W from its factors, differentiable.
+
+One `autograd.Function` serves them all; its `vmap` rule folds a mapped axis into the client axis.
+"""
+
+import torch
+from torch import Tensor
+
+from fastfact import reference
+from fastfact.backends import implementation
+from fastfact.ops.common import call, check, fold, must_be_plain, transforming, unfold, with_clients
+from fastfact.reference import LAYOUTS
+
+
+def _forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4):
+    tensors = (dense, f1, f2) if f3 is None else (f1, f2, f3, f4)
+    return call(implementation(op), clients, tensors, *settings, channels_last)
+
+
+def _backward(op, clients, settings, needs, grad, f1, f2, f3, f4):
+    tensors = (grad, f1, f2) if f3 is None else (grad, f1, f2, f3, f4)
+    return call(implementation(op + "_backward"), clients, tensors, *settings, needs)
+
+
+def _gradients(ctx, grad):
+    """What `backward` of a weight op returns. The gradient of `dense` is dW."""
+    *_, dense, n1, n2, n3, n4 = ctx.needs_input_grad
+    g1 = g2 = g3 = g4 = None
+    if n1 or n2 or n3 or n4:
+        needs = n1 | n2 << 1 | n3 << 2 | n4 << 3
+        transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        backward = _WeightBackward.apply if transformed else _backward
+        g1, g2, g3, g4 = (*backward(ctx.op, ctx.clients, ctx.settings, needs, grad, *ctx.saved_tensors), None, None)[:4]
+    return (
+        None,
+        None,
+        None,
+        None,
+        grad if dense else None,
+        g1 if n1 else None,
+        g2 if n2 else None,
+        g3 if n3 else None,
+        g4 if n4 else None,
+    )
+
+
+class _EagerWeight(torch.autograd.Function):
+    """`_Weight` where nothing transforms it: a Function without `setup_context` has a third of the overhead."""
+
+    @staticmethod
+    def forward(ctx, op, clients, settings, channels_last, dense, f1, f2, f3, f4):
+        ctx.op, ctx.clients, ctx.settings = op, clients, settings
+        ctx.save_for_backward(f1, f2, f3, f4)
+        return _forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gradients(ctx, grad)
+
+
+class _Weight(torch.autograd.Function):
+    """A weight op: `dense` (μ or σ, or None) plus a product of two or four factors.
+
+    The signatures are fixed (no `*factors`) because torch.compile counts the parameters of `forward`.
+    """
+
+    @staticmethod
+    def forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4):
+        return _forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.op, ctx.clients, ctx.settings = inputs[:3]
+        ctx.save_for_backward(*inputs[5:])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gradients(ctx, grad)
+
+    @staticmethod
+    def vmap(info, in_dims, op, clients, settings, channels_last, *tensors):
+        tensors = fold(info.batch_size, in_dims[4:], clients, tensors)
+        out = _Weight.apply(op, True, settings, channels_last, *tensors)
+        return out.unflatten(0, (info.batch_size, -1)) if clients else out, 0
+
+
+class _WeightBackward(torch.autograd.Function):
+    """The backward op as a Function of its own, so that `vmap` folds it too."""
+
+    @staticmethod
+    def forward(op, clients, settings, needs, grad, f1, f2, f3, f4):
+        return _backward(op, clients, settings, needs, grad, f1, f2, f3, f4)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError("the weight ops of fastfact can be differentiated once, not twice")
+
+    @staticmethod
+    def vmap(info, in_dims, op, clients, settings, needs, *tensors):
+        tensors = fold(info.batch_size, in_dims[4:], clients, tensors)
+        out = _WeightBackward.apply(op, True, settings, needs, *tensors)
+        return unfold(info.batch_size, clients, needs, out)
+
+
+def weight(op: str, clients: bool, settings, channels_last: bool, dense, f1, f2, f3=None, f4=None) -> Tensor:
+    """A weight op without the checks of its public function, for layers, whose factors fit by construction."""
+    if not transforming():
+        if not torch.is_grad_enabled():
+            return _forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
+        return _EagerWeight.apply(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
+    if must_be_plain():
+        tensors = (dense, f1, f2) if f3 is None else (f1, f2, f3, f4)
+        return call(getattr(reference, op), clients, tensors, *settings, channels_last)
+    return _Weight.apply(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
+
+
+def _layout(op: str, layout: str, allowed: tuple[str, ...]) -> int:
+    if layout not in allowed:
+        raise ValueError(f"{op}: layout={layout!r}, must be one of {', '.join(allowed)}")
+    return LAYOUTS[layout]
+
+
+def follows_channels_last(dense: Tensor | None) -> bool:
+    """Whether `dense` [(k,) o, i, kh, kw] is laid out channels_last (and not contiguous as well)."""
+    if dense is None or dense.dim() < 4 or dense.is_contiguous():
+        return False
+    one = dense[0] if dense.dim() == 5 else dense
+    return one.is_contiguous(memory_format=torch.channels_last)
+
+
+def rank1_weight(
+    u: Tensor, v: Tensor, mu: Tensor | None = None, *, layout: str = "spatial", channels_last: bool | None = None
+) -> Tensor:
+    """W = Σ_r u_r ⊗ v_r + μ (Factorized-FL eq. 2–3; SimFed for `kernel`).
+
+    Shapes, each with an optional leading client axis k (a tensor without it is shared by all clients):
+
+    | layout | u | v | W and μ |
+    |---|---|---|---|
+    | `linear` | r, i | r, o | o, i — W[o, i] = u[i] v[o] |
+    | `spatial` | r, kh, kw | r, o, i | o, i, kh, kw — W[o, i, ky, kx] = u[ky, kx] v[o, i] |
+    | `kernel` | r, i, kh | r, o, kw | o, i, kh, kw — W[o, i, ky, kx] = u[i, ky] v[o, kx] |
+    | `view` | r, kh, kw | r, o, i | the [kh·kw, o·i] matrix u vᵀ read as o, i, kh, kw (the official code's order) |
+
+    `channels_last` chooses the memory format of W; by default that of μ. All tensors share one floating dtype
+    (float16 and bfloat16 accumulate in float32) and device. Raises ValueError for shapes or dtypes that do not fit.
+    """
+    op = "rank1_weight"
+    code = _layout(op, layout, ("linear", "spatial", "kernel", "view"))
+    dims = 2 if code == reference.LINEAR else 3
+    weight_dims = 2 if code == reference.LINEAR else 4
+    clients, (mu, u, v) = with_clients(op, {"mu": (mu, weight_dims), "u": (u, dims), "v": (v, dims)})
+    us, vs = u.shape[clients:], v.shape[clients:]
+    check(op, "v", v, (us[0], *vs[1:]), clients, u)
+    if code == reference.LINEAR:
+        size = (vs[1], us[1])
+    elif code == reference.KERNEL:
+        size = (vs[1], us[1], us[2], vs[2])
+    else:
+        size = (*vs[1:], *us[1:])
+    check(op, "mu", mu, size, clients, u)
+    if channels_last is None:
+        channels_last = follows_channels_last(mu)
+    return weight(op, clients, (code,), channels_last, mu, u, v)
+
+
+def lowrank_weight(
+    sigma: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    size: tuple[int, ...],
+    *,
+    layout: str = "separable",
+    scaling: float = 1.0,
+    channels_last: bool | None = None,
+) -> Tensor:
+    """W = σ + scaling · reshape(B A) (FedDecomp eq. 2–4), `size` = (o, i, kh, kw) or (o, i).
+
+    Shapes, each with an optional leading client axis: σ and W `size`;
+    `separable` b [i·kh, r], a [r, o·kw], W[o, i, ky, kx] = σ + (BA)[i·kh + ky, o·kw + kx] (linear: W = σ + (BA)ᵀ);
+    `view` b [o·kh, r], a [r, i·kw], W = σ + (BA).view(size) as LoRA code has it (linear: W = σ + BA).
+    Memory format, dtypes and errors as for `rank1_weight`, with σ in μ's place.
+    """
+    op = "lowrank_weight"
+    code = _layout(op, layout, ("separable", "view"))
+    size = tuple(size)
+    if len(size) not in (2, 4):
+        raise ValueError(f"{op}: size={size}, must be (o, i) or (o, i, kh, kw)")
+    clients, (sigma, a, b) = with_clients(op, {"sigma": (sigma, len(size)), "a": (a, 2), "b": (b, 2)})
+    rows, columns = lowrank_sides(size, layout)
+    rank = a.shape[-2]
+    check(op, "a", a, (rank, columns), clients, a)
+    check(op, "b", b, (rows, rank), clients, a)
+    check(op, "sigma", sigma, size, clients, a)
+    if channels_last is None:
+        channels_last = follows_channels_last(sigma)
+    return weight(op, clients, (code, size, float(scaling)), channels_last, sigma, a, b)
+
+
+def lowrank_sides(size: tuple[int, ...], layout: str) -> tuple[int, int]:
+    """The rows and columns of the matrix B A for a weight of `size` (see `lowrank_weight`)."""
+    o, i, kh, kw = (*size, 1, 1)[:4]
+    return (i * kh, o * kw) if layout == "separable" else (o * kh, i * kw)
+
+
+def hadamard_weight(
+    x1: Tensor,
+    y1: Tensor,
+    x2: Tensor,
+    y2: Tensor,
+    size: tuple[int, ...],
+    *,
+    personalized: bool = False,
+    channels_last: bool = False,
+) -> Tensor:
+    """W = (X₁Y₁ᵀ) ⊙ (X₂Y₂ᵀ) (FedPara, Proposition 1), or (X₁Y₁ᵀ) ⊙ (X₂Y₂ᵀ + 1) if `personalized` (pFedPara).
+
+    x1, x2 [o, r] and y1, y2 [n, r] with n = i·kh·kw or i, each with an optional leading client axis;
+    the ranks of the two products may differ. `size`, memory format, dtypes and errors as for `lowrank_weight`.
+    """
+    op = "hadamard_weight"
+    size = tuple(size)
+    if len(size) not in (2, 4):
+        raise ValueError(f"{op}: size={size}, must be (o, i) or (o, i, kh, kw)")
+    named = {"x1": (x1, 2), "y1": (y1, 2), "x2": (x2, 2), "y2": (y2, 2)}
+    clients, (x1, y1, x2, y2) = with_clients(op, named)
+    columns = 1
+    for extent in size[1:]:
+        columns *= extent
+    check(op, "x1", x1, (size[0], x1.shape[-1]), clients, x1)
+    check(op, "y1", y1, (columns, x1.shape[-1]), clients, x1)
+    check(op, "x2", x2, (size[0], x2.shape[-1]), clients, x1)
+    check(op, "y2", y2, (columns, x2.shape[-1]), clients, x1)
+    return weight(op, clients, (size, bool(personalized)), channels_last, None, x1, y1, x2, y2)

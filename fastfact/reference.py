@@ -1,0 +1,289 @@
+"""Every op in plain PyTorch: the specification the kernels are tested against.
+
+All functions here take the *client axis* `k` in front of every tensor (`k = 1` for one model), as the
+registered ops do; `fastfact.ops` adds and removes it. Weights come out in PyTorch's own order,
+`W[k, o, i, ky, kx]` for a convolution and `W[k, o, i]` for a linear layer.
+
+Layouts are small integers in the op schemas (`LAYOUTS` maps the names).
+"""
+
+import torch
+from torch import Tensor
+
+LAYOUTS = {"linear": 0, "spatial": 1, "kernel": 2, "view": 3, "separable": 4}
+VALUE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+LINEAR, SPATIAL, KERNEL, VIEW, SEPARABLE = range(5)
+
+
+def to_format(weight: Tensor, channels_last: bool) -> Tensor:
+    """`weight` [k, o, i, ky, kx] (or [k, o, i]) with each client's slice contiguous in the format asked for."""
+    if weight.dim() < 5 or not channels_last:
+        return weight.contiguous()
+    return weight.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+
+
+def _rank1_equation(layout: int) -> str:
+    return {
+        LINEAR: "kri,kro->koi",
+        SPATIAL: "krhw,kroi->koihw",
+        KERNEL: "krih,krow->koihw",
+        VIEW: "krhw,kroi->khwoi",
+    }[layout]
+
+
+def rank1_weight(mu: Tensor | None, u: Tensor, v: Tensor, layout: int, channels_last: bool) -> Tensor:
+    """W = Σ_r u_r ⊗ v_r + μ.
+
+    linear  u [k, r, i],      v [k, r, o],      W[o, i] = u[i] v[o]
+    spatial u [k, r, kh, kw], v [k, r, o, i],   W[o, i, ky, kx] = u[ky, kx] v[o, i]
+    kernel  u [k, r, i, kh],  v [k, r, o, kw],  W[o, i, ky, kx] = u[i, ky] v[o, kx]
+    view    u [k, r, kh, kw], v [k, r, o, i],   the [kh·kw, o·i] outer product read as [o, i, kh, kw]
+    """
+    weight = torch.einsum(_rank1_equation(layout), u, v)
+    if layout == VIEW:
+        weight = weight.reshape(v.shape[0], *v.shape[2:], *u.shape[2:])
+    if mu is not None:
+        weight = weight + mu
+    return to_format(weight, channels_last)
+
+
+def rank1_weight_backward(grad: Tensor, u: Tensor, v: Tensor, layout: int, needs: int) -> tuple[Tensor, Tensor]:
+    """(du, dv) from `grad` = dW; dμ is dW itself. Bit 0 of `needs` asks for du, bit 1 for dv (else no elements)."""
+    if layout == VIEW:
+        grad = grad.reshape(u.shape[0], *u.shape[2:], *v.shape[2:])
+    terms, out = _rank1_equation(layout).split("->")
+    u_index, v_index = terms.split(",")
+    du = torch.einsum(f"{out},{v_index}->{u_index}", grad, v) if needs & 1 else u.new_empty(0)
+    dv = torch.einsum(f"{out},{u_index}->{v_index}", grad, u) if needs & 2 else v.new_empty(0)
+    return du.contiguous(), dv.contiguous()
+
+
+def _product_to_weight(product: Tensor, layout: int, size: list[int]) -> Tensor:
+    k = product.shape[0]
+    if layout == VIEW:
+        return product.reshape(k, *size)
+    if len(size) == 2:
+        return product.transpose(1, 2)
+    o, i, kh, kw = size
+    return product.reshape(k, i, kh, o, kw).permute(0, 3, 1, 2, 4)
+
+
+def _weight_to_product(weight: Tensor, layout: int, size: list[int]) -> Tensor:
+    k = weight.shape[0]
+    if len(size) == 2:
+        return weight if layout == VIEW else weight.transpose(1, 2)
+    o, i, kh, kw = size
+    if layout == VIEW:
+        return weight.reshape(k, o * kh, i * kw)
+    return weight.permute(0, 2, 3, 1, 4).reshape(k, i * kh, o * kw)
+
+
+def lowrank_weight(
+    sigma: Tensor | None, a: Tensor, b: Tensor, layout: int, size: list[int], scaling: float, channels_last: bool
+) -> Tensor:
+    """W = σ + scaling · reshape(B A), `size` = [o, i, kh, kw] or [o, i].
+
+    separable  b [k, i·kh, r], a [k, r, o·kw],  W[o, i, ky, kx] = (BA)[i·kh + ky, o·kw + kx];  linear W = (BA)ᵀ
+    view       b [k, o·kh, r], a [k, r, i·kw],  W = (BA).view(size);                            linear W = BA
+    """
+    weight = _product_to_weight(scaling * (b @ a), layout, size)
+    if sigma is not None:
+        weight = weight + sigma
+    return to_format(weight, channels_last)
+
+
+def lowrank_weight_backward(
+    grad: Tensor, a: Tensor, b: Tensor, layout: int, size: list[int], scaling: float, needs: int
+) -> tuple[Tensor, Tensor]:
+    """(da, db). Bit 0 of `needs` asks for da, bit 1 for db; one not asked for has no elements. dσ is dW."""
+    product = scaling * _weight_to_product(grad, layout, size)
+    da = b.transpose(1, 2) @ product if needs & 1 else a.new_empty(0)
+    db = product @ a.transpose(1, 2) if needs & 2 else b.new_empty(0)
+    return da.contiguous(), db.contiguous()
+
+
+def hadamard_weight(
+    x1: Tensor, y1: Tensor, x2: Tensor, y2: Tensor, size: list[int], personalized: bool, channels_last: bool
+) -> Tensor:
+    """W = (X₁Y₁ᵀ) ⊙ (X₂Y₂ᵀ + p), p = 1 if personalized (pFedPara) else 0 (FedPara).
+
+    x [k, o, r], y [k, n, r] with n = i·kh·kw (conv) or i (linear); `size` as in `lowrank_weight`.
+    """
+    shared, personal = x1 @ y1.transpose(1, 2), x2 @ y2.transpose(1, 2)
+    weight = shared * (personal + 1) if personalized else shared * personal
+    return to_format(weight.reshape(x1.shape[0], *size), channels_last)
+
+
+def hadamard_weight_backward(
+    grad: Tensor, x1: Tensor, y1: Tensor, x2: Tensor, y2: Tensor, size: list[int], personalized: bool, needs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx1, dy1, dx2, dy2). Bits 0–3 of `needs` ask for them; one not asked for has no elements."""
+    grad = grad.reshape(x1.shape[0], x1.shape[1], y1.shape[1])
+    shared, personal = x1 @ y1.transpose(1, 2), x2 @ y2.transpose(1, 2)
+    g1 = grad * (personal + 1 if personalized else personal)
+    g2 = grad * shared
+    return (
+        g1 @ y1 if needs & 1 else x1.new_empty(0),
+        g1.transpose(1, 2) @ x1 if needs & 2 else y1.new_empty(0),
+        g2 @ y2 if needs & 4 else x2.new_empty(0),
+        g2.transpose(1, 2) @ x2 if needs & 8 else y2.new_empty(0),
+    )
+
+
+def prox_sgd_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    l1: list[float],
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    proximal: bool,
+) -> None:
+    """One step of (proximal) SGD with momentum on every tensor of a group, in place.
+
+    g ← g + weight_decay · p;  m ← momentum · m + g;  p ← p − lr · m;  then the soft threshold
+    p ← sign(p) · max(|p| − lr · l1, 0) where l1 > 0. With `proximal=False` the subgradient
+    l1 · sign(p) is added to g instead. `momenta` is empty when momentum is 0.
+    float16 and bfloat16 tensors are stepped in float32 and rounded once (the momentum too).
+    """
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        compute = torch.promote_types(param.dtype, torch.float32)
+        p, g, penalty = param.to(compute), grad.to(compute), l1[index]
+        if weight_decay:
+            g = g + weight_decay * p
+        if penalty and not proximal:
+            g = g + penalty * p.sign()
+        if momentum:
+            g = momentum * momenta[index].to(compute) + g
+            momenta[index].copy_(g)
+        p = p - lr * g
+        if penalty and proximal:
+            p = p.sign() * (p.abs() - lr * penalty).clamp_min(0)
+        param.copy_(p)
+
+
+def pack_bitmap(x: Tensor, value_type: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(bits, values, scale) of the nonzeros of `x` [k, rows, n].
+
+    bits uint8 [k, rows, ceil(n / 8)], bit j % 8 of byte j // 8 set where x[…, j] ≠ 0 (NaN counts as nonzero);
+    values [nnz] in row-major order, float32, bfloat16 or int8 (`VALUE_TYPES`);
+    scale float32 [k, rows] for int8 (value · scale restores, scale = max|row| / 127), without elements otherwise.
+    """
+    mask = x != 0
+    padded = torch.nn.functional.pad(mask, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=x.device)
+    bits = (padded.to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
+    scale = torch.empty(0, dtype=torch.float32, device=x.device)
+    if value_type == VALUE_TYPES[torch.int8]:
+        scale = x.abs().amax(-1).float() / 127 if x.shape[-1] else x.new_zeros(x.shape[:-1], dtype=torch.float32)
+        inverse = torch.where(scale > 0, 1 / scale, 0.0)
+        values = (x.float() * inverse.unsqueeze(-1))[mask].round().clamp(-127, 127).to(torch.int8)
+    else:
+        values = x[mask].to(torch.float32 if value_type == VALUE_TYPES[torch.float32] else torch.bfloat16)
+    return bits, values, scale
+
+
+def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor:
+    """x float32 [k, rows, n] from what `pack_bitmap` made."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    mask = ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :n].bool()
+    if (count := int(mask.sum())) != values.numel():
+        raise ValueError(f"unpack_bitmap: {count} bits are set but there are {values.numel()} values")
+    x = torch.zeros(mask.shape, dtype=torch.float32, device=bits.device)
+    x[mask] = values.float()
+    return x * scale.unsqueeze(-1) if scale.numel() else x
+
+
+def factored_weight(
+    u: Tensor | None, v: Tensor | None, values: Tensor | None, index: Tensor | None, size: list[int], like: Tensor
+) -> Tensor:
+    """W [k, *size] = Σ_r u_r ⊗ v_r (`spatial`) + μ, μ with `values` [k, nnz] at the flat positions `index` [k, nnz]."""
+    weight = like.new_zeros(like.shape[0], *size)
+    if values is not None:
+        weight = weight.flatten(1).scatter(1, index.long(), values).reshape(weight.shape)
+    return weight if u is None else rank1_weight(weight, u, v, SPATIAL, False)
+
+
+def factored_conv2d(
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    values: Tensor | None,
+    index: Tensor | None,
+    bias: Tensor | None,
+    size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """conv2d of x [k, n, groups·i, h, w] with `factored_weight` of size [groups·o, i, kh, kw] and bias [k, o].
+
+    u [k, r, kh, kw] and v [k, r, groups·o, i] (or None), values and index (or None). The result has x's memory format.
+    """
+    weight = factored_weight(u, v, values, index, size, x)
+    out = [
+        torch.nn.functional.conv2d(
+            x[j], weight[j], None if bias is None else bias[j], stride, padding, dilation, groups
+        )
+        for j in range(x.shape[0])
+    ]
+    return _images(out, is_channels_last(x))
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether the images of each client of `x` [k, n, c, h, w] are channels_last and not contiguous."""
+    one = x[0] if x.shape[0] else x.new_empty(x.shape[1:])
+    return one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
+
+
+def _images(parts: list[Tensor], channels_last: bool) -> Tensor:
+    return to_format(torch.stack(parts), channels_last)
+
+
+def factored_conv2d_dx(
+    grad: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    values: Tensor | None,
+    index: Tensor | None,
+    image: list[int],
+    channels_last: bool,
+    size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """dx [k, *image] of `factored_conv2d`, image = [n, groups·i, h, w], in the memory format asked for."""
+    weight = factored_weight(u, v, values, index, size, grad)
+    settings = (stride, padding, dilation, groups)
+    return _images(
+        [torch.nn.grad.conv2d_input(image, weight[j], grad[j], *settings) for j in range(grad.shape[0])], channels_last
+    )
+
+
+def factored_conv2d_dw(
+    grad: Tensor,
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    index: Tensor | None,
+    size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(du, dv, dvalues) of `factored_conv2d`. Bits 0–2 of `needs` ask for them; one not asked for has no elements."""
+    settings = (stride, padding, dilation, groups)
+    weight = torch.stack([torch.nn.grad.conv2d_weight(x[j], size, grad[j], *settings) for j in range(x.shape[0])])
+    du = dv = dvalues = x.new_empty(0)
+    if u is not None and needs & 3:
+        du, dv = rank1_weight_backward(weight, u, v, SPATIAL, needs & 3)
+    if index is not None and needs & 4:
+        dvalues = weight.flatten(1).gather(1, index.long())
+    return du, dv, dvalues

@@ -1,0 +1,38 @@
+"""The ops in Triton, each with the signature of its reference in `fastfact.reference`.
+
+Importing this package without triton raises ImportError. With `TRITON_INTERPRET=1` in the environment the kernels
+run on the CPU in Triton's interpreter, slowly (float64, float32 and float16; its bfloat16 arithmetic is wrong).
+"""
+
+try:
+    import triton
+except ImportError as error:
+    raise ImportError(f"the Triton kernels need the package triton: {error}", name="triton") from error
+
+from fastfact.kernels.bitmap import pack_bitmap, unpack_bitmap
+from fastfact.kernels.sgd import prox_sgd_step
+from fastfact.kernels.weights import (
+    hadamard_weight,
+    hadamard_weight_backward,
+    lowrank_weight,
+    lowrank_weight_backward,
+    rank1_weight,
+    rank1_weight_backward,
+)
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+VERSION: str = triton.__version__
+
+__all__ = [
+    "INTERPRETED",
+    "VERSION",
+    "hadamard_weight",
+    "hadamard_weight_backward",
+    "lowrank_weight",
+    "lowrank_weight_backward",
+    "pack_bitmap",
+    "prox_sgd_step",
+    "rank1_weight",
+    "rank1_weight_backward",
+    "unpack_bitmap",
+]

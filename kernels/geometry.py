@@ -1,0 +1,106 @@
+"""Where the elements of a weight lie: every weight op sees W as a matrix of rows × columns, whatever its layout.
+
+Rows are the index of one factor (u, or the rows of B or X), columns of the other (v, A, Y). Each side has at most two
+digits, so that the address of W[row, column] is `rows.offset(row) + columns.offset(column)` in any memory format.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastfact.reference import KERNEL, LINEAR, SEPARABLE, SPATIAL, to_format
+
+INT32_LIMIT = 2**31 - 2**16
+
+
+class Side(NamedTuple):
+    """Positions 0 … size − 1 along one side of W, in the order in which they lie closest together in memory.
+
+    Position e has digits (e // radix, e % radix); its address is digits · (stride1, stride0), and it belongs to
+    element digits · (factor1, factor0) of the factor.
+    """
+
+    size: int
+    radix: int
+    stride1: int
+    stride0: int
+    factor1: int
+    factor0: int
+
+
+def side(major: int, minor: int, stride1: int, stride0: int) -> Side:
+    """The side whose factor index is `major_digit · minor + minor_digit`."""
+    size = major * minor
+    if major == 1 or stride1 == minor * stride0:
+        return Side(size, max(size, 1), 0, stride0, size, 1)
+    if minor == 1:
+        return Side(size, max(size, 1), 0, stride1, size, 1)
+    if stride1 < stride0:
+        return Side(size, major, stride0, stride1, 1, minor)
+    return Side(size, minor, stride1, stride0, minor, 1)
+
+
+def rank1_sides(layout: int, shape, strides) -> tuple[Side, Side]:
+    """(u side, v side) of a weight of `shape` (o, i, kh, kw) or (o, i) laid out with `strides`."""
+    o, i, kh, kw = (*shape, 1, 1)[:4]
+    so, si, sh, sw = (*strides, 0, 0)[:4]
+    if layout == LINEAR:
+        return side(1, i, 0, si), side(1, o, 0, so)
+    if layout == SPATIAL:
+        return side(kh, kw, sh, sw), side(o, i, so, si)
+    if layout == KERNEL:
+        return side(i, kh, si, sh), side(o, kw, so, sw)
+    return side(1, kh * kw, 0, o * i), side(1, o * i, 0, 1)
+
+
+def lowrank_sides(layout: int, shape, strides) -> tuple[Side, Side]:
+    """(row side of B, column side of A)."""
+    o, i, kh, kw = (*shape, 1, 1)[:4]
+    so, si, sh, sw = (*strides, 0, 0)[:4]
+    if layout == SEPARABLE:
+        return side(i, kh, si, sh), side(o, kw, so, sw)
+    return side(1, o * kh, 0, i * kw), side(1, i * kw, 0, 1)
+
+
+def hadamard_sides(shape, strides) -> tuple[Side, Side]:
+    """(row side of X, row side of Y); the two kernel axes must lie as one in memory."""
+    o, i, kh, kw = (*shape, 1, 1)[:4]
+    so, si, sh, sw = (*strides, 0, 0)[:4]
+    return side(1, o, 0, so), side(i, kh * kw, si, sw if kw > 1 else sh)
+
+
+def slices(tensor: Tensor) -> tuple[Tensor, int]:
+    """`tensor` with each client's slice contiguous, and its client stride (0 where the clients share it)."""
+    if not tensor[:1].is_contiguous():
+        tensor = tensor.contiguous() if tensor.stride(0) else tensor[:1].contiguous().expand_as(tensor)
+    return tensor, tensor.stride(0)
+
+
+def in_format(tensor: Tensor | None, like: Tensor) -> tuple[Tensor | None, int]:
+    """`tensor` with each client's slice laid out as that of `like`, and its client stride."""
+    if tensor is None:
+        return None, 0
+    if any(n > 1 and a != b for n, a, b in zip(like.shape[1:], tensor.stride()[1:], like.stride()[1:], strict=True)):
+        shared = tensor.stride(0) == 0
+        laid = to_format((tensor[:1] if shared else tensor), not like[0].is_contiguous())
+        tensor = laid.expand_as(tensor) if shared else laid
+    return tensor, tensor.stride(0)
+
+
+def gradient(grad: Tensor, contiguous: bool) -> tuple[Tensor, int]:
+    """`grad`, contiguous if asked for or if its two kernel axes do not lie as one in memory, and its client stride."""
+    split = grad.dim() == 5 and min(grad.shape[3:]) > 1 and grad.stride(3) != grad.shape[4] * grad.stride(4)
+    return slices(grad) if contiguous or split else (grad, grad.stride(0))
+
+
+def empty_weight(like: Tensor, size, channels_last: bool) -> Tensor:
+    k = like.shape[0]
+    if channels_last and len(size) == 4:
+        o, i, kh, kw = size
+        return like.new_empty(k, o, kh, kw, i).permute(0, 1, 4, 2, 3)
+    return like.new_empty(k, *size)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

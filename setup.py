@@ -1,0 +1,121 @@
+"""Builds the compiled libraries fastfact/_cpu*.so and fastfact/_cuda*.so; everything else is in pyproject.toml.
+
+FASTFACT_BUILD=must fails where a library does not build (the CUDA one only where nvcc is), FASTFACT_BUILD=skip builds
+none. By default a library that does not build is left out, with the reason, and plain PyTorch serves in its place.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+    from torch.utils.cpp_extension import BuildExtension
+except ImportError as error:
+    from setuptools.command.build_ext import build_ext as BuildExtension
+
+    no_torch = f"PyTorch cannot be imported ({error}); install it first, then use pip install --no-build-isolation"
+else:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    no_torch = None if version >= (2, 11) else f"PyTorch {torch.__version__} is older than 2.11"
+
+MODE = os.environ.get("FASTFACT_BUILD", "")
+if MODE not in ("", "must", "skip"):
+    sys.exit(f"FASTFACT_BUILD={MODE!r}: must be 'must', 'skip' or unset")
+
+MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000"), ("TORCH_STABLE_ONLY", None)]
+WARNINGS = ["-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"]  # about vectors that are inlined away
+CXX = ["-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", *WARNINGS]
+
+
+class NotBuilt(Exception):
+    pass
+
+
+class Build(BuildExtension):
+    """Completes the extensions with torch's paths, which the sdist is made without, and builds them one by one."""
+
+    def build_extensions(self):
+        built = []
+        for extension in self.extensions:
+            self.extensions = [extension]
+            try:
+                (self.prepare_cuda if extension.name.endswith("_cuda") else self.prepare_cpu)(extension)
+                super().build_extensions()
+                built.append(extension)
+            except NotBuilt as reason:
+                print(f"fastfact: {extension.name} is not built: {reason}", file=sys.stderr)
+            except Exception as error:
+                if MODE == "must":
+                    raise
+                print(f"fastfact: {extension.name} is not built: {error}", file=sys.stderr)
+        self.extensions = built
+
+    def prepare_cpu(self, extension):
+        if MODE == "skip":
+            raise NotBuilt("FASTFACT_BUILD=skip")
+        if no_torch:
+            raise RuntimeError(no_torch) if MODE == "must" else NotBuilt(no_torch)
+        extension.include_dirs += cpp_extension.include_paths()
+        extension.library_dirs += cpp_extension.library_paths()
+        extension.libraries += ["torch_cpu", "c10"]
+        extension.extra_compile_args = {"cxx": CXX}
+
+    def prepare_cuda(self, extension):
+        if MODE == "skip":
+            raise NotBuilt("FASTFACT_BUILD=skip")
+        if no_torch:
+            raise NotBuilt(no_torch)
+        if torch.version.cuda is None:
+            raise NotBuilt(f"PyTorch {torch.__version__} has no CUDA")
+        cpp_extension.CUDA_HOME = cuda_home()
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
+        extension.include_dirs += cpp_extension.include_paths(device_type="cuda")
+        extension.library_dirs += cpp_extension.library_paths(device_type="cuda")
+        extension.libraries += ["torch_cpu", "c10", "cudart"]
+        extension.define_macros += [("USE_CUDA", None)]
+        extension.extra_link_args += ["-Wl,--no-as-needed", "-ltorch_cuda"]
+        extension.extra_compile_args = {"cxx": CXX, "nvcc": ["-O3"]}
+
+
+def cuda_home():
+    """Where the CUDA toolkit is: torch's guess or, where nvcc on PATH is only a wrapper, nvcc's own answer."""
+    home = cpp_extension.CUDA_HOME
+    nvcc = Path(home or "", "bin", "nvcc")
+    if not home or not nvcc.exists():
+        raise NotBuilt("nvcc is not found (set CUDA_HOME)")
+    if not Path(home, "include", "cuda_runtime.h").exists():
+        steps = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+        if top := re.search(r"^#\$ TOP=(.+)$", steps, re.MULTILINE):
+            return str(Path(top[1].strip()).resolve())
+    return home
+
+
+def library(name, kernels):
+    binding = f"csrc/bind_{name}.cpp"
+    if not Path(binding).exists():
+        return []
+    return [
+        Extension(
+            f"fastfact._{name}",
+            sorted(glob(f"csrc/bind_{name}*.cpp") + glob(f"csrc/{name}/*.{kernels}")),
+            depends=sorted(glob("csrc/*.h") + glob(f"csrc/{name}/*.h") + glob(f"csrc/{name}/*.cuh")),
+            define_macros=list(MACROS),
+            language="c++",
+            py_limited_api=True,
+            optional=MODE != "must",
+        )
+    ]
+
+
+setup(
+    ext_modules=library("cpu", "cpp") + library("cuda", "cu"),
+    cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

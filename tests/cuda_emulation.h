@@ -1,0 +1,261 @@
+// Runs the CUDA kernels on the CPU, to test them where there is no GPU: included before each .cu file (-include).
+//
+// A block is a set of fibers, switched at barriers and warp shuffles, so that shared memory, barriers and collectives
+// behave as on the device; blocks run one after the other. Shared memory starts as NaN. A fragment of wmma is the whole
+// 16 x 16 matrix in every thread.
+#pragma once
+#define FASTFACT_EMULATED
+#include <ucontext.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+namespace emulation {
+
+enum State { kReady, kAtWarp, kAtBlock, kDone };
+constexpr size_t kStack = 128 * 1024, kSharedBytes = 227 * 1024;
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  State state;
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::function<void()> body;
+  ucontext_t scheduler;
+  uint64_t slots[1024];
+  unsigned thread, index;
+  alignas(16) unsigned char shared[kSharedBytes];
+};
+inline Block block;
+
+inline void enter() {
+  block.body();
+  block.fibers[block.thread].state = kDone;
+}
+
+inline void wait(State state) {
+  Fiber& fiber = block.fibers[block.thread];
+  fiber.state = state;
+  swapcontext(&fiber.context, &block.scheduler);
+}
+
+// Fibers first … last go on if all that still run wait for `state`.
+inline bool release(size_t first, size_t last, State state) {
+  bool any = false;
+  for (size_t j = first; j < last; ++j) {
+    if (block.fibers[j].state == kReady) return false;
+    if (block.fibers[j].state != kDone && block.fibers[j].state != state) return false;
+    any = any || block.fibers[j].state == state;
+  }
+  for (size_t j = first; any && j < last; ++j) {
+    if (block.fibers[j].state == state) block.fibers[j].state = kReady;
+  }
+  return any;
+}
+
+inline void run(unsigned index, size_t threads, size_t shared, std::function<void()> body) {
+  // every other block runs its threads from the last to the first, so that a missing barrier shows
+  static bool backwards = true;
+  backwards = !backwards;
+  block.index = index;
+  block.body = std::move(body);
+  std::memset(block.shared, 0xff, shared);
+  if (block.fibers.size() < threads) block.fibers.resize(threads);
+  for (size_t j = 0; j < threads; ++j) {
+    Fiber& fiber = block.fibers[j];
+    if (!fiber.stack) fiber.stack.reset(new char[kStack]);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.context.uc_link = &block.scheduler;
+    makecontext(&fiber.context, enter, 0);
+    fiber.state = kReady;
+  }
+  for (bool going = true; going;) {
+    going = false;
+    for (size_t turn = 0; turn < threads; ++turn) {
+      const size_t j = backwards ? threads - 1 - turn : turn;
+      if (block.fibers[j].state != kReady) continue;
+      block.thread = static_cast<unsigned>(j);
+      swapcontext(&block.scheduler, &block.fibers[j].context);
+      going = true;
+    }
+    for (size_t j = 0; j < threads; j += 32) going |= release(j, j + 32 < threads ? j + 32 : threads, kAtWarp);
+    going |= release(0, threads, kAtBlock);
+  }
+  for (size_t j = 0; j < threads; ++j) {
+    if (block.fibers[j].state != kDone) {
+      std::fprintf(stderr, "thread %zu of block %u waits for ever\n", j, index);
+      std::abort();
+    }
+  }
+}
+
+struct Thread {
+  struct X {
+    operator unsigned() const { return block.thread; }
+  } x;
+};
+struct Index {
+  struct X {
+    operator unsigned() const { return block.index; }
+  } x;
+};
+
+template <typename T>
+T exchange(T value, int source) {
+  const unsigned warp = block.thread / 32 * 32;
+  std::memcpy(&block.slots[block.thread], &value, sizeof(T));
+  wait(kAtWarp);
+  std::memcpy(&value, &block.slots[source < 0 || source > 31 ? block.thread : warp + source], sizeof(T));
+  wait(kAtWarp);
+  return value;
+}
+
+}  // namespace emulation
+
+// Half precision as its bits, converted to and from float with rounding to nearest, ties to even.
+struct __nv_bfloat16 {
+  uint16_t bits;
+  explicit operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+};
+inline float __bfloat162float(__nv_bfloat16 x) { return static_cast<float>(x); }
+inline __nv_bfloat16 __float2bfloat16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if (std::isnan(x)) return {0x7fff};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+struct __half {
+  uint16_t bits;
+  explicit operator float() const {
+    const float sign = bits & 0x8000 ? -1 : 1;
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    if (exponent == 31) return mantissa ? NAN : sign * INFINITY;
+    return sign * (exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24));
+  }
+};
+inline float __half2float(__half x) { return static_cast<float>(x); }
+inline __half __float2half(float x) {
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  const float size = std::fabs(x);
+  if (std::isnan(x)) return {0x7fff};
+  if (size >= 65520) return {static_cast<uint16_t>(sign | 0x7c00)};
+  const int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
+  const int mantissa = static_cast<int>(std::nearbyint(std::ldexp(size, 10 - exponent)));
+  return {static_cast<uint16_t>(sign + mantissa + (size < 0x1p-14f ? 0 : (exponent + 14) * 1024))};
+}
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum cudaMemcpyKind { cudaMemcpyDeviceToHost };
+using cudaStream_t = void*;
+
+inline emulation::Thread threadIdx;
+inline emulation::Index blockIdx;
+
+inline void __syncthreads() { emulation::wait(emulation::kAtBlock); }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulation::exchange(value, static_cast<int>(threadIdx.x % 32) ^ mask);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int delta) {
+  return emulation::exchange(value, static_cast<int>(threadIdx.x % 32) - delta);
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline int __float2int_rn(float x) { return std::isnan(x) ? 0 : static_cast<int>(std::nearbyint(x)); }
+inline unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }
+inline int min(int x, int y) { return x < y ? x : y; }
+inline unsigned max(unsigned x, unsigned y) { return x > y ? x : y; }
+
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorInvalidValue ? "invalid argument" : "error";
+}
+
+namespace nvcuda::wmma {
+
+struct matrix_a {};
+struct matrix_b {};
+struct accumulator {};
+struct row_major {};
+struct col_major {};
+enum layout_t { mem_row_major };
+
+template <typename Use, int M, int N, int K, typename T, typename Layout = void>
+struct fragment {
+  static constexpr int num_elements = 256;
+  float x[num_elements];
+};
+
+// x[16 r + c] holds row r, column c.
+template <typename F>
+void fill_fragment(F& f, float value) {
+  for (float& x : f.x) x = value;
+}
+template <typename Use, typename T>
+void load_matrix_sync(fragment<Use, 16, 16, 16, T, row_major>& f, const T* from, unsigned lead) {
+  for (int r = 0; r < 16; ++r)
+    for (int c = 0; c < 16; ++c) f.x[16 * r + c] = static_cast<float>(from[r * lead + c]);
+}
+template <typename Use, typename T>
+void load_matrix_sync(fragment<Use, 16, 16, 16, T, col_major>& f, const T* from, unsigned lead) {
+  for (int r = 0; r < 16; ++r)
+    for (int c = 0; c < 16; ++c) f.x[16 * r + c] = static_cast<float>(from[c * lead + r]);
+}
+template <typename D, typename A, typename B>
+void mma_sync(D& d, const A& a, const B& b, const D& c) {
+  D sum = c;
+  for (int i = 0; i < 16; ++i)
+    for (int k = 0; k < 16; ++k)
+      for (int j = 0; j < 16; ++j) sum.x[16 * i + j] += a.x[16 * i + k] * b.x[16 * k + j];
+  d = sum;
+}
+template <typename D>
+void store_matrix_sync(float* to, const D& d, unsigned lead, layout_t) {
+  for (int r = 0; r < 16; ++r)
+    for (int c = 0; c < 16; ++c) to[r * lead + c] = d.x[16 * r + c];
+}
+
+}  // namespace nvcuda::wmma
+
+namespace fastfact_cuda {
+
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, void*, Arguments... arguments) {
+  if (shared > emulation::kSharedBytes || blocks > UINT32_MAX) return cudaErrorInvalidValue;
+  for (int64_t b = 0; b < blocks; ++b) {
+    emulation::run(static_cast<unsigned>(b), threads, shared, [&] { kernel(static_cast<Parameters>(arguments)...); });
+  }
+  return cudaSuccess;
+}
+template <typename K>
+int allow_shared(K, size_t) {
+  return cudaSuccess;
+}
+inline unsigned char* dynamic_shared() { return emulation::block.shared; }
+
+}  // namespace fastfact_cuda

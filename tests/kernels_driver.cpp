@@ -1,0 +1,332 @@
+// Runs the CPU kernels on random shapes, on buffers of exactly the right size, against plain loops in double precision.
+// Usage: kernels_driver SEED ROUNDS. Prints the instruction set and "ok", or the first mismatch.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../csrc/cpu/vec.h"
+
+using namespace fastfact;
+
+namespace {
+
+std::mt19937 random_engine;
+
+int64_t pick_int(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random_engine); }
+int64_t one_of(std::initializer_list<int64_t> values) { return values.begin()[pick_int(0, values.size() - 1)]; }
+
+// Threads of its own, so that a sanitizer sees what is shared.
+void threads(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+  const int64_t parts = std::min<int64_t>(3, ceil_div(n, std::min<int64_t>(grain, 64))), size = ceil_div(n, parts);
+  std::vector<std::thread> running;
+  for (int64_t begin = 0; begin < n; begin += size) {
+    running.emplace_back(body, begin, std::min(n, begin + size), context);
+  }
+  for (auto& thread : running) thread.join();
+}
+
+template <class T>
+constexpr double kEpsilon = std::is_same_v<T, double>     ? 1e-15
+                            : std::is_same_v<T, float>    ? 5e-7
+                            : std::is_same_v<T, BFloat16> ? 8e-3
+                                                          : 1e-3;
+template <class T>
+constexpr Type kType = std::is_same_v<T, double>     ? Type::f64
+                       : std::is_same_v<T, float>    ? Type::f32
+                       : std::is_same_v<T, BFloat16> ? Type::bf16
+                                                     : Type::f16;
+
+// A tensor [clients, numel] that clients may share, and its values in double precision.
+template <class T>
+struct Input {
+  std::vector<T> data;
+  int64_t stride;
+
+  Input(int64_t clients, int64_t numel) {
+    const bool shared = pick_int(0, 3) == 0;
+    stride = shared ? 0 : numel;
+    data.resize(shared ? numel : clients * numel);
+    std::normal_distribution<float> normal;
+    for (T& x : data) x = from_compute<T>(normal(random_engine));
+  }
+  In in() const { return {data.data(), stride}; }
+  double operator()(int64_t k, int64_t at) const { return to_compute(data[k * stride + at]); }
+};
+
+template <class T>
+std::vector<T> unwritten(int64_t n) {
+  return std::vector<T>(n, from_compute<T>(std::numeric_limits<float>::quiet_NaN()));
+}
+
+// A sum and the sum of the magnitudes, which bounds its rounding error.
+struct Sum {
+  double value = 0, magnitude = 0;
+  void add(double x) { value += x, magnitude += std::abs(x); }
+};
+
+[[noreturn]] void fail(const std::string& what, int64_t at, double got, double wanted) {
+  std::printf("%s: element %ld is %g, must be %g\n", what.c_str(), long(at), got, wanted);
+  std::exit(1);
+}
+
+template <class T>
+void compare(const std::string& what, const std::vector<T>& got, const std::vector<Sum>& wanted) {
+  for (size_t at = 0; at < got.size(); ++at) {
+    const double x = to_compute(got[at]);
+    if (!(std::abs(x - wanted[at].value) <= kEpsilon<T> * (wanted[at].magnitude + 1e-3))) {
+      fail(what, at, x, wanted[at].value);
+    }
+  }
+}
+
+Size random_size(bool conv) {
+  if (!conv) return {pick_int(1, 70), pick_int(1, 90), 1, 1};
+  return {pick_int(1, 40), pick_int(1, 50), one_of({1, 2, 3, 5}), one_of({1, 3, 4, 5})};
+}
+
+std::string describe(const char* op, const Size& s, int64_t clients, int64_t rank, int layout, bool last) {
+  std::string out = op;
+  for (int64_t n : {s.o, s.i, s.kh, s.kw, clients, rank, int64_t(layout), int64_t(last)})
+    out += " " + std::to_string(n);
+  return out;
+}
+
+// Element (o, i, y, x) of a weight in memory.
+int64_t place(const Size& s, bool last, int64_t o, int64_t i, int64_t y, int64_t x) {
+  return last ? ((o * s.kh + y) * s.kw + x) * s.i + i : ((o * s.i + i) * s.kh + y) * s.kw + x;
+}
+
+template <class F>
+void each(const Size& s, const F& f) {
+  for (int64_t o = 0; o < s.o; ++o)
+    for (int64_t i = 0; i < s.i; ++i)
+      for (int64_t y = 0; y < s.kh; ++y)
+        for (int64_t x = 0; x < s.kw; ++x) f(o, i, y, x);
+}
+
+template <class T>
+void rank1() {
+  const int layout = pick_int(kLinear, kView);
+  const bool conv = layout != kLinear, last = conv && pick_int(0, 1);
+  const Size s = random_size(conv);
+  const int64_t k = pick_int(1, 3), rank = pick_int(1, 3), n = s.numel();
+  const int64_t un = layout == kLinear ? s.i : layout == kKernel ? s.i * s.kh : s.taps();
+  const int64_t vn = layout == kLinear ? s.o : layout == kKernel ? s.o * s.kw : s.o * s.i;
+  const Input<T> u(k, rank * un), v(k, rank * vn), mu(k, n);
+  auto at = [&](int64_t o, int64_t i, int64_t y, int64_t x) -> std::pair<int64_t, int64_t> {
+    if (layout == kLinear) return {i, o};
+    if (layout == kKernel) return {i * s.kh + y, o * s.kw + x};
+    if (layout == kSpatial) return {y * s.kw + x, o * s.i + i};
+    const int64_t flat = place(s, false, o, i, y, x);
+    return {flat / (s.o * s.i), flat % (s.o * s.i)};
+  };
+  const bool has_mu = pick_int(0, 2) > 0, backward_last = last && layout != kView;
+  std::vector<T> w = unwritten<T>(k * n), du = unwritten<T>(k * rank * un), dv = unwritten<T>(k * rank * vn);
+  std::vector<Sum> w_true(w.size()), du_true(du.size()), dv_true(dv.size());
+  for (int64_t c = 0; c < k; ++c) {
+    each(s, [&](int64_t o, int64_t i, int64_t y, int64_t x) {
+      const auto [a, b] = at(o, i, y, x);
+      const int64_t to = place(s, last, o, i, y, x);
+      if (has_mu) w_true[c * n + to].add(mu(c, to));
+      const double g = mu(c, place(s, backward_last, o, i, y, x));
+      for (int64_t r = 0; r < rank; ++r) {
+        w_true[c * n + to].add(u(c, r * un + a) * v(c, r * vn + b));
+        du_true[(c * rank + r) * un + a].add(g * v(c, r * vn + b));
+        dv_true[(c * rank + r) * vn + b].add(g * u(c, r * un + a));
+      }
+    });
+  }
+  const In none{nullptr, 0};
+  rank1_weight({kType<T>, layout, last, k, rank, s, has_mu ? mu.in() : none, u.in(), v.in(), w.data()}, threads);
+  const std::string name = describe("rank1", s, k, rank, layout, last);
+  compare(name, w, w_true);
+  const bool needs_u = pick_int(0, 3) > 0, needs_v = pick_int(0, 3) > 0;
+  rank1_weight_backward({kType<T>, layout, backward_last, k, rank, s, mu.in(), u.in(), v.in(),
+                         needs_u ? du.data() : nullptr, needs_v ? dv.data() : nullptr},
+                        threads);
+  if (needs_u) compare(name + " du", du, du_true);
+  if (needs_v) compare(name + " dv", dv, dv_true);
+}
+
+template <class T>
+void lowrank() {
+  const int layout = one_of({kView, kSeparable});
+  const bool conv = pick_int(0, 3) > 0, last = conv && layout == kSeparable && pick_int(0, 1);
+  const Size s = random_size(conv);
+  const int64_t k = pick_int(1, 3), rank = one_of({1, 2, 13, 40}), n = s.numel();
+  const int64_t rows = (layout == kView ? s.o : s.i) * s.kh, columns = (layout == kView ? s.i : s.o) * s.kw;
+  const Input<T> a(k, rank * columns), b(k, rows * rank), sigma(k, n);
+  std::vector<T> w = unwritten<T>(k * n), da = unwritten<T>(k * rank * columns), db = unwritten<T>(k * rows * rank);
+  std::vector<Sum> w_true(w.size()), da_true(da.size()), db_true(db.size());
+  const double scaling = 0.5;
+  for (int64_t c = 0; c < k; ++c) {
+    each(s, [&](int64_t o, int64_t i, int64_t y, int64_t x) {
+      const int64_t flat = place(s, false, o, i, y, x), to = place(s, last, o, i, y, x);
+      const int64_t row = layout == kView ? flat / columns : i * s.kh + y;
+      const int64_t column = layout == kView ? flat % columns : o * s.kw + x;
+      w_true[c * n + to].add(sigma(c, to));
+      for (int64_t r = 0; r < rank; ++r) {
+        w_true[c * n + to].add(scaling * b(c, row * rank + r) * a(c, r * columns + column));
+        da_true[(c * rank + r) * columns + column].add(scaling * b(c, row * rank + r) * sigma(c, to));
+        db_true[(c * rows + row) * rank + r].add(scaling * a(c, r * columns + column) * sigma(c, to));
+      }
+    });
+  }
+  lowrank_weight({kType<T>, layout, last, k, rank, s, scaling, sigma.in(), a.in(), b.in(), w.data()}, threads);
+  const std::string name = describe("lowrank", s, k, rank, layout, last);
+  compare(name, w, w_true);
+  lowrank_weight_backward(
+      {kType<T>, layout, last, k, rank, s, scaling, sigma.in(), a.in(), b.in(), da.data(), db.data()}, threads);
+  compare(name + " da", da, da_true);
+  compare(name + " db", db, db_true);
+}
+
+template <class T>
+void hadamard() {
+  const bool conv = pick_int(0, 3) > 0, last = conv && pick_int(0, 1), personalized = pick_int(0, 1);
+  const Size s = random_size(conv);
+  const int64_t k = pick_int(1, 3), n = s.numel(), width = s.i * s.taps(),
+                ranks[2] = {one_of({1, 7, 17}), one_of({2, 16})};
+  const Input<T> x[2] = {{k, s.o * ranks[0]}, {k, s.o * ranks[1]}},
+                 y[2] = {{k, width * ranks[0]}, {k, width * ranks[1]}};
+  const Input<T> grad(k, n);
+  std::vector<T> w = unwritten<T>(k * n), dx[2], dy[2];
+  std::vector<Sum> w_true(k * n), dx_true[2], dy_true[2];
+  for (int p : {0, 1}) {
+    dx[p] = unwritten<T>(k * s.o * ranks[p]), dy[p] = unwritten<T>(k * width * ranks[p]);
+    dx_true[p].resize(dx[p].size()), dy_true[p].resize(dy[p].size());
+  }
+  for (int64_t c = 0; c < k; ++c) {
+    each(s, [&](int64_t o, int64_t i, int64_t ky, int64_t kx) {
+      const int64_t column = place(s, false, 0, i, ky, kx), to = place(s, last, o, i, ky, kx);
+      Sum product[2];
+      for (int p : {0, 1}) {
+        for (int64_t r = 0; r < ranks[p]; ++r) {
+          product[p].add(x[p](c, o * ranks[p] + r) * y[p](c, column * ranks[p] + r));
+        }
+      }
+      if (personalized) product[1].add(1);
+      w_true[c * n + to] = {product[0].value * product[1].value, product[0].magnitude * product[1].magnitude};
+      for (int p : {0, 1}) {
+        const double g = grad(c, to);
+        for (int64_t r = 0; r < ranks[p]; ++r) {
+          const int64_t at_x = o * ranks[p] + r, at_y = column * ranks[p] + r;
+          Sum& sum_x = dx_true[p][c * s.o * ranks[p] + at_x];
+          Sum& sum_y = dy_true[p][c * width * ranks[p] + at_y];
+          sum_x.value += g * product[1 - p].value * y[p](c, at_y);
+          sum_x.magnitude += std::abs(g * product[1 - p].magnitude * y[p](c, at_y));
+          sum_y.value += g * product[1 - p].value * x[p](c, at_x);
+          sum_y.magnitude += std::abs(g * product[1 - p].magnitude * x[p](c, at_x));
+        }
+      }
+    });
+  }
+  hadamard_weight(
+      {kType<T>, last, personalized, k, ranks[0], ranks[1], s, x[0].in(), y[0].in(), x[1].in(), y[1].in(), w.data()},
+      threads);
+  const std::string name = describe("hadamard", s, k, ranks[0], personalized, last);
+  compare(name, w, w_true);
+  hadamard_weight_backward({kType<T>, last, personalized, k, ranks[0], ranks[1], s, grad.in(), x[0].in(), y[0].in(),
+                            x[1].in(), y[1].in(), dx[0].data(), dy[0].data(), dx[1].data(), dy[1].data()},
+                           threads);
+  for (int p : {0, 1}) {
+    compare(name + " dx", dx[p], dx_true[p]);
+    compare(name + " dy", dy[p], dy_true[p]);
+  }
+}
+
+template <class T>
+void prox() {
+  const int count = pick_int(0, 12);
+  const double momentum = pick_int(0, 1) * 0.9, decay = pick_int(0, 1) * 0.1, lr = 0.1;
+  const bool proximal = pick_int(0, 1);
+  std::vector<Input<T>> p, g, m;
+  std::vector<std::vector<Sum>> p_true, m_true;
+  std::vector<Step> steps;
+  for (int n = 0; n < count; ++n) {
+    const int64_t numel = one_of({0, 1, 5, 16, 33, 1000});
+    for (auto* group : {&p, &g, &m}) {
+      group->emplace_back(1, numel);
+      group->back().stride = numel;
+    }
+  }
+  for (int n = 0; n < count; ++n) {
+    const int64_t numel = p[n].data.size();
+    const double l1 = pick_int(0, 2) * 0.7;
+    p_true.emplace_back(numel), m_true.emplace_back(numel);
+    for (int64_t j = 0; j < numel; ++j) {
+      double x = p[n](0, j);
+      Sum d;
+      d.add(g[n](0, j));
+      d.add(decay * x);
+      if (l1 && !proximal) d.add(l1 * ((x > 0) - (x < 0)));
+      if (momentum) d.add(momentum * m[n](0, j));
+      const double size = std::abs(x) + lr * (d.magnitude + l1);
+      x -= lr * d.value;
+      if (l1 && proximal) x = std::copysign(std::max(std::abs(x) - lr * l1, 0.0), x);
+      p_true[n][j] = {x, size};
+      m_true[n][j] = {momentum ? d.value : m[n](0, j), d.magnitude + 1};
+    }
+    steps.push_back({kType<T>, numel, p[n].data.data(), g[n].data.data(), momentum ? m[n].data.data() : nullptr, l1});
+  }
+  prox_sgd_step({lr, momentum, decay, proximal}, steps.data(), count, threads);
+  for (int n = 0; n < count; ++n) {
+    compare("prox", p[n].data, p_true[n]);
+    compare("prox momentum", m[n].data, m_true[n]);
+  }
+}
+
+template <class T, class V>
+void bitmap(Value type) {
+  const int64_t rows = pick_int(0, 4), n = one_of({0, 1, 7, 8, 63, 64, 65, 700, 8192, 20001});
+  const int64_t bytes = ceil_div(n, 8), density = pick_int(0, 4);
+  Input<T> x(1, rows * n);
+  for (T& element : x.data) {
+    if (pick_int(0, 3) >= density) element = from_compute<T>(0);
+  }
+  std::vector<uint8_t> bits(rows * bytes, 0xaa);
+  std::vector<int64_t> offsets(rows * bitmap_chunks(n) + 1, -1), counted(offsets);
+  std::vector<float> scale(rows), back(rows * n, NAN);
+  pack_bits(kType<T>, x.data.data(), rows, n, bits.data(), offsets.data(), threads);
+  std::vector<V> values(offsets.back());
+  const bool scaled = type == Value::i8;
+  pack_values(kType<T>, x.data.data(), rows, n, bits.data(), offsets.data(), type, values.data(),
+              scaled ? scale.data() : nullptr, threads);
+  count_bits(bits.data(), rows, n, counted.data(), threads);
+  if (counted != offsets) fail("count_bits", 0, counted.back(), offsets.back());
+  unpack_values(bits.data(), offsets.data(), rows, n, type, values.data(), scaled ? scale.data() : nullptr, back.data(),
+                threads);
+  const double tolerance = scaled ? 0.02 : type == Value::bf16 ? 8e-3 : 1e-7;
+  for (int64_t at = 0; at < rows * n; ++at) {
+    const double wanted = x(0, at);
+    if ((bits[at / n * bytes + at % n / 8] >> (at % n % 8) & 1) != (wanted != 0)) fail("bits", at, 0, wanted);
+    if (!(std::abs(back[at] - wanted) <= tolerance * (scaled ? 5 : std::abs(wanted))))
+      fail("bitmap", at, back[at], wanted);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  random_engine.seed(std::atoi(argv[1]));
+  for (int round = 0; round < std::atoi(argv[2]); ++round) {
+    with_type(static_cast<Type>(round % 4), [](auto type) {
+      using T = decltype(type);
+      rank1<T>();
+      lowrank<T>();
+      hadamard<T>();
+      prox<T>();
+      bitmap<T, float>(Value::f32);
+      bitmap<T, BFloat16>(Value::bf16);
+      bitmap<T, int8_t>(Value::i8);
+    });
+  }
+  std::printf("%s ok\n", instruction_set());
+}

@@ -1,0 +1,57 @@
+"""What holds for every registered method: it trains, saves, loads and goes on bit for bit, alone or in a cohort."""
+
+import pytest
+import torch
+from baseline_loop import clients, federation, mlp, normed
+
+import fastfact as ff
+
+MODELS = {"mlp": mlp, "normed": normed}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ff.methods.names())
+def test_two_rounds_a_checkpoint_and_two_more(name, model, tmp_path):
+    # Half of the clients take part: those that missed a round are served too.
+    options = {"participation": 0.5}
+    straight = federation(name, MODELS[model], **options)
+    straight.fit(4)
+    saved = federation(name, MODELS[model], **options)
+    saved.fit(2, out=tmp_path)
+    resumed = ff.Federation.load(tmp_path, model=MODELS[model], clients=clients())
+    resumed.fit(2)
+    for tensor_name, tensor in straight.states.state.items():
+        assert torch.equal(tensor, resumed.states.state[tensor_name]), tensor_name
+    assert straight._memory.keys() == resumed._memory.keys()
+    assert all(torch.equal(tensor.cpu(), resumed._memory[n].cpu()) for n, tensor in straight._memory.items())
+    assert straight.ledger.rows() == resumed.ledger.rows()
+    assert [row["accuracy"] for row in straight.history] == [row["accuracy"] for row in resumed.history]
+    assert all(row["left_out"] is None for row in straight.history)
+    assert any((tensor != tensor[:1]).any() for tensor in straight.states.state.values())
+    # The models at hand are whole: they take samples and give logits.
+    x = clients()[0].test[0]
+    assert all(one(x).shape == (4, 3) and one(x).isfinite().all() for one in straight.models)
+
+
+@pytest.mark.parametrize("name", ff.methods.names())
+def test_a_cohort_computes_what_each_client_alone_does(name):
+    alone, together = (federation(name, normed, cohort=cohort) for cohort in (1, 4))
+    alone.fit(3)
+    together.fit(3)
+    for tensor_name, tensor in alone.states.state.items():
+        torch.testing.assert_close(
+            tensor, together.states.state[tensor_name], rtol=1e-7, atol=1e-9, msg=f"{tensor_name} of {name}"
+        )
+
+
+@pytest.mark.parametrize("name", ff.methods.names())
+def test_with_permuted_labels_classifier_and_norm_stay(name):
+    """Every method takes the policy of label-heterogeneous scenarios; then nothing of either is on the wire."""
+    policy = {"share_classifier": False, "share_norm": False, "share_norm_statistics": False}
+    fed = federation(ff.methods.make(name, **policy), normed)
+    fed.fit(2)
+    travelled = set(fed.ledger.by_name("down")) - {"(frame)"}
+    assert travelled == set(fed.shared if name != "stand-alone" else ())
+    wrapped = [n.removeprefix("model.") for n in travelled]
+    wrapped = [n.split(".", 2)[2] if n.startswith("components.") else n for n in wrapped]
+    assert not any(n.startswith(("7.", "2.")) for n in wrapped)

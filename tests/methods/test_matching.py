@@ -1,0 +1,250 @@
+"""SimFed, and the random and worst matching of SimFed and Factorized-FL."""
+
+import math
+
+import pytest
+import torch
+from paper_loop import EPOCHS, LR, MOMENTUM, SIZES, check, clients, features, federation, net, rows_of, train
+from torch import nn
+
+import fastfact as ff
+from fastfact.federation.cohort import generator_for
+
+
+def factorized(state, layer):
+    """eq. 5, transposed to [out, in]."""
+    product = sum(torch.outer(v, u) for u, v in zip(state[f"{layer}.u"], state[f"{layer}.v"], strict=True))
+    return product + state[f"{layer}.mu"] if f"{layer}.mu" in state else product
+
+
+def dense(state, layer):
+    return state[f"{layer}.weight"]
+
+
+def cosines(vectors):
+    """σ by its definition, in plain floats."""
+    rows = [[float(x) for x in v] for v in vectors]
+    norms = [math.sqrt(sum(x * x for x in row)) for row in rows]
+    dot = [[sum(x * y for x, y in zip(a, b, strict=True)) for b in rows] for a in rows]
+    return [[dot[i][j] / (norms[i] * norms[j]) for j in range(len(rows))] for i in range(len(rows))]
+
+
+def encodings(states, weight, inputs=1):
+    """z_k = E_k(x_N), eq. 2."""
+    x = torch.randn(inputs, 6, generator=generator_for(0, 0, -1, "criteria"), dtype=torch.float64)
+    return [features(state, x, weight, training=False).flatten() for state in states]
+
+
+def reflect(states, names, sigma, tau, alpha):
+    """Eq. 8 as the algorithm has it, term by term, over the set of eq. 3 (which has k itself in it)."""
+    new = []
+    for k, own in enumerate(states):
+        matched = [j for j in range(len(states)) if j == k or sigma[k][j] >= tau]
+        e = {j: math.exp(alpha * (1.0 if j == k else sigma[k][j])) for j in matched}
+        total = sum(e.values())
+        new.append({n: own[n] + sum(e[j] / total * (states[j][n] - own[n]) for j in matched) for n in names})
+    for own, mixed in zip(states, new, strict=True):
+        own.update(mixed)
+
+
+def algorithm_1(states, data, rounds, weight, names, tau, alpha, l1, inputs=1):
+    threshold = LR * l1 / (1 - MOMENTUM)
+    for r in range(1, rounds + 1):
+        if r > 1:
+            reflect(states, names, cosines(encodings(states, weight, inputs)), tau, alpha)
+        for k, state in enumerate(states):
+            train(state, data[k].train, r, k, weight, [(EPOCHS, lambda n: True)], threshold)
+    return states
+
+
+TAU = 0.5
+CASES = {
+    "factorized": ({}, factorized),
+    "rank 2": ({"rank": 2}, factorized),
+    "no factorization": ({"factorized": False}, dense),
+    "no masks": ({"sparse": False}, factorized),
+    "three inputs": ({"inputs": 3}, factorized),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_simfed_against_algorithm_1(case):
+    settings, weight = CASES[case]
+    fed = federation(ff.methods.SimFed(tau=TAU, alpha=5.0, l1=2e-3, **settings))
+    states = rows_of(fed)
+    fed.fit(3)
+    names = [n for n in fed.infos if n.startswith(("first", "second"))]
+    assert fed.shared == names
+    inputs = settings.get("inputs", 1)
+    expected = algorithm_1(states, fed.clients, 3, weight, names, TAU, 5.0, 2e-3, inputs)
+    check(fed, expected)
+    sigma = cosines(encodings(expected, weight, inputs))
+    # τ decides something here: some are matched and some are not.
+    matched = sum(sigma[i][j] >= TAU for i in range(4) for j in range(4) if i != j)
+    assert 0 < matched < 12, sigma
+
+
+def test_defaults_are_the_paper_s():
+    method = ff.methods.SimFed()
+    assert (method.tau, method.alpha, method.l1, method.layout, method.rank) == (0.9, 30, 1e-4, "kernel", 1)
+    assert (method.share_classifier, method.share_norm, method.share_norm_statistics) == (False, False, False)
+
+
+def test_the_key_is_sent_up_only():
+    """z has as many numbers as the classifier has inputs; two criteria inputs make twice as many."""
+    for inputs in (1, 2):
+        fed = federation(ff.methods.SimFed(inputs=inputs))
+        fed.fit(2)
+        assert fed.ledger.by_name("up")["encoding"] == 4 * 2 * (7 + 8 * 5 * inputs)
+        assert "encoding" not in fed.ledger.by_name("down")
+        assert "encoding" not in fed.states.state
+
+
+def test_simfed_on_images_shares_by_kernel_factors():
+    """u [r, i, kh], v [r, o, kw] (eq. 6); the classifier's input is taken behind the pooling."""
+
+    def model():
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        ).double()
+
+    fed = federation("simfed", model, clients((1, 6, 6)))
+    shapes = {n: i.shape for n, i in fed.infos.items()}
+    assert (shapes["0.u"], shapes["0.v"], shapes["0.mu"]) == ((1, 1, 3), (1, 4, 3), (4, 1, 3, 3))
+    assert set(fed.shared) == {"0.u", "0.v", "0.mu", "0.bias"}
+    fed.fit(2)
+    assert fed.wire.infos["encoding"].shape == (4,)
+    x = torch.randn(1, 1, 6, 6, generator=generator_for(0, 0, -1, "criteria"), dtype=torch.float64)
+    for k, model in enumerate(fed.models):
+        with torch.no_grad():
+            torch.testing.assert_close(fed._keyed(fed.states.state)["encoding"][k], model[:5](x)[0])
+
+
+def test_a_client_that_missed_a_round_is_matched_by_its_own_encoding():
+    fed = federation(ff.methods.SimFed(tau=-1.0, alpha=2.0), participation=0.5)
+    fed.fit(4)
+    last = fed._last.clients
+    missed = next(k for k in range(4) if k not in last)
+    states = [rows_of(fed)[k] for k in (missed, *last)]
+    reflect(states, fed.shared, cosines(encodings(states, factorized)), -1.0, 2.0)
+    mixed = dict(fed.mixed()[missed].named_parameters())
+    for name in fed.shared:
+        torch.testing.assert_close(mixed[name].detach(), states[0][name], rtol=1e-9, atol=1e-12)
+
+
+def test_saved_and_loaded_without_the_clients(tmp_path):
+    fed = federation("simfed")
+    fed.fit(2, tmp_path / "run")
+    again = ff.Federation.load(tmp_path / "run", model=net)
+    for a, b in zip(fed.mixed(), again.mixed(), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_an_encoding_that_is_not_finite_leaves_the_client_out():
+    class Broken(ff.methods.SimFed):
+        def key(self, state, encoder):
+            keys = super().key(state, encoder)
+            if len(keys["encoding"]) > 1:
+                keys["encoding"][2] = torch.inf
+            return keys
+
+    fed = federation(Broken())
+    fed.fit(1)
+    assert [row["left_out"] for row in fed.history] == [None, None, "encoding has NaN or inf", None]
+    assert fed._last.clients == [0, 1, 3]
+
+
+@pytest.mark.parametrize("name", ["simfed", "factorized-fl-alpha", "factorized-fl-beta"])
+@pytest.mark.parametrize("matching", ["random", "worst"])
+@pytest.mark.parametrize("matches", [2, 5])
+def test_random_and_worst_matching(name, matching, matches):
+    """A plain mean of the client and the `matches` drawn or least similar others."""
+    fed = federation(ff.methods.make(name, matching=matching, matches=matches))
+    fed.fit(2)
+    states = rows_of(fed)
+    keys = encodings(states, factorized) if name == "simfed" else [s["second.v"].flatten() for s in states]
+    sigma = cosines(keys)
+    mixed = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in fed.mixed()]
+    for k in range(4):
+        others = [j for j in range(4) if j != k]
+        if matching == "worst":
+            chosen = sorted(others, key=lambda j: sigma[k][j])[:matches]
+        else:
+            draw = torch.rand(4, generator=generator_for(5, 2, k, "matching"), dtype=torch.float64)
+            chosen = sorted(others, key=lambda j: -float(draw[j]))[:matches]
+        for n in fed.infos:
+            want = states[k][n]
+            if n in fed.shared:
+                want = (want + sum(states[j][n] for j in chosen)) / (1 + len(chosen))
+            torch.testing.assert_close(mixed[k][n].detach(), want, rtol=1e-10, atol=1e-12)
+
+
+def test_random_matching_draws_anew_each_round():
+    fed = federation(ff.methods.FactorizedFLBeta(matching="random", matches=1))
+    chosen = []
+    for _ in range(6):
+        fed.fit(1)
+        uploads = fed._uploads(fed._last, None, {})
+        chosen.append(tuple((fed.method.weights(uploads) > 0).flatten().tolist()))
+    assert len(set(chosen)) > 2
+    assert all(sum(row) == 8 for row in chosen)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("simfed", {"tau": 2.0}, r"simfed\(tau=2.0\): must be between -1 and 1"),
+        ("simfed", {"alpha": -1.0}, r"alpha=-1.0"),
+        ("simfed", {"inputs": 0}, r"inputs=0"),
+        ("simfed", {"matching": "good"}, r"matching='good'.*best, random, worst"),
+        ("factorized-fl-alpha", {"matches": 0}, r"matches=0"),
+        ("simfed", {"layout": "x"}, r"layout='x'"),
+        ("simfed", {"init": "zero"}, r"init='zero'"),
+    ],
+)
+def test_bad_settings(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        ff.methods.make(name, **settings)
+
+
+def test_tokens_have_no_gaussian_criteria_input():
+    tokens = torch.arange(12).view(6, 2) % 5
+    data = [ff.Client(train=(tokens, torch.arange(6) % 3), test=(tokens, torch.arange(6) % 3)) for _ in range(2)]
+
+    def model():
+        return nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3)).double()
+
+    with pytest.raises(ValueError, match=r"simfed: the criteria input is Gaussian, the clients' x is torch.int64"):
+        federation("simfed", model, data)
+
+
+@pytest.mark.parametrize(
+    "options", [{"layout": "kernel"}, {"rank": 3}, {"sparse": False}, {"rank": 2, "layout": "view"}]
+)
+@pytest.mark.parametrize("name", ["factorized-fl-alpha", "factorized-fl-beta", "factorized-fedavg"])
+def test_factorized_fl_s_ablations_on_convolutions(name, options):
+    """Eq. 5 on u (and v, μ) of each layout and rank, with v of layer L − 1 as the key."""
+
+    def model():
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(3, 3)
+        ).double()
+
+    matching = {} if name == "factorized-fedavg" else {"tau": 0.2, "epsilon": 3.0}
+    fed = federation(ff.methods.make(name, **matching, **options), model, clients((1, 6, 6)))
+    fed.fit(2)
+    states = rows_of(fed)
+    assert ("2.mu" in states[0]) == options.get("sparse", True)
+    rank = options.get("rank", 1)
+    kernel = options.get("layout") == "kernel"
+    assert states[0]["2.u"].shape == ((rank, 4, 3) if kernel else (rank, 3, 3))
+    assert states[0]["2.v"].shape == ((rank, 3, 3) if kernel else (rank, 3, 4))
+    sigma = cosines([state["2.v"].flatten() for state in states])
+    mixed = [dict(model.named_parameters()) for model in fed.mixed()]
+    for k, own in enumerate(states):
+        e = [math.exp(3 * (1.0 if i == k else s)) if i == k or s >= 0.2 else 0.0 for i, s in enumerate(sigma[k])]
+        weights = [n / sum(SIZES) for n in SIZES] if not matching else [value / sum(e) for value in e]
+        for n in own:
+            shared = n in ("0.u", "2.u") if name == "factorized-fl-alpha" else not n.startswith("5.")
+            want = sum(w * state[n] for w, state in zip(weights, states, strict=True)) if shared else own[n]
+            torch.testing.assert_close(mixed[k][n].detach(), want, rtol=1e-10, atol=1e-12, msg=n)

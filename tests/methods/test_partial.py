@@ -1,0 +1,113 @@
+"""FedProx, the methods that share a fixed part of the model, and FedPara against plain loops."""
+
+import pytest
+from baseline_loop import EPOCHS, average, check, clients, federation, forward, give, normed, rows_of, sent, train
+from torch.nn import functional as F
+
+import fastfact as ff
+
+ROUNDS = 3
+
+
+def run(fed, model, shared, phases=None, loss=None):
+    """FedAvg of the tensors named `shared`, everything else personal. loss(downloads, state, x, y) if given."""
+    states, data = rows_of(fed), [client.train for client in clients()]
+    for r in range(1, ROUNDS + 1):
+        if r > 1:
+            give(states, {name: average(states, name) for name in states[0] if shared(name)})
+        for k, state in enumerate(states):
+            start = dict(state)
+            objective = None if loss is None else lambda s, x, y, start=start: loss(start, s, x, y)
+            train(model, state, data[k], r, k, phases, objective)
+    return states
+
+
+def body(name):
+    return not name.startswith("7.")
+
+
+CASES = {
+    "fedper": ({}, body, None),
+    "fedper-2": ({"personal_layers": 2}, lambda n: n[0] in "12", None),
+    "lg-fedavg": ({}, lambda n: n[0] in "57", None),
+    "lg-fedavg-1": ({"global_layers": 1}, lambda n: n[0] == "7", None),
+    "lg-fedavg-p": ({"share_classifier": False}, lambda n: n[0] == "5", None),
+    "fedrep": ({}, body, [(EPOCHS, lambda n: not body(n)), (1, body)]),
+    "fedrep-3": ({"head_epochs": 3, "body_epochs": 2}, body, [(3, lambda n: not body(n)), (2, body)]),
+    "fedbn": ({}, lambda n: n[0] != "2", None),
+    "fedbn-p": ({"share_norm": True, "share_norm_statistics": True}, lambda n: n[0] != "2", None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fixed_part_is_shared(case):
+    settings, shared, phases = CASES[case]
+    name = case if case in ff.methods.names() else case.rpartition("-")[0]
+    fed = federation(ff.methods.make(name, **settings), normed)
+    expected = run(fed, normed(), shared, phases)
+    fed.fit(ROUNDS)
+    check(fed, expected)
+    names = {name for name in fed.infos if shared(name)}
+    assert sent(fed, "up") == sent(fed, "down") == names
+
+
+@pytest.mark.parametrize("prox", [0.0, 0.7])
+@pytest.mark.parametrize("share_classifier", [True, False])
+def test_fedprox(prox, share_classifier):
+    model = normed()
+
+    def shared(name):
+        return share_classifier or body(name)
+
+    def loss(start, state, x, y):
+        params = [name for name, _ in model.named_parameters() if shared(name)]
+        distance = sum(((state[name] - start[name]) ** 2).sum() for name in params)
+        return F.cross_entropy(forward(model, state, x), y) + prox / 2 * distance
+
+    fed = federation(ff.methods.FedProx(prox=prox, share_classifier=share_classifier), normed)
+    expected = run(fed, model, shared, loss=loss)
+    fed.fit(ROUNDS)
+    check(fed, expected)
+
+
+@pytest.mark.parametrize("personalized", [False, True])
+def test_fedpara(personalized):
+    """W = (x1 y1ᵀ) ⊙ (x2 y2ᵀ [+ 1]) written out; all four factors are averaged, or x1 and y1 only."""
+    fed = federation(ff.methods.make("pfedpara" if personalized else "fedpara"))
+
+    def loss(start, state, x, y):
+        for layer in (0, 2, 4):
+            x1, y1, x2, y2 = (state[f"{layer}.{role}"] for role in ("x1", "y1", "x2", "y2"))
+            weight = (x1 @ y1.T) * (x2 @ y2.T + int(personalized))
+            x = x @ weight.T + state[f"{layer}.bias"]
+            x = F.relu(x) if layer < 4 else x
+        return F.cross_entropy(x, y)
+
+    expected = run(fed, fed.template, lambda n: not personalized or n[2:] not in ("x2", "y2"), loss=loss)
+    fed.fit(ROUNDS)
+    check(fed, expected)
+    personal = {f"{layer}.{role}" for layer in (0, 2, 4) for role in ("x2", "y2")} if personalized else set()
+    assert sent(fed, "up") == sent(fed, "down") == set(fed.infos) - personal
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("fedprox", {"prox": -1.0}, r"fedprox\(prox=-1.0\)"),
+        ("fedper", {"personal_layers": 0}, r"personal_layers=0"),
+        ("fedper", {"personal_layers": 1.5}, r"personal_layers=1.5"),
+        ("lg-fedavg", {"global_layers": True}, r"global_layers=True"),
+        ("fedrep", {"head_epochs": -1}, r"head_epochs=-1"),
+        ("fedrep", {"body_epochs": None}, r"body_epochs=None"),
+        ("fedpara", {"ratio": 1.5}, r"ratio=1.5"),
+    ],
+)
+def test_bad_settings(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        ff.methods.make(name, **settings)
+
+
+def test_more_layers_than_there_are():
+    for name, setting in (("fedper", "personal_layers"), ("lg-fedavg", "global_layers")):
+        with pytest.raises(ValueError, match=rf"{setting}=3\): must be below the model's 3 layers"):
+            federation(ff.methods.make(name, **{setting: 3}))

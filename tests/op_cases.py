@@ -1,0 +1,226 @@
+"""Cases for every implementation of the ops with the reference's signatures: awkward shapes, strides, dtypes.
+
+`impl` is anything whose attributes are the ops (`fastfact.kernels`, `torch.ops.fastfact`, …).
+Truth is the reference in float64; a case passes with at most twice the error of the reference in the case's own dtype.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from fastfact import reference
+from fastfact.reference import KERNEL, LINEAR, SEPARABLE, SPATIAL, VALUE_TYPES, VIEW
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+ATOL = {F64: 1e-12, F32: 1e-6, F16: 1e-3, BF16: 8e-3}
+
+# (k, o, i, kh, kw)
+CONVS = [(2, 5, 3, 3, 3), (1, 9, 8, 3, 3), (3, 4, 2, 1, 1), (2, 3, 4, 5, 2)]
+BIG_CONVS = [(2, 65, 3, 3, 3), (3, 70, 40, 3, 3), (1, 33, 130, 1, 1), (2, 24, 16, 5, 5)]
+
+
+def draw(*shape, dtype, device):
+    return torch.randn(*shape, dtype=F64, device=device).to(dtype)
+
+
+def as_float64(args):
+    return [a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
+
+
+def check(impl, op, args, inputs_dtype):
+    """One call against the reference; returns the outputs."""
+    outs = getattr(impl, op)(*args)
+    # The ops are sums of products: on absolute values they bound what rounding can do.
+    magnitudes = [a.abs() if torch.is_tensor(a) else a for a in as_float64(args)]
+    truths, plains, bounds = (getattr(reference, op)(*a) for a in (as_float64(args), args, magnitudes))
+    results = zip(*(x if isinstance(x, tuple) else (x,) for x in (outs, truths, plains, bounds)), strict=True)
+    for out, truth, plain, bound in results:
+        assert out.shape == truth.shape and out.dtype == inputs_dtype and out.device == plain.device
+        assert not torch.isnan(out).any()
+        if not out.numel():
+            continue
+        allowed = 2 * (plain.double() - truth).abs().max().item() + ATOL[inputs_dtype] * bound.max().item()
+        assert (out.double() - truth).abs().max().item() <= allowed
+    return outs
+
+
+def check_format(weight, size, channels_last):
+    """Each client's slice lies in the memory format asked for."""
+    if len(size) == 4 and channels_last:
+        weight = weight.permute(0, 1, 3, 4, 2)
+    assert weight.is_contiguous()
+
+
+def variants(tensor, how):
+    """The same values laid out differently: as they are, channels_last, shared by the clients, with gaps."""
+    if tensor is None or how == "plain":
+        return tensor
+    if how == "channels_last":
+        return reference.to_format(tensor, True)
+    if how == "shared":
+        return tensor[:1].expand_as(tensor)
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def rank1_factors(layout, size, k, rank, dtype, device):
+    o, i, kh, kw = (*size, 1, 1)[:4]
+    u, v = {
+        LINEAR: ((i,), (o,)),
+        SPATIAL: ((kh, kw), (o, i)),
+        KERNEL: ((i, kh), (o, kw)),
+        VIEW: ((kh, kw), (o, i)),
+    }[layout]
+    return tuple(draw(k, rank, *shape, dtype=dtype, device=device) for shape in (u, v))
+
+
+def rank1(impl, shape, layout, dtype, device, rank, channels_last, how):
+    k, *size = shape[:3] if layout == LINEAR else shape
+    mu = None if how == "none" else variants(draw(k, *size, dtype=dtype, device=device), how)
+    u, v = rank1_factors(layout, size, k, rank, dtype, device)
+    if how in ("shared", "gaps"):
+        u, v = variants(u, how), variants(v, "gaps")
+    weight = check(impl, "rank1_weight", (mu, u, v, layout, channels_last), dtype)
+    check_format(weight, size, channels_last)
+    grad = draw(k, *size, dtype=dtype, device=device)
+    grad = grad[:, :1].expand_as(grad) if how == "shared" else variants(grad, "plain" if how == "none" else how)
+    for needs in (3, 1, 2):
+        du, dv = check(impl, "rank1_weight_backward", (grad, u, v, layout, needs), dtype)
+        assert (du.numel() > 0, dv.numel() > 0) == (bool(needs & 1), bool(needs & 2))
+
+
+def lowrank(impl, shape, layout, dtype, device, rank, channels_last, how):
+    k, *size = shape
+    o, i, kh, kw = (*size, 1, 1)[:4]
+    rows, columns = (i * kh, o * kw) if layout == SEPARABLE else (o * kh, i * kw)
+    if len(size) == 2 and layout == VIEW:
+        rows, columns = o, i
+    sigma = None if how == "none" else variants(draw(k, *size, dtype=dtype, device=device), how)
+    a = draw(k, rank, columns, dtype=dtype, device=device)
+    b = draw(k, rows, rank, dtype=dtype, device=device)
+    if how in ("shared", "gaps"):
+        a, b = variants(a, how), variants(b, "gaps")
+    weight = check(impl, "lowrank_weight", (sigma, a, b, layout, size, 0.7, channels_last), dtype)
+    check_format(weight, size, channels_last)
+    grad = variants(draw(k, *size, dtype=dtype, device=device), "plain" if how == "none" else how)
+    for needs in (1, 2, 3):
+        check(impl, "lowrank_weight_backward", (grad, a, b, layout, size, 0.7, needs), dtype)
+
+
+def hadamard(impl, shape, dtype, device, rank, channels_last, how, personalized):
+    k, *size = shape
+    n = size[1:].copy()
+    columns = n[0] * (n[1] * n[2] if len(n) == 3 else 1)
+    ranks = (rank, rank, rank + 1, rank + 1)
+    rows = (size[0], columns) * 2
+    factors = [draw(k, m, r, dtype=dtype, device=device) for m, r in zip(rows, ranks, strict=True)]
+    if how in ("shared", "gaps"):
+        factors = [variants(f, how if j == 0 else "gaps") for j, f in enumerate(factors)]
+    weight = check(impl, "hadamard_weight", (*factors, size, personalized, channels_last), dtype)
+    check_format(weight, size, channels_last)
+    grad = variants(draw(k, *size, dtype=dtype, device=device), "plain" if how == "none" else how)
+    for needs in (15, 2, 4):
+        check(impl, "hadamard_weight_backward", (grad, *factors, size, personalized, needs), dtype)
+
+
+def weight_cases(convs):
+    """(id, function of (impl, dtype, device)) of every weight op in every layout, memory format and stride."""
+    hows = ("plain", "channels_last", "shared", "gaps", "none")
+    cases = []
+    for number, (how, channels_last) in enumerate(itertools.product(hows, (False, True))):
+        shape = convs[number % len(convs)]
+        rank = (1, 3, 1, 17)[number % 4]
+        name = f"{how}-{'last' if channels_last else 'first'}"
+        for layout in (SPATIAL, KERNEL, VIEW):
+            cases.append((f"rank1-{layout}-{name}", rank1, (shape, layout), (rank, channels_last, how)))
+        for layout in (SEPARABLE, VIEW):
+            cases.append((f"lowrank-{layout}-{name}", lowrank, (shape, layout), (rank, channels_last, how)))
+        cases.append((f"hadamard-{name}", hadamard, (shape,), (rank, channels_last, how, number % 3 == 0)))
+        if how != "channels_last" and not channels_last:
+            matrix = shape[:3]
+            cases.append((f"rank1-linear-{how}", rank1, (matrix, LINEAR), (rank, False, how)))
+            cases.append((f"lowrank-linear-{how}", lowrank, (matrix, SEPARABLE), (rank, False, how)))
+            cases.append((f"lowrank-linear-view-{how}", lowrank, (matrix, VIEW), (rank, False, how)))
+            cases.append((f"hadamard-linear-{how}", hadamard, (matrix,), (rank, False, how, False)))
+
+    def bind(function, first, last):
+        return lambda impl, dtype, device: function(impl, *first, dtype, device, *last)
+
+    return [pytest.param(bind(function, first, last), id=name) for name, function, first, last in cases]
+
+
+def prox(impl, dtype, device, momentum, proximal, numel=1000):
+    """Every tensor of a group of awkward ones, with sentinels around those that are views."""
+    base = torch.full((numel + 7,), 7.0, dtype=dtype, device=device)
+    base[3 : 3 + numel] = draw(numel, dtype=dtype, device=device)
+    rows = draw(4, 6, dtype=dtype, device=device)
+    params = [
+        base[3 : 3 + numel],
+        reference.to_format(draw(2, 3, 4, 5, 6, dtype=dtype, device=device), True),
+        rows[:, 1:4],
+        draw(0, 3, dtype=dtype, device=device),
+        draw(8, 8, dtype=dtype, device=device).t(),
+    ]
+    outside = rows[:, 4:].clone()
+    grads = [draw(*p.shape, dtype=dtype, device=device) for p in params]
+    grads[0][5] = float("nan")
+    momenta = [draw(*p.shape, dtype=dtype, device=device) for p in params] if momentum else []
+    momenta = [
+        m.as_strided(p.shape, p.stride()) if m.numel() == 64 else m for p, m in zip(params, momenta, strict=False)
+    ]
+    l1 = [0.5, 0.0, 1.0, 1.0, 2.0]
+    settings = (l1, 0.1, momentum, 0.01, proximal)
+    truth = [[t.to(F64, copy=True) for t in group] for group in (params, grads, momenta)]
+    plain = [[t.clone() for t in group] for group in (params, grads, momenta)]
+    reference.prox_sgd_step(*truth, *settings)
+    reference.prox_sgd_step(*plain, *settings)
+    impl.prox_sgd_step(params, grads, momenta, *settings)
+    for out, true, same in zip(params + momenta, truth[0] + truth[2], plain[0] + plain[2], strict=True):
+        if not out.numel():
+            continue
+        assert torch.equal(out.isnan(), true.isnan())
+        out, true, same = (t.double().nan_to_num(0) for t in (out, true, same))
+        assert (out - true).abs().max() <= 2 * (same - true).abs().max() + ATOL[dtype]
+        if proximal and dtype in (F32, F64):
+            assert torch.equal(out == 0, same == 0)
+    assert (base[:3] == 7).all() and (base[3 + numel :] == 7).all() and torch.equal(rows[:, 4:], outside)
+
+
+def bitmap(impl, dtype, device, value_type, n, density):
+    x = draw(2, 3, n, dtype=dtype, device=device)
+    x = x * (torch.rand(x.shape, device=device) < density)
+    if n > 2 and value_type != torch.int8:
+        x[0, 1, 2] = float("nan")
+    code = VALUE_TYPES[value_type]
+    bits, values, scale = impl.pack_bitmap(x, code)
+    expected = reference.pack_bitmap(x, code)
+    assert torch.equal(bits, expected[0])
+    assert values.dtype == value_type and values.shape == expected[1].shape
+    torch.testing.assert_close(scale, expected[2], rtol=1e-6, atol=0)
+    if value_type == torch.int8:
+        # a product rounded once instead of twice may fall on the other side of a tie
+        assert (values.int() - expected[1].int()).abs().max().item() <= 1 if values.numel() else True
+    else:
+        assert torch.equal(values.nan_to_num(3), expected[1].nan_to_num(3))
+    back = impl.unpack_bitmap(bits, values, scale, n)
+    torch.testing.assert_close(back, reference.unpack_bitmap(bits, values, scale, n), equal_nan=True)
+    if value_type == torch.float32 and dtype == F32:
+        assert torch.equal(back.nan_to_num(3), x.nan_to_num(3))
+
+
+def bitmap_of_many_rows(impl, device):
+    """More chunks than one round of a running sum takes."""
+    x = torch.randn(2, 1300, 9, device=device) * (torch.rand(2, 1300, 9, device=device) < 0.4)
+    packed = impl.pack_bitmap(x, VALUE_TYPES[F32])
+    for one, expected in zip(packed, reference.pack_bitmap(x, VALUE_TYPES[F32]), strict=True):
+        assert torch.equal(one, expected)
+    assert torch.equal(impl.unpack_bitmap(*packed, 9), x)
+
+
+def damaged_bitmap(impl, device):
+    x = torch.ones(1, 2, 12, device=device)
+    bits, values, scale = impl.pack_bitmap(x, VALUE_TYPES[torch.float32])
+    with pytest.raises((ValueError, RuntimeError), match="23"):
+        impl.unpack_bitmap(bits, values[:-1], scale, 12)
+    bits[..., 1] |= 0xF0
+    assert torch.equal(impl.unpack_bitmap(bits, values, scale, 12), x)

@@ -1,0 +1,222 @@
+"""Compact μ: the same function and gradients as the dense form, on either path, and what happens to its support."""
+
+import copy
+
+import pytest
+import torch
+
+import fastfact as ff
+
+CONVS = {
+    "plain": dict(kernel_size=3),
+    "stride": dict(kernel_size=5, stride=2, padding=2),
+    "dilated": dict(kernel_size=3, dilation=2, padding=1, bias=False),
+    "grouped": dict(kernel_size=3, groups=2, padding=1),
+    "rectangular": dict(kernel_size=(1, 3), stride=(2, 1), padding=(0, 1)),
+}
+
+
+def conv(density=0.25, **settings):
+    torch.manual_seed(0)
+    rank = settings.pop("rank", 1)
+    layer = ff.nn.FactorizedConv2d(
+        4, 6, dtype=torch.float64, spec=ff.Rank1(rank=rank), **{"kernel_size": 3, **settings}
+    )
+    torch.nn.init.normal_(layer.mu)
+    return layer.prune_(density)
+
+
+def linear(density=0.25):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear(8, 6, dtype=torch.float64)
+    torch.nn.init.normal_(layer.mu)
+    return layer.prune_(density)
+
+
+CASES = {name: (lambda s=s: conv(**s), (2, 4, 9, 8)) for name, s in CONVS.items()} | {
+    "rank 2": (lambda: conv(rank=2), (2, 4, 6, 6)),
+    "one image": (conv, (4, 6, 6)),
+    "empty support": (lambda: conv(density=0), (2, 4, 6, 6)),
+    "linear": (linear, (3, 5, 8)),
+    "linear, one sample": (linear, (8,)),
+}
+
+
+@pytest.mark.parametrize("path", ["reconstruct", "factored", "auto"])
+@pytest.mark.parametrize("make, shape", CASES.values(), ids=CASES)
+def test_compact_is_the_same_function(make, shape, path):
+    dense = make()
+    layer = copy.deepcopy(dense).compact()
+    assert layer.is_compact
+    layer.path = path
+    assert layer.mu.shape == layer.mu_index.shape == (dense.mu.count_nonzero(),)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    x2 = x.detach().clone().requires_grad_()
+    y, wanted = layer(x), dense(x2)
+    torch.testing.assert_close(y, wanted)
+    cotangent = torch.randn_like(y)
+    (y * cotangent).sum().backward()
+    (wanted * cotangent).sum().backward()
+    torch.testing.assert_close(x.grad, x2.grad)
+    for name, factor in layer.named_parameters():
+        grad = dense.get_parameter(name).grad
+        torch.testing.assert_close(factor.grad, grad.flatten()[layer.mu_index.long()] if name == "mu" else grad)
+    torch.testing.assert_close(layer.weight, dense.weight)
+    assert layer.density == dense.density
+
+
+def test_expand_is_the_inverse_and_mu_stays_the_same_parameter():
+    layer = conv()
+    before, parameter = layer.mu.detach().clone(), layer.mu
+    assert layer.compact().expand() is layer
+    assert layer.mu is parameter
+    assert torch.equal(layer.mu, before)
+    assert "mu_index" not in layer.state_dict()
+    assert ff.sparsity.penalized(layer.compact().mu)
+
+
+def test_state_dict_moves_between_the_forms():
+    dense, compact = conv(), conv().compact()
+    assert list(compact.state_dict()) == ["u", "v", "mu", "bias", "mu_index"]
+    for layer in (conv(density=1), conv(density=0.5).compact()):
+        layer.load_state_dict(compact.state_dict())
+        assert layer.is_compact
+        assert torch.equal(layer.weight, dense.weight)
+        layer.load_state_dict(dense.state_dict())
+        assert not layer.is_compact
+        assert torch.equal(layer.weight, dense.weight)
+
+
+def test_densify_and_copies_of_a_compact_layer():
+    layer = conv().compact()
+    x = torch.randn(1, 4, 6, 6, dtype=torch.float64)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    torch.testing.assert_close(ff.densify(torch.nn.Sequential(layer))(x), layer(x))
+
+
+def test_compact_prunes_and_drops_zeros():
+    layer = conv(density=1).compact(density=0.1)
+    assert layer.density == 22 / 216
+    with torch.no_grad():
+        layer.mu[3] = 0
+    gone = layer.mu_index[3].item()
+    layer.compact()
+    assert len(layer.mu) == 21
+    assert gone not in layer.mu_index.tolist()
+    assert layer.prune_(0.05).density == 11 / 216
+    assert len(layer.compact().mu) == 11
+
+
+def test_regrow_adds_what_violates_the_kkt_condition():
+    layer = conv().compact()
+    kept, values = layer.mu_index.tolist(), layer.mu.detach().clone()
+    gradient = torch.zeros(layer.size, dtype=torch.float64)
+    off = [n for n in range(216) if n not in kept]
+    gradient.view(-1)[off[:3]] = torch.tensor([0.5, -0.5, 0.3], dtype=torch.float64)
+    gradient.view(-1)[kept[0]] = 9
+    assert layer.regrow(gradient, l1=0.3) == 2
+    assert layer.mu_index.tolist() == sorted(kept + off[:2])
+    where = [layer.mu_index.tolist().index(n) for n in kept]
+    assert torch.equal(layer.mu.detach()[where], values)
+    assert layer.mu.count_nonzero() == len(kept)
+
+
+def test_active_set_training_reaches_the_lasso():
+    """Alternating training on the support and regrowing ends where dense proximal training ends (a convex problem)."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 20).double()
+    y = x[:, :4] @ torch.tensor([[2.0], [-1.5], [1.0], [0.6]], dtype=torch.float64) + 0.1 * torch.randn(60, 1)
+    l1 = 8.0
+
+    def objective(layer):
+        return 0.5 * (layer(x) - y).square().sum()
+
+    def train(layer, steps):
+        optimizer = ff.optim.ProxSGD([layer.mu], lr=2e-3, momentum=0.5, l1=l1)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            objective(layer).backward()
+            optimizer.step()
+        return layer
+
+    def fresh():
+        layer = ff.nn.FactorizedLinear(20, 1, bias=False, dtype=torch.float64)
+        for factor in (layer.u, layer.v):
+            torch.nn.init.zeros_(factor).requires_grad_(False)
+        return layer
+
+    dense = train(fresh(), 2000)
+    active = fresh().compact()
+    for _ in range(6):
+        gradient = copy.deepcopy(active).expand()
+        objective(gradient).backward()
+        active.regrow(gradient.mu.grad, l1)
+        train(active, 600).compact()
+    total = [objective(layer).item() + l1 * layer.mu.abs().sum().item() for layer in (dense, active)]
+    assert total[1] == pytest.approx(total[0], rel=1e-9)
+    assert set(active.mu_index.tolist()) == set(dense.mu.flatten().nonzero().flatten().tolist())
+    assert 4 <= len(active.mu) < 20
+
+
+def test_momentum_starts_anew_when_the_support_changes():
+    layer = conv().compact()
+    optimizer = ff.optim.ProxSGD(layer.parameters(), lr=0.01, momentum=0.9)
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+
+    def step():
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        optimizer.step()
+        return optimizer.state[layer.mu]["momentum_buffer"]
+
+    step()
+    assert not torch.equal(step(), layer.mu.grad), "momentum goes on while the support stays"
+    off = next(n for n in range(216) if n not in layer.mu_index.tolist())
+    gradient = torch.zeros(216)
+    gradient[off] = 1
+    with torch.no_grad():
+        layer.mu[0] = 0
+    layer.compact().regrow(gradient.reshape(layer.size), l1=0.5)
+    assert torch.equal(step(), layer.mu.grad), "as many positions, but others"
+    assert not torch.equal(optimizer.state[layer.u]["momentum_buffer"], layer.u.grad)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: setattr(conv(), "path", "dense"), "path='dense'"),
+        (lambda: ff.nn.FactorizedConv2d(3, 4, 3, spec=ff.LowRank()).compact(), "no sparse factor"),
+        (lambda: conv().regrow(torch.zeros(6, 4, 3, 3), 0.1), "call compact"),
+        (lambda: conv().compact().regrow(torch.zeros(6, 4, 9), 0.1), r"gradient has shape \[6, 4, 9\]"),
+        (lambda: conv().compact().regrow(torch.zeros(6, 4, 3, 3), -1), "l1=-1"),
+        (lambda: conv().compact(density=2), "density=2"),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(spec=ff.Rank1()), "call compact"),
+        (dict(spec=ff.Rank1(layout="kernel", sparse=False)), "kernel"),
+        (dict(spec=ff.LowRank()), "LowRank"),
+        (dict(padding=1, padding_mode="reflect"), "reflect"),
+        (dict(padding="same"), "same"),
+    ],
+)
+def test_the_factored_path_says_why_it_cannot_be_taken(settings, message):
+    layer = ff.nn.FactorizedConv2d(3, 4, 3, **settings)
+    layer.path = "factored"
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(1, 3, 6, 6))
+
+
+def test_rank1_without_mu_on_the_factored_path():
+    layer = ff.nn.FactorizedConv2d(3, 4, 3, padding=1, spec=ff.Rank1(sparse=False, rank=2), dtype=torch.float64)
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    wanted = layer(x)
+    layer.path = "factored"
+    torch.testing.assert_close(layer(x), wanted)

@@ -1,0 +1,62 @@
+"""The Triton kernels: run (on a GPU or interpreted), and compiled ahead of time for sm_80 and sm_90."""
+
+import importlib
+
+import pytest
+import torch
+from triton_tools import interpret, stand_in
+
+from fastfact.reference import KERNEL, SEPARABLE, SPATIAL
+
+pytest.importorskip("triton", reason="needs triton, which PyTorch's CUDA builds bring")
+
+if torch.cuda.is_available():
+    from triton_cases import *  # noqa: F403
+
+    pytestmark = pytest.mark.gpu
+
+
+def test_in_the_interpreter():
+    interpret("triton_cases.py")
+
+
+SIZE = [64, 32, 3, 3]
+KERNELS = {
+    "rank1_kernel": lambda k, t: k.rank1_weight(t(2, *SIZE), t(2, 1, 3, 3), t(2, 1, 64, 32), SPATIAL, False),
+    "rank1_backward_kernel": lambda k, t: k.rank1_weight_backward(
+        t(2, *SIZE), t(2, 1, 32, 3), t(2, 1, 64, 3), KERNEL, 3
+    ),
+    "product_kernel": lambda k, t: (
+        k.lowrank_weight(t(2, *SIZE), t(2, 24, 192), t(2, 96, 24), SEPARABLE, SIZE, 1.0, True),
+        k.hadamard_weight(t(2, 64, 16), t(2, 288, 16), t(2, 64, 16), t(2, 288, 16), SIZE, True, False),
+    ),
+    "contract_kernel": lambda k, t: (
+        k.lowrank_weight_backward(t(2, *SIZE), t(2, 24, 192), t(2, 96, 24), SEPARABLE, SIZE, 1.0, 1),
+        k.hadamard_weight_backward(
+            t(2, *SIZE), t(2, 64, 16), t(2, 288, 16), t(2, 64, 16), t(2, 288, 16), SIZE, True, 1
+        ),
+    ),
+    "prox_sgd_kernel": lambda k, t: k.prox_sgd_step([t(4096)], [t(4096)], [t(4096)], [0.1], 0.1, 0.9, 0.0, True),
+    "count_kernel": lambda k, t: k.pack_bitmap(t(2, 3, 4096), 2),
+    "write_kernel": lambda k, t: [k.pack_bitmap(t(2, 3, 4096), code) for code in (1, 2)],
+    "popcount_kernel": lambda k, t: k.unpack_bitmap(t(2, 3, 512).to(torch.uint8), t(0), t(0), 4096),
+    "read_kernel": lambda k, t: k.unpack_bitmap(t(2, 3, 512).to(torch.uint8), t(0), t(0), 4096),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_compiles_ahead_of_time(name, dtype, arch, monkeypatch):
+    kernels = importlib.import_module("fastfact.kernels")
+    modules = [importlib.import_module(f"fastfact.kernels.{module}") for module in ("weights", "sgd", "bitmap")]
+    chosen = stand_in(monkeypatch, modules, name, arch)
+    KERNELS[name](kernels, lambda *shape: torch.zeros(*shape, dtype=dtype))
+    assert chosen.compiled
+    for compiled in chosen.compiled:
+        assert compiled.asm["cubin"] and compiled.metadata.shared <= 160 * 1024
+        ptx = compiled.asm["ptx"]
+        if name in ("rank1_kernel", "prox_sgd_kernel"):
+            assert ".v4.b32" in ptx, "16-byte accesses"
+        if name in ("product_kernel", "contract_kernel") and dtype == torch.bfloat16:
+            assert "mma" in ptx, "tensor cores"

@@ -1,0 +1,311 @@
+"""The factorized layers against nn.Conv2d and nn.Linear fed with the same weight, and what a drop-in layer must do."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastfact as ff
+
+SPECS = {
+    "spatial": ff.Rank1(),
+    "spatial-3": ff.Rank1(rank=3),
+    "spatial-no-mu": ff.Rank1(sparse=False),
+    "kernel": ff.Rank1(layout="kernel", rank=2),
+    "view": ff.Rank1(layout="view"),
+    "separable": ff.LowRank(),
+    "lowrank-view": ff.LowRank(ratio=0.4, layout="view", scaling=0.5),
+    "fedpara": ff.Hadamard(),
+    "pfedpara": ff.Hadamard(ratio=0.3, personalized=True),
+}
+CONVS = {
+    "plain": dict(kernel_size=3),
+    "same": dict(kernel_size=3, padding="same"),
+    "stride": dict(kernel_size=5, stride=2, padding=2),
+    "dilated": dict(kernel_size=3, dilation=2, padding=1, bias=False),
+    "grouped": dict(kernel_size=3, groups=2, padding=1),
+    "rectangular": dict(kernel_size=(1, 3), stride=(2, 1), padding=(0, 1)),
+    "pointwise": dict(kernel_size=1),
+    "reflect": dict(kernel_size=3, padding=1, padding_mode="reflect"),
+    "circular": dict(kernel_size=3, padding="same", padding_mode="circular"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def randomized(layer):
+    """The layer with every factor nonzero (B and μ start at zero)."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return layer
+
+
+def conv(spec, dtype=torch.float64, **settings):
+    return randomized(ff.nn.FactorizedConv2d(4, 6, **{"kernel_size": 3, **settings}, dtype=dtype, spec=spec))
+
+
+def expected_weight(layer):
+    """W from the equations, index by index."""
+    f = {name: factor.detach() for name, factor in layer.factors().items()}
+    spec, size = layer.spec, layer.size
+    w = torch.zeros(size, dtype=next(iter(f.values())).dtype)
+    linear = len(size) == 2
+    for index in torch.cartesian_prod(*(torch.arange(n) for n in size)).tolist():
+        o, i, ky, kx = (*index, 0, 0)[:4]
+        if isinstance(spec, ff.Rank1):
+            flat = ((o * size[1] + i) * (1 if linear else size[2]) + ky) * (1 if linear else size[3]) + kx
+            for r in range(spec.rank):
+                u, v = f["u"][r], f["v"][r]
+                if linear:
+                    w[o, i] += u[i] * v[o]
+                elif spec.layout == "kernel":
+                    w[o, i, ky, kx] += u[i, ky] * v[o, kx]
+                elif spec.layout == "spatial":
+                    w[o, i, ky, kx] += u[ky, kx] * v[o, i]
+                else:
+                    w[o, i, ky, kx] += u.flatten()[flat // v.numel()] * v.flatten()[flat % v.numel()]
+            if spec.sparse:
+                w[tuple(index)] += f["mu"][tuple(index)]
+        elif isinstance(spec, ff.LowRank):
+            ba = f["B"] @ f["A"]
+            kh, kw = (1, 1) if linear else size[2:]
+            product = ba[i * kh + ky, o * kw + kx] if spec.layout == "separable" else ba.reshape(size)[tuple(index)]
+            w[tuple(index)] = f["sigma"][tuple(index)] + spec.scaling * product
+        else:
+            n = i if linear else (i * size[2] + ky) * size[3] + kx
+            first, second = f["x1"][o] @ f["y1"][n], f["x2"][o] @ f["y2"][n]
+            w[tuple(index)] = first * (second + 1 if spec.personalized else second)
+    return w
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("settings", [dict(kernel_size=3), dict(kernel_size=(1, 3)), dict(kernel_size=2, groups=2)])
+def test_conv_weight_is_the_equation(spec, settings):
+    layer = conv(spec, **settings)
+    torch.testing.assert_close(layer.weight, expected_weight(layer), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_linear_is_the_equation(spec):
+    layer = randomized(ff.nn.FactorizedLinear(5, 3, dtype=torch.float64, spec=spec))
+    x = torch.randn(2, 7, 5, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), F.linear(x, expected_weight(layer), layer.bias), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", CONVS.values(), ids=CONVS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_conv_forward_and_gradients(spec, settings):
+    layer = conv(spec, **settings)
+    dense = torch.nn.Conv2d(4, 6, dtype=torch.float64, **settings)
+    with torch.no_grad():
+        dense.weight.copy_(layer.weight)
+        if dense.bias is not None:
+            dense.bias.copy_(layer.bias)
+    x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
+    out, wanted = layer(x), dense(x)
+    torch.testing.assert_close(out, wanted)
+    cotangent = torch.randn_like(out)
+    (wanted * cotangent).sum().backward()
+    (out * cotangent).sum().backward()
+    if dense.bias is not None:
+        torch.testing.assert_close(layer.bias.grad, dense.bias.grad)
+    with ff.use_backend("reference"):
+        grads = torch.autograd.grad(layer.weight, list(layer.factors().values()), dense.weight.grad)
+    for (name, factor), grad in zip(layer.factors().items(), grads, strict=True):
+        torch.testing.assert_close(factor.grad, grad, msg=name)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_gradcheck(spec):
+    layer = conv(spec, groups=2)
+    names = list(layer.factors())
+
+    def weight(*tensors):
+        return torch.func.functional_call(layer, dict(zip(names, tensors, strict=True)), x)
+
+    x = torch.randn(1, 4, 4, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(weight, tuple(f.detach().requires_grad_() for f in layer.factors().values()))
+
+
+@pytest.mark.parametrize("name", ["u", "v", "mu"])
+def test_only_the_factor_that_trains_gets_a_gradient(name):
+    layer = conv(ff.Rank1())
+    for other, factor in layer.factors().items():
+        factor.requires_grad_(other == name)
+    layer(torch.randn(1, 4, 5, 5, dtype=torch.float64)).sum().backward()
+    assert [other for other, factor in layer.factors().items() if factor.grad is not None] == [name]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(spec, dtype):
+    layer = conv(spec, dtype=torch.float32, padding=1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(0.3)
+    half = copy.deepcopy(layer).to(dtype)
+    x = torch.randn(2, 4, 6, 6)
+    assert half(x.to(dtype)).dtype == dtype
+    wanted = expected_weight(copy.deepcopy(half).double())
+    error = (half.weight.double() - wanted).abs().max().item()
+    assert error <= 2 * torch.finfo(dtype).eps * max(1, wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_autocast(spec):
+    layer = conv(spec, dtype=torch.float32, padding=1)
+    x = torch.randn(2, 4, 6, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in layer.parameters())
+    wanted = layer(x)
+    assert (out.float() - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_channels_last_model_needs_no_permutation(spec):
+    model = torch.nn.Sequential(conv(spec, dtype=torch.float32, padding=1))
+    x = torch.randn(2, 4, 6, 6)
+    wanted = model(x)
+    model.to(memory_format=torch.channels_last)
+    y = model(x.to(memory_format=torch.channels_last))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, wanted)
+    if spec.dense and spec.dense in model[0].factors():
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        y.sum().backward()
+        dense_factor = model[0].factors()[spec.dense]
+        assert dense_factor.grad.stride() == dense_factor.stride()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_compile_fullgraph(spec):
+    torch._dynamo.reset()
+    layer = conv(spec, dtype=torch.float32)
+    x = torch.randn(2, 4, 6, 6)
+    wanted = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(x).square().sum(), list(layer.parameters()))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_per_sample_gradients_by_vmap_of_grad(spec):
+    layer = conv(spec)
+    params = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    x = torch.randn(3, 4, 5, 5, dtype=torch.float64)
+
+    def loss(params, x):
+        return torch.func.functional_call(layer, params, (x[None],)).square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+    for n in range(3):
+        for name, grad in torch.func.grad(loss)(params, x[n]).items():
+            torch.testing.assert_close(got[name][n], grad)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_many_clients_by_vmap(spec):
+    layers = [conv(spec) for _ in range(3)]
+    params, _ = torch.func.stack_module_state(layers)
+    x = torch.randn(3, 2, 4, 5, 5, dtype=torch.float64)
+
+    def loss(params, x):
+        return torch.func.functional_call(layers[0], params, (x,)).square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss))(params, x)
+    for k, layer in enumerate(layers):
+        wanted = torch.autograd.grad(layer(x[k]).square().sum(), list(layer.parameters()))
+        for (name, _), grad in zip(layer.named_parameters(), wanted, strict=True):
+            torch.testing.assert_close(got[name][k], grad)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_copies_keep_values_and_the_mark_of_mu(spec):
+    layer = conv(spec, dtype=torch.float32)
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    assigned = ff.nn.FactorizedConv2d(4, 6, 3, spec=spec)
+    assigned.load_state_dict(torch.load(buffer, weights_only=True), assign=True)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), assigned):
+        assert torch.equal(other.weight, layer.weight)
+        assert {n for n, p in other.named_parameters() if ff.sparsity.penalized(p)} == (
+            {"mu"} if "mu" in layer.factors() else set()
+        )
+
+
+def test_state_dict_is_factors_and_bias():
+    assert list(conv(ff.Rank1()).state_dict()) == ["u", "v", "mu", "bias"]
+    assert list(conv(ff.LowRank(), bias=False).state_dict()) == ["sigma", "A", "B"]
+    assert list(conv(ff.Hadamard(), bias=False).factors()) == ["x1", "y1", "x2", "y2"]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_export(spec):
+    layer = conv(spec, dtype=torch.float32)
+    x = torch.randn(2, 4, 6, 6)
+    torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), layer(x))
+
+
+def test_unbatched_input_and_repr():
+    layer = conv(ff.Rank1())
+    x = torch.randn(4, 6, 6, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), layer(x[None])[0])
+    assert "Rank1(layout='spatial'" in repr(layer)
+
+
+def test_density_and_prune():
+    layer = conv(ff.Rank1())
+    largest = layer.mu.detach().abs().flatten().topk(22).indices.sort().values
+    assert layer.density == 1.0
+    assert layer.prune_(density=0.1) is layer
+    assert torch.equal(layer.mu.detach().flatten().nonzero().flatten(), largest)
+    assert layer.density == 22 / 216
+    assert conv(ff.Rank1(sparse=False)).density == 0.0
+    assert conv(ff.LowRank()).density == 1.0
+
+
+@pytest.mark.parametrize("density", [-0.1, 1.5, float("nan")])
+def test_prune_rejects_a_density_outside_0_1(density):
+    layer = conv(ff.Rank1())
+    before = layer.mu.detach().clone()
+    with pytest.raises(ValueError, match=r"density=.*between 0 and 1"):
+        layer.prune_(density)
+    assert torch.equal(layer.mu, before)
+
+
+def test_prune_without_mu_is_an_error():
+    with pytest.raises(ValueError, match="no sparse factor"):
+        conv(ff.LowRank()).prune_(0.5)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: ff.Rank1(layout="spatail"), "layout='spatail'.*'spatial', 'kernel', 'view'"),
+        (lambda: ff.Rank1(rank=0), "rank=0"),
+        (lambda: ff.LowRank(ratio=0), "ratio=0"),
+        (lambda: ff.LowRank(linear_ratio=1.5), "linear_ratio=1.5"),
+        (lambda: ff.LowRank(layout="spatial"), "layout='spatial'"),
+        (lambda: ff.Hadamard(ratio=-1), "ratio=-1"),
+        (lambda: ff.nn.FactorizedConv2d(3, 4, 3, groups=2), "divisible by groups"),
+    ],
+)
+def test_bad_settings(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_spec_of_the_wrong_type():
+    with pytest.raises(TypeError, match="spec='rank1'"):
+        ff.nn.FactorizedLinear(3, 4, spec="rank1")

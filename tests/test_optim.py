@@ -1,0 +1,159 @@
+"""ProxSGD against torch.optim.SGD and against the soft threshold written out."""
+
+import copy
+
+import pytest
+import torch
+
+import fastfact as ff
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        ff.nn.FactorizedLinear(6, 5, spec=ff.Rank1()), torch.nn.ReLU(), torch.nn.Linear(5, 3)
+    ).double()
+
+
+def train(net, optimizer, steps=4):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).double()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_without_l1_it_is_sgd(momentum, weight_decay):
+    ours, theirs = model(), model()
+    train(ours, ff.optim.ProxSGD(ours.parameters(), lr=0.01, momentum=momentum, weight_decay=weight_decay))
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.01, momentum=momentum, weight_decay=weight_decay))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("method", ["proximal", "subgradient"])
+def test_l1_is_for_mu_only(method):
+    ours, theirs = model(), model()
+    with torch.no_grad():
+        for net in (ours, theirs):
+            net[0].mu.copy_(torch.randn(net[0].mu.shape, generator=torch.Generator().manual_seed(2)) * 0.01)
+    lr, l1, momentum = 0.05, 0.1, 0.9
+    train(ours, ff.optim.ProxSGD(ours.parameters(), lr=lr, momentum=momentum, l1=l1, method=method), 3)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).double()
+    momenta = {p: torch.zeros_like(p) for p in theirs.parameters()}
+    for _ in range(3):
+        theirs.zero_grad()
+        theirs(x).square().sum().backward()
+        with torch.no_grad():
+            for p in theirs.parameters():
+                is_mu = p is theirs[0].mu
+                g = p.grad + (l1 * p.sign() if is_mu and method == "subgradient" else 0)
+                momenta[p].mul_(momentum).add_(g)
+                p.sub_(lr * momenta[p])
+                if is_mu and method == "proximal":
+                    threshold = lr * l1 / (1 - momentum)
+                    p.copy_(torch.where(p.abs() <= threshold, 0.0, p - p.sign() * threshold))
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14, msg=name)
+    zeros = (ours[0].mu == 0).sum().item()
+    assert (zeros > 0) == (method == "proximal"), "only the proximal step makes exact zeros"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_fixed_point_is_the_lasso(momentum):
+    """With u = 0 the layer is linear in μ; at the minimum of ½‖xμᵀ − y‖² + λ‖μ‖₁ the KKT conditions hold."""
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear(10, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(layer.u).requires_grad_(False)
+    layer.v.requires_grad_(False)
+    x = torch.randn(40, 10).double()
+    y = x[:, :3].sum(1, keepdim=True) + 0.1 * torch.randn(40, 1)
+    l1 = 5.0
+    optimizer = ff.optim.ProxSGD([layer.mu], lr=2e-3, momentum=momentum, l1=l1)
+    for _ in range(3000):
+        optimizer.zero_grad()
+        (0.5 * (layer(x) - y).square().sum()).backward()
+        optimizer.step()
+    gradient, mu = layer.mu.grad[0], layer.mu.detach()[0]
+    support = mu != 0
+    assert 3 <= support.sum() < 10
+    torch.testing.assert_close(gradient[support], -l1 * mu[support].sign(), rtol=1e-6, atol=1e-6)
+    assert (gradient[~support].abs() <= l1 * (1 + 1e-6)).all()
+
+
+def test_large_l1_empties_mu():
+    net = model()
+    train(net, ff.optim.ProxSGD(net.parameters(), lr=0.01, l1=1e6))
+    assert net[0].density == 0.0
+    assert net[0].u.abs().min() > 0
+
+
+def test_frozen_parameters_and_mixed_dtypes_in_one_group():
+    net = torch.nn.Sequential(ff.nn.FactorizedLinear(6, 5, dtype=torch.float32), ff.nn.FactorizedLinear(5, 4))
+    net[1].double()
+    net[0].u.requires_grad_(False)
+    before = copy.deepcopy(net)
+    optimizer = ff.optim.ProxSGD(net.parameters(), lr=0.1, momentum=0.9, l1=1e-3)
+    net[1](net[0](torch.randn(3, 6)).double()).square().sum().backward()
+    optimizer.step()
+    changed = {
+        n for (n, a), b in zip(net.named_parameters(), before.parameters(), strict=True) if not torch.equal(a, b)
+    }
+    assert changed == {n for n, _ in net.named_parameters()} - {"0.u"}
+
+
+def test_state_dict_round_trip_and_groups():
+    def optimizer(net):
+        groups = [{"params": net[0].parameters(), "lr": 0.02, "l1": 0.05}, {"params": net[2].parameters()}]
+        return ff.optim.ProxSGD(groups, lr=0.01, momentum=0.9)
+
+    straight = model()
+    train(straight, optimizer(straight), 4)
+    resumed = model()
+    first = optimizer(resumed)
+    train(resumed, first, 2)
+    second = optimizer(resumed)
+    second.load_state_dict(first.state_dict())
+    train(resumed, second, 2)
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_closure_and_channels_last():
+    torch.manual_seed(0)
+    net = ff.nn.FactorizedConv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    same = copy.deepcopy(net).to(memory_format=torch.contiguous_format)
+    x = torch.randn(2, 3, 6, 6)
+    for n in (net, same):
+        optimizer = ff.optim.ProxSGD(n.parameters(), lr=0.01, momentum=0.9, l1=0.01)
+
+        def closure(n=n, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = n(x).square().sum()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        assert losses[2] < losses[0]
+    torch.testing.assert_close(net.mu, same.mu)
+    assert net.mu.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        dict(lr=0),
+        dict(lr=-1),
+        dict(momentum=-0.1),
+        dict(momentum=1.0),
+        dict(weight_decay=-1),
+        dict(l1=-1),
+        dict(method="ista"),
+    ],
+)
+def test_bad_settings(setting):
+    name = next(iter(setting))
+    with pytest.raises(ValueError, match=rf"ProxSGD\({name}="):
+        ff.optim.ProxSGD(model().parameters(), **setting)
