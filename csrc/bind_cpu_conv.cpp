@@ -74,7 +74,7 @@ Tensor empty(const Tensor& like, const Shape& sizes, bool channels_last = false)
     stride *= sizes[order[d]] > 1 ? sizes[order[d]] : 1;
   }
   AtenTensorHandle out;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
                                aoti_torch_device_type_cpu(), 0, &out));
@@ -82,7 +82,7 @@ Tensor empty(const Tensor& like, const Shape& sizes, bool channels_last = false)
 }
 
 void parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, n, grain, body, context));
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, n, grain, body, context));
 }
 
 void expect(const OptionalTensor& t, const Shape& shape, const Tensor& like, const char* message) {

@@ -68,7 +68,7 @@ class On {
   explicit On(const Tensor&) {}
 #else
   explicit On(const Tensor& x) : guard_(x.get_device_index()) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream_));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream_));
   }
 #endif
   void* stream() const { return stream_; }
