@@ -24,8 +24,8 @@ def python(*args, cwd, **environment):
 def sources(tmp_path_factory):
     """The source distribution, made of the tracked files and unpacked."""
     top = tmp_path_factory.mktemp("packaging")
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    for name in filter(None, tracked):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
         source = ROOT / name
         if source.exists():
             (top / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -46,9 +46,8 @@ def test_source_distribution_is_complete(sources):
 
 def test_wheel_works_elsewhere(sources, tmp_path):
     pip = ("-m", "pip", "--disable-pip-version-check")
-    python(
-        *pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, ".", cwd=sources, FASTFACT_BUILD="skip"
-    )
+    options = ("-q", "--no-deps", "--no-build-isolation", "-w", tmp_path)
+    python(*pip, "wheel", *options, ".", cwd=sources, FASTFACT_BUILD="skip")
     (wheel,) = tmp_path.glob("fastfact-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
