@@ -10,8 +10,12 @@ weight  `ff.ops.rank1_weight` alone (ours), in plain PyTorch, eager and compiled
 
 import argparse
 import copy
+import json
 import math
+import shlex
 import statistics
+import sys
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -19,7 +23,8 @@ from rich.table import Table
 from torch import nn
 
 import fastfact as ff
-from bench.common import FORMATS, RESNET9, medians, name_of, write
+from fastfact.bench.common import FORMATS, RESNET9, medians, name_of
+from fastfact.experiment import provenance
 
 
 def plain_weight(u, v, mu):
@@ -116,7 +121,10 @@ def main() -> None:
         times = [f"{row[name]:.3f}" if name in row else "" for name in ("ours", "dense", "eager", "compiled")]
         table.add_row(row["op"], row["format"], row["shape"], *times, f"{row['ratio']:.3f}")
     Console(width=130).print(table)
-    write(args.json, "bench.bench_weights", rows)
+    if args.json:
+        command = shlex.join(["python", "-m", "bench.bench_weights", *sys.argv[1:]])
+        content = {"command": command, **provenance(), "rows": rows}
+        Path(args.json).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

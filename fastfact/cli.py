@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,10 +26,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
 # A table must not be folded to 80 columns in a file.
 console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what is shown to FILE, as JSON.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few rows and rounds, to see that it works.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of PyTorch [default: its own choice].")]
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Directory for the results.")]
 
 
@@ -269,6 +274,28 @@ def info(json_file: Json = None) -> None:
             table.add_row(name, str(value))
         console.print(table)
     _write_json(json_file, about)
+
+
+def _measure(rows: list[dict[str, Any]], title: str, json_file: Path | None) -> None:
+    """Print the rows of a benchmark, a column for each name that any of them has, and write them with --json."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="right" if isinstance(rows[0].get(name, 0.0), float) else "left")
+    for row in rows:
+        cells = [row.get(name, "") for name in names]
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    console.print(table)
+    _write_json(json_file, {"rows": rows})
+
+
+@bench.command("layers")
+def bench_layers(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
+    """The factored layers against the dense layer and other rivals; milliseconds, ratio = dense / ours."""
+    from fastfact.bench import layers
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    _measure(layers.run(quick), "layers: milliseconds, medians; ratio = dense / ours", json_file)
 
 
 def main() -> None:

@@ -1,16 +1,10 @@
-"""What the benchmarks share: the layers they measure, interleaved timing, and the JSON they leave."""
+"""What the benchmarks share: the layers they measure, and interleaved timing."""
 
-import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-
-from fastfact.experiment import provenance
 
 # in, out, kernel, stride, image side: conv1 … conv8 of ResNet-9 on 32×32 images
 RESNET9 = [
@@ -41,12 +35,3 @@ def medians(sides: dict[str, Callable], rounds: int, warmup: int = 1) -> dict[st
             if turn >= warmup:
                 times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(t) for name, t in times.items()}
-
-
-def write(path: str | None, module: str, rows: list[dict]) -> None:
-    """The rows with hardware, versions, commit and command, as JSON."""
-    if path:
-        capability = {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-        content = {"command": shlex.join(["python", "-m", module, *sys.argv[1:]]), **capability, **provenance()}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({**content, "rows": rows}, indent=1, ensure_ascii=False) + "\n")

@@ -1,35 +1,17 @@
 """The factored layers against the dense convolution and other rivals, on the eight convolutions of ResNet-9.
 
-    python -m bench.bench_layers --json FILE [--quick]
-
 Every side of a row runs in turn, so that noise meets all of them alike; a row holds medians in milliseconds and
 ratio = dense / ours. Correctness is asserted before anything is timed.
 """
 
-import argparse
-import json
 import math
-import platform
 import statistics
-import time
 
 import torch
 import torch.nn.functional as F
 
 from fastfact import ops
-
-# in, out, kernel, stride, image side: conv1 … conv8 at batch 64
-SHAPES = [
-    (3, 64, 3, 1, 32),
-    (64, 128, 5, 2, 32),
-    (128, 128, 3, 1, 16),
-    (128, 128, 3, 1, 16),
-    (128, 256, 3, 1, 16),
-    (256, 256, 3, 1, 8),
-    (256, 256, 3, 1, 8),
-    (256, 256, 3, 1, 8),
-]
-FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
+from fastfact.bench.common import FORMATS, RESNET9, medians, name_of
 
 
 def layer(shape, density: float, fmt: str, batch: int = 64, seed: int = 0):
@@ -45,18 +27,6 @@ def layer(shape, density: float, fmt: str, batch: int = 64, seed: int = 0):
     mu[index.long()] = values
     weight = torch.einsum("rhw,roi->oihw", u, v) + mu.reshape(o, i, kernel, kernel)
     return x, u, v, values, index, weight.to(memory_format=FORMATS[fmt])
-
-
-def medians(sides: dict, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each side, run in turn."""
-    times = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name, side in sides.items():
-            start = time.perf_counter()
-            side()
-            if turn:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(t) for name, t in times.items()}
 
 
 def forward_sides(shape, density: float, fmt: str, rivals: bool) -> dict:
@@ -122,61 +92,24 @@ def training_sides(shape, density: float, fmt: str, rivals: bool) -> dict:
     return sides
 
 
-def run(
-    densities=(0.0, 0.05, 0.1, 0.2, 0.3),
-    formats=tuple(FORMATS),
-    steps=("forward", "training"),
-    rounds: int = 11,
-    rivals: bool = True,
-) -> list[dict]:
+def run(quick: bool = False) -> list[dict]:
     """The rows: op, shape, density, dtype, memory format, threads, batch, ours, each rival (ms), ratio; and one row for
-    each geometric mean over the eight shapes (shape "all")."""
+    each geometric mean over the eight shapes (shape "all"). quick: two shapes, ours and the dense layer only."""
+    shapes, densities = (RESNET9[:2], (0.1,)) if quick else (RESNET9, (0.0, 0.05, 0.1, 0.2, 0.3))
     rows = []
-    for step in steps:
-        for fmt in formats:
+    for step in ("forward", "training"):
+        for fmt in FORMATS:
             for density in densities:
                 common = {"op": f"factored_conv2d {step}", "density": density, "dtype": "float32", "format": fmt}
                 common |= {"threads": torch.get_num_threads(), "batch": 64}
                 found, measured = [], {}
-                for shape in SHAPES:
+                for shape in shapes:
                     if shape not in measured:
                         make = forward_sides if step == "forward" else training_sides
                         with torch.no_grad() if step == "forward" else torch.enable_grad():
-                            measured[shape] = medians(make(shape, density, fmt, rivals), rounds)
+                            measured[shape] = medians(make(shape, density, fmt, not quick), 3 if quick else 11)
                     times = measured[shape]
-                    found.append(common | {"shape": shape, **times, "ratio": times["dense"] / times["ours"]})
+                    found.append(common | {"shape": name_of(shape), **times, "ratio": times["dense"] / times["ours"]})
                 mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in found))
                 rows += [*found, common | {"shape": "all", "ratio": mean}]
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="ours and the dense layer only, fewer rounds")
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    rows = run(rounds=5, rivals=False) if args.quick else run()
-    for row in rows:
-        shape = (
-            "geometric mean"
-            if row["shape"] == "all"
-            else "{}→{} {}×{} s{} @{}".format(*row["shape"][:2], row["shape"][2], *row["shape"][2:])
-        )
-        times = "  ".join(
-            f"{k} {row[k]:.2f}" for k in ("ours", "dense", "eager", "compile", "dense_bf16", "csr") if k in row
-        )
-        print(f"{row['op']:26} {row['format']:13} {row['density']:.2f}  {shape:22} ×{row['ratio']:.2f}  {times}")
-    if args.json:
-        machine = {
-            "cpu": platform.processor(),
-            "torch": torch.__version__,
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        }
-        with open(args.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,4 @@
+"""What `fastfact bench` measures: a module a command, each with `run(quick=False) -> rows`, a row a flat dict.
+
+`bench/` in the repository keeps the pytest-benchmark suites, the results and the notes on them.
+"""
