@@ -1,10 +1,7 @@
 """The command line: run, compare, report, info."""
 
 import inspect
-import json
-import shlex
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -12,12 +9,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fastfact import experiment, report
 from fastfact.experiment import Config
+from fastfact.terminal import Display, Json, Out, console, outcome, show, write_json
 
 app = typer.Typer(
     help="Factorized neural-network weights, and personalized federated learning with them.",
@@ -28,13 +24,9 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
-# A table must not be folded to 80 columns in a file.
-console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what is shown to FILE, as JSON.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A few rows and rounds, to see that it works.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of PyTorch [default: its own choice].")]
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Directory for the results.")]
 
 
 def _with_config(*without: str) -> Callable:
@@ -82,104 +74,6 @@ def _merge(given: dict[str, Any], *also: str) -> tuple[Config, dict[str, Any]]:
     return experiment.with_settings(Config(**values), settings, extra.get("methods")), extra
 
 
-class Display:
-    """Live bars in a terminal; elsewhere a line when a cell ends and, in between, one every ten seconds."""
-
-    def __init__(self, rounds: int, cells: int):
-        self.total, self.cells, self.done, self.ended = rounds * cells, cells, 0, 0
-        self.rounds, self.last = rounds, time.monotonic()
-        self.tasks: dict[str, Any] = {}
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[accuracy]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.overall = self.progress.add_task("all rounds", total=self.total, accuracy="")
-
-    def __enter__(self) -> "Display":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.progress.stop()
-
-    def skip(self, rounds: int) -> None:
-        """Count rounds that an earlier call finished."""
-        self.done += rounds
-        self.progress.advance(self.overall, rounds)
-
-    def round(self, name: str, number: int, accuracy: float) -> None:
-        if name not in self.tasks:
-            self.tasks[name] = self.progress.add_task(name, total=self.rounds, accuracy="", completed=number - 1)
-            self.skip(number - 1)
-        self.skip(1)
-        self.progress.update(self.tasks[name], completed=number, accuracy=f"{100 * accuracy:5.1f} %")
-        if not console.is_terminal and time.monotonic() - self.last > 10:
-            self.last = time.monotonic()
-            console.print(f"{self.done}/{self.total} rounds; {name}: round {number}, accuracy {100 * accuracy:.1f} %")
-
-    def end(self, name: str, line: str) -> None:
-        self.ended += 1
-        if name in self.tasks:
-            self.progress.remove_task(self.tasks.pop(name))
-        console.print(f"[{self.ended}/{self.cells}] {name}: {line}", markup=False)
-
-
-def _table(rows: list[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for column in ("accuracy [%]", "std over clients", "uplink", "downlink", "density of μ", "seconds"):
-        table.add_column(column, justify="right", no_wrap=True)
-    most = max(len(row["seeds"]) for row in rows)
-    for row in rows:
-        accuracy = f"{100 * row['accuracy']['mean']:.1f}"
-        if len(row["seeds"]) > 1:
-            accuracy += f" ± {100 * row['accuracy']['std']:.1f}"
-        if len(row["seeds"]) < most:
-            accuracy += f" ({len(row['seeds'])} of {most} seeds)"
-        table.add_row(
-            row["method"],
-            accuracy,
-            f"{100 * row['client_std']:.1f}",
-            report.size(row["uplink"]),
-            report.size(row["downlink"]),
-            "–" if row["density"] is None else f"{row['density']:.2f}",
-            f"{row['seconds']:.1f}",
-        )
-    return table
-
-
-def _write_json(path: Path | None, content: dict[str, Any]) -> None:
-    if path is None:
-        return
-    content = {"command": shlex.join(["fastfact", *sys.argv[1:]]), **content, **experiment.provenance()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-
-def _outcome(result: dict[str, Any]) -> str:
-    summary = result["summary"]
-    return f"accuracy {100 * summary['accuracy']:.1f} %, {summary['seconds']:.1f} s of training"
-
-
-def _show(directory: Path, cells: list[report.Cell], draw: bool = True) -> list[dict[str, Any]]:
-    rows, config = report.table(cells), cells[0].result["config"]
-    seeds = len({cell.seed for cell in cells})
-    title = (
-        f"{config['dataset']}, {config['scenario']}, {config['clients']} clients, {config['rounds']} rounds,"
-        f" {seeds} seed{'s' * (seeds > 1)}"
-    )
-    console.print(_table(rows, title))
-    if draw:
-        for path in report.pictures(cells, directory):
-            console.print(f"picture: {path}", markup=False, soft_wrap=True)
-    return rows
-
-
 def _jobs(text: str) -> int:
     if text == "auto":
         return experiment.jobs_here()
@@ -206,9 +100,9 @@ def run(
     with Display(config.rounds, cells=1) as display:
         name = f"{config.method}, seed {config.seed}"
         result = experiment.run(config, out, lambda *event: display.round(name, *event), resume)
-        display.end(name, _outcome(result))
-    rows = _show(out, report.read(out))
-    _write_json(json_file, {"config": result["config"], "table": rows})
+        display.end(name, outcome(result))
+    rows = show(out, report.read(out))
+    write_json(json_file, {"config": result["config"], "table": rows})
 
 
 @app.command()
@@ -241,14 +135,14 @@ def compare(
                 display.round(name, first, second)
             elif kind == "found":
                 display.skip(config.rounds)
-                display.end(name, f"{_outcome(first)}, finished earlier")
+                display.end(name, f"{outcome(first)}, finished earlier")
             else:
-                display.end(name, _outcome(first) if kind == "done" else f"failed: {first}")
+                display.end(name, outcome(first) if kind == "done" else f"failed: {first}")
 
         failed = comparison.run(out, workers, on_event)
     if len(failed) < len(cells):
-        rows = _show(out, report.read(out))
-        _write_json(json_file, {"config": comparison.describe(), "table": rows, "failed": failed})
+        rows = show(out, report.read(out))
+        write_json(json_file, {"config": comparison.describe(), "table": rows, "failed": failed})
     if failed:
         typer.echo(f"fastfact: {len(failed)} of {len(cells)} cells failed; the same command runs them again", err=True)
         raise typer.Exit(1)
@@ -260,8 +154,8 @@ def report_command(
     json_file: Json = None,
 ) -> None:
     """Print the table of a run or comparison and draw its pictures anew."""
-    rows = _show(directory, report.read(directory))
-    _write_json(json_file, {"table": rows})
+    rows = show(directory, report.read(directory))
+    write_json(json_file, {"table": rows})
 
 
 @app.command()
@@ -273,7 +167,7 @@ def info(json_file: Json = None) -> None:
         for name, value in content.items():
             table.add_row(name, str(value))
         console.print(table)
-    _write_json(json_file, about)
+    write_json(json_file, about)
 
 
 def _measure(rows: list[dict[str, Any]], title: str, json_file: Path | None) -> None:
@@ -286,7 +180,7 @@ def _measure(rows: list[dict[str, Any]], title: str, json_file: Path | None) -> 
         cells = [row.get(name, "") for name in names]
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
     console.print(table)
-    _write_json(json_file, {"rows": rows})
+    write_json(json_file, {"rows": rows})
 
 
 @bench.command("layers")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from fastfact import cli, experiment, report
+from fastfact import cli, experiment, report, terminal
 from fastfact.experiment import Comparison, Config
 
 SMALL = ["--clients", "3", "--rounds", "2", "--epochs", "1", "--model", "mlp", "--width", "0.1", "--batch-size", "64"]
@@ -23,9 +23,9 @@ def call(*arguments):
     import contextlib
     import io
 
-    out, err, argv, console = io.StringIO(), io.StringIO(), sys.argv, cli.console
+    out, err, argv, console = io.StringIO(), io.StringIO(), sys.argv, terminal.console
     sys.argv = ["fastfact", *map(str, arguments)]
-    cli.console = type(console)(file=out, width=140, highlight=False)
+    file, console.file, console.width = console.file, out, 140
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             cli.main()
@@ -33,7 +33,7 @@ def call(*arguments):
     except SystemExit as stop:
         code = stop.code or 0
     finally:
-        sys.argv, cli.console = argv, console
+        sys.argv, console.file = argv, file
     return code, out.getvalue(), err.getvalue()
 
 
