@@ -233,6 +233,31 @@ def factored_conv2d(
     return _images(out, is_channels_last(x))
 
 
+def separable_conv2d(
+    x: Tensor,
+    u: Tensor,
+    v: Tensor,
+    values: Tensor | None,
+    index: Tensor | None,
+    bias: Tensor | None,
+    size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """`factored_conv2d` with factors u [k, r, i, kh] and v [k, r, groups·o, kw] of layout "kernel"."""
+    weight = factored_weight(None, None, values, index, size, x) + rank1_weight(None, u, v, KERNEL, False)
+    return torch.stack(
+        [
+            torch.nn.functional.conv2d(
+                x[j], weight[j], None if bias is None else bias[j], stride, padding, dilation, groups
+            )
+            for j in range(x.shape[0])
+        ]
+    )
+
+
 def is_channels_last(x: Tensor) -> bool:
     """Whether the images of each client of `x` [k, n, c, h, w] are channels_last and not contiguous."""
     one = x[0] if x.shape[0] else x.new_empty(x.shape[1:])

@@ -11,6 +11,7 @@ from fastfact import ops, reference
 
 ATOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 NAMES = ("x", "u", "v", "values", "bias")
+ORDER = ("x", "u", "v", "values", "index", "bias")
 
 
 def draw(n, size, h, w, rank, density, dtype, groups=1, clients=(), seed=0):
@@ -156,7 +157,7 @@ def test_clients_vmap_and_func_grad():
     def loss(x, u, v, values, index, bias):
         return ops.factored_conv2d(x, u, v, values, index, bias, size=size, **how).square().sum()
 
-    args = [t[n] for n in ("x", "u", "v", "values", "index", "bias")]
+    args = [t[n] for n in ORDER]
     looped = [torch.func.grad(loss, (0, 1, 2, 3, 5))(*(a[k] for a in args)) for k in range(3)]
     mapped = torch.func.vmap(torch.func.grad(loss, (0, 1, 2, 3, 5)))(*args)
     batched = torch.func.grad(loss, (0, 1, 2, 3, 5))(*args)
@@ -182,7 +183,7 @@ def test_compile_fullgraph():
     compiled = torch.compile(
         lambda *a: ops.factored_conv2d(*a, size=size, padding=1).relu(), fullgraph=True, backend="aot_eager"
     )
-    args = [t[n] for n in ("x", "u", "v", "values", "index", "bias")]
+    args = [t[n] for n in ORDER]
     leaves = [a.clone().requires_grad_() if a.is_floating_point() else a for a in args]
     y = compiled(*leaves)
     y.sum().backward()
@@ -226,6 +227,33 @@ def test_linear(shape, rank):
     x = torch.randn(shape, dtype=torch.float64)
     y = ops.factored_linear(x, u, v, t["values"], t["index"], t["bias"], size=(o, i))
     assert torch.allclose(y, F.linear(x, weight, t["bias"]))
+
+
+@pytest.mark.parametrize("density", [0.0, 0.3])
+@pytest.mark.parametrize("clients", [(), (3,)])
+@pytest.mark.parametrize("how", [{}, {"groups": 2, "stride": (2, 3), "padding": (1, 2), "dilation": (2, 1)}])
+def test_separable(how, clients, density):
+    size, rank = (8, 5, 3, 4), 2
+    t = draw(4, size, 9, 10, 0, density, torch.float64, how.get("groups", 1), clients)
+    t |= {"u": torch.randn(*clients, rank, 5, 3).double(), "v": torch.randn(*clients, rank, 8, 4).double()}
+    if not density:
+        t |= {"values": None, "index": None}
+    settings = [size, *(how.get(n, d) for n, d in (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1)))]
+    expected = ops.common.call(reference.separable_conv2d, bool(clients), [t[n] for n in ORDER], *settings)
+    got = ops.separable_conv2d(**t, size=size, **how)
+    assert torch.allclose(got, expected)
+    lowrank = {"B": t["u"].flatten(-2).mT, "A": t["v"].flatten(-2)}
+    if not clients and not density:
+        weight = ops.lowrank_weight(None, lowrank["A"], lowrank["B"], layout="separable", size=size)
+        assert torch.allclose(got, F.conv2d(t["x"], weight, t["bias"], **how))
+
+
+def test_separable_checks_its_factors():
+    t = draw(2, (6, 5, 3, 3), 8, 8, 0, 0.2, torch.float32)
+    with pytest.raises(ValueError, match="u and v must be given"):
+        ops.separable_conv2d(**t, size=(6, 5, 3, 3))
+    with pytest.raises(ValueError, match="v has shape"):
+        ops.separable_conv2d(**t | {"u": torch.zeros(2, 5, 3), "v": torch.zeros(2, 3, 6)}, size=(6, 5, 3, 3))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Convolution and linear layers computed from their factors, without making the weight."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastfact import reference
@@ -66,11 +67,36 @@ class _FactoredConvBackward(torch.autograd.Function):
         return unfold(info.batch_size, clients, needs, out)
 
 
-def _pair(name: str, value, least: int) -> tuple[int, int]:
+def _pair(op: str, name: str, value, least: int) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or min(pair) < least:
-        raise ValueError(f"{OP}: {name}={value}, must be one or two integers of at least {least}")
+        raise ValueError(f"{op}: {name}={value}, must be one or two integers of at least {least}")
     return pair
+
+
+def _checked(op, x, u, v, values, index, bias, size, stride, padding, dilation, groups):
+    """What the convolutions have in common, checked: (size, stride, padding, dilation, groups, clients, tensors)."""
+    size = tuple(size)
+    if len(size) != 4 or min(size) < 1 or groups < 1 or size[0] % groups:
+        raise ValueError(f"{op}: size={size}, groups={groups}: must be (o, i, kh, kw), o a multiple of groups")
+    if (u is None) != (v is None) or (values is None) != (index is None):
+        raise ValueError(f"{op}: u and v go together, and so do values and index")
+    pairs = [_pair(op, "stride", stride, 1), _pair(op, "padding", padding, 0), _pair(op, "dilation", dilation, 1)]
+    named = {"x": (x, 4), "u": (u, 3), "v": (v, 3), "values": (values, 1), "index": (index, 1), "bias": (bias, 1)}
+    clients, (x, u, v, values, index, bias) = with_clients(op, named)
+    channels, h, w = x.shape[clients + 1 :]
+    if channels != groups * size[1]:
+        raise ValueError(f"{op}: x has {channels} channels, must have groups·i = {groups * size[1]}")
+    for extent, kernel, padded, gap in zip((h, w), size[2:], *pairs[1:], strict=True):
+        if extent + 2 * padded < gap * (kernel - 1) + 1:
+            raise ValueError(f"{op}: x is {h}×{w}, too small for kernel {size[2:]}, padding and dilation")
+    check(op, "bias", bias, (size[0],), clients, x)
+    if values is not None:
+        check(op, "values", values, index.shape[clients:], clients, x)
+        if index.dtype not in (torch.int32, torch.int64) or index.device != x.device:
+            raise ValueError(f"{op}: index is {index.dtype} on {index.device}, must be int32 or int64 on {x.device}")
+        index = index.to(torch.int32)
+    return size, *pairs, groups, clients, (x, u, v, values, index, bias)
 
 
 def factored_conv2d(
@@ -98,33 +124,69 @@ def factored_conv2d(
     and bias; the gradient of `values` is computed on the support only. Raises ValueError for shapes or dtypes that do
     not fit, and for positions that are not ascending or not in W.
     """
-    size = tuple(size)
-    if len(size) != 4 or min(size) < 1 or groups < 1 or size[0] % groups:
-        raise ValueError(f"{OP}: size={size}, groups={groups}: must be (o, i, kh, kw), o a multiple of groups")
-    if (u is None) != (v is None) or (values is None) != (index is None):
-        raise ValueError(f"{OP}: u and v go together, and so do values and index")
-    settings = (size, _pair("stride", stride, 1), _pair("padding", padding, 0), _pair("dilation", dilation, 1), groups)
-    named = {"x": (x, 4), "u": (u, 3), "v": (v, 3), "values": (values, 1), "index": (index, 1), "bias": (bias, 1)}
-    clients, (x, u, v, values, index, bias) = with_clients(OP, named)
-    channels, h, w = x.shape[clients + 1 :]
-    if channels != groups * size[1]:
-        raise ValueError(f"{OP}: x has {channels} channels, must have groups·i = {groups * size[1]}")
-    for extent, kernel, padded, gap in zip((h, w), size[2:], settings[2], settings[3], strict=True):
-        if extent + 2 * padded < gap * (kernel - 1) + 1:
-            raise ValueError(f"{OP}: x is {h}×{w}, too small for kernel {size[2:]}, padding and dilation")
+    size, *how, clients, (x, u, v, values, index, bias) = _checked(
+        OP, x, u, v, values, index, bias, size, stride, padding, dilation, groups
+    )
     if u is not None:
         check(OP, "u", u, (u.shape[clients], *size[2:]), clients, x)
         check(OP, "v", v, (u.shape[clients], *size[:2]), clients, x)
-    check(OP, "bias", bias, (size[0],), clients, x)
     if values is not None:
         check(OP, "values", values, index.shape[clients:], clients, x)
         if index.dtype not in (torch.int32, torch.int64) or index.device != x.device:
             raise ValueError(f"{OP}: index is {index.dtype} on {index.device}, must be int32 or int64 on {x.device}")
         index = index.to(torch.int32)
-    tensors = (x, u, v, values, index, bias)
+    tensors, settings = (x, u, v, values, index, bias), (size, *how)
     if must_be_plain():
         return call(getattr(reference, OP), clients, tensors, *settings)
     return _FactoredConv.apply(clients, settings, *tensors)
+
+
+def separable_conv2d(
+    x: Tensor,
+    u: Tensor,
+    v: Tensor,
+    values: Tensor | None = None,
+    index: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    size: tuple[int, int, int, int],
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """conv2d(x, W + μ, bias) with W[o, i, ky, kx] = Σ_r u[r, i, ky] · v[r, o, kx] never made: a kh×1 convolution to r
+    channels, then a 1×kw one (SimFed, `Rank1(layout="kernel")`; FedDecomp eq. 2–4, `LowRank(layout="separable")`, whose
+    B [i·kh, r] is u as `B.T.unflatten(1, (i, kh))` and scaling · A [r, o·kw] is v as `.unflatten(1, (o, kw))`).
+
+    u [r, i, kh], v [r, o, kw]; the rest, the client axis and what is raised as in `factored_conv2d`. μ is sparse; with
+    a dense one (σ) this costs more than W does. Multiplications at stride 1, as a part of the dense layer's:
+    r / (o·kw) + r / (i·kh). Made of PyTorch's convolutions, and differentiable as they are; clients run as groups.
+    """
+    op = "separable_conv2d"
+    size, stride, padding, dilation, groups, clients, (x, u, v, values, index, bias) = _checked(
+        op, x, u, v, values, index, bias, size, stride, padding, dilation, groups
+    )
+    if u is None:
+        raise ValueError(f"{op}: u and v must be given")
+    check(op, "u", u, (u.shape[clients], size[1], size[2]), clients, x)
+    check(op, "v", v, (u.shape[clients], size[0], size[3]), clients, x)
+    k = x.shape[0] if clients else 1
+    u, v = (t if clients else t.unsqueeze(0) for t in (u, v))
+    rank, parts = u.shape[1], k * groups
+    down = u.unsqueeze(1).expand(-1, groups, -1, -1, -1).reshape(parts * rank, size[1], size[2], 1)
+    across = v.transpose(1, 2).reshape(k * size[0], rank, 1, size[3])
+    hidden = x.movedim(0, 1).flatten(1, 2) if clients else x
+    (sy, sx), (py, px), (dy, dx) = stride, padding, dilation
+    hidden = F.conv2d(hidden, down, None, (sy, 1), (py, 0), (dy, 1), parts)
+    in_second = None if bias is None or values is not None else bias.flatten()
+    out = F.conv2d(hidden, across, in_second, (1, sx), (0, px), (1, dx), parts)
+    if clients:
+        out = out.unflatten(1, (k, size[0])).movedim(1, 0)
+    if values is None:
+        return out
+    how = {"size": size, "stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return out + factored_conv2d(x, None, None, values, index, bias, **how)
 
 
 def factored_linear(
