@@ -80,3 +80,7 @@ def resolve(record: Mapping[str, Any]) -> Callable | None:
     if record["args"] is None or not (is_model or module == "fastfact.models"):
         return None
     return functools.partial(found, *record["args"], **record["kwargs"])
+
+
+def round_half_up(x: float) -> int:
+    return math.floor(x + 0.5)

@@ -293,4 +293,4 @@ def test_the_servers_memory_is_kept(make, same, tmp_path):
     first.fit(2, tmp_path / "run")
     resumed = ff.Federation.load(tmp_path / "run", method=Counting(), clients=make.clients())
     resumed.fit(2)
-    assert same(straight, resumed) and resumed._memory["calls"].item() == 3
+    assert same(straight, resumed) and resumed.memory["calls"].item() == 3

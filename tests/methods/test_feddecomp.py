@@ -65,7 +65,7 @@ def test_the_mean_is_plain_and_over_those_that_reported():
     """Sizes differ, so a mean weighted by samples would be another one (eq. 7); two of four clients a round."""
     fed = federation("feddecomp", participation=0.5)
     fed.fit(3)
-    last = fed._last.clients
+    last = fed.last.clients
     assert len(last) == 2 and len({SIZES[k] for k in last}) == 2
     expected = fed.states.state["first.sigma"][last].mean(0)
     for model in fed.mixed():

@@ -133,7 +133,7 @@ def test_fedfomo(share_norm):
             train(model, state, held_out(k)[0], r, k)
     fed.fit(ROUNDS)
     check(fed, states)
-    torch.testing.assert_close(fed._memory["affinity"], affinity)
+    torch.testing.assert_close(fed.memory["affinity"], affinity)
     assert gains
     # A message up per client and round; down the initial model, then three of others' per round.
     up, message = fed.ledger.bytes("up"), fed.ledger.bytes("up", round=1, client=0)

@@ -1,0 +1,192 @@
+"""What crosses between clients and server in a round, and how uploads are mixed into the next downloads."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fastfact.federation.cohort import State, TensorInfo
+from fastfact.federation.strategy import Strategy, Uploads
+from fastfact.federation.train import Encoder
+from fastfact.federation.wire import Ledger, Wire
+
+
+@dataclasses.dataclass
+class Report:
+    """Who reported in a round, with how many samples and what training loss each."""
+
+    round: int
+    clients: list[int]
+    samples: list[int]
+    losses: list[float]
+
+
+class Exchange:
+    """What a method sends of a model's tensors, up and down, and what it does with them.
+
+    shared: the names that are uploaded, mixed and downloaded. keys: those that similarity is measured on; `measured`
+    are the ones among them that are computed (`Strategy.key`). uploaded: all that go up. sparse: the μ. initial: the
+    state of one client at the start [1, …].
+    """
+
+    def __init__(
+        self,
+        method: Strategy,
+        infos: dict[str, TensorInfo],
+        sparse: list[str],
+        initial: State,
+        encoder: Encoder,
+        values: str,
+        seed: int,
+    ):
+        self.method, self.infos, self.sparse, self.encoder, self.seed = method, infos, sparse, encoder, seed
+        self.device = encoder.device
+        self.shared = [name for name, info in infos.items() if method.shares(info)]
+        self.keys = [name for name, info in infos.items() if method.compares(info)]
+        self.uploaded = [name for name in infos if name in {*self.shared, *self.keys}]
+        # What is uploaded besides tensors of the model is known once the shape of a sample is.
+        keys = method.key(initial, encoder)
+        self.measured = {
+            name: TensorInfo(name, tuple(key.shape[1:]), key.dtype, role=name, layer=0, layers=0)
+            for name, key in keys.items()
+        }
+        if clash := sorted(set(self.measured) & set(infos)):
+            raise ValueError(f"{method.name}: key {clash[0]} has the name of a tensor of the model")
+        self.keys += self.measured
+        self.uploaded += self.measured
+        self.wire = Wire(infos | self.measured, values, sparse)
+
+    def rows(self, direction: str, memory: State) -> State:
+        """`Strategy.rows` on the model's device."""
+        return {name: mask.to(self.device) for name, mask in self.method.rows(direction, memory).items()}
+
+    def keyed(self, state: State) -> State:
+        """The clients' tensors [k, …] and the keys computed from them."""
+        return state | self.method.key(state, self.encoder) if self.measured else state
+
+    def upload(self, round: int, clients: list[int], state: State, memory: State, ledger: Ledger) -> State:
+        """What arrives of the clients' states [k, …] at the server, by name; its bytes go into `ledger`."""
+        sent, sizes = self.wire.send(self.keyed(state), self.uploaded, self.rows("up", memory))
+        ledger.add(round, "up", clients, sizes)
+        return sent
+
+    def uploads(self, report: Report, state: State, memory: State) -> Uploads:
+        """What the server has of a round: what its clients sent is what they hold, `state` [m, …]."""
+        sent, _ = self.wire.send(self.keyed(state), self.uploaded)
+        return Uploads(report.round, report.clients, sent, report.samples, report.losses, self.keys, memory, self.seed)
+
+    def mix(self, uploads: Uploads) -> State:
+        """The downloads of the clients that reported, [m, …], with μ as the strategy's `after_mix` wants it."""
+        mixed = dict(self.method.mix(uploads, self.shared))
+        for name in self.sparse:
+            if name in mixed and self.method.after_mix == "support":
+                mixed[name] = mixed[name] * (uploads.state[name] != 0)
+            elif name in mixed and self.method.after_mix == "threshold":
+                mixed[name] = torch.where(mixed[name].abs() < self.method.l1, 0.0, mixed[name])
+        return mixed
+
+    def first_download(self, round: int, clients: list[int], work: State, ledger: Ledger) -> None:
+        """Everybody has the initial model, as if sent: the papers count this download too."""
+        ledger.add(round, "down", clients, self.wire.send(work, self.shared)[1])
+
+    def download(
+        self,
+        uploads: Uploads,
+        round: int,
+        clients: list[int],
+        work: State,
+        ledger: Ledger,
+        samples: Callable[[int], int],
+        evaluate: Callable[[int, State], Tensor],
+    ) -> None:
+        """Mix the uploads of the last round and bring the clients' rows of `work` up to date.
+
+        A client that was not among those that reported is asked for its key if there is matching, and gets what
+        `Strategy.arrival` says. samples(client) → how many it trains on; evaluate: see `Uploads.evaluate`.
+        """
+        rows, memory = {k: row for row, k in enumerate(clients)}, uploads.memory
+        uploads.present = present = [place for place, k in enumerate(uploads.clients) if k in rows]
+
+        def fetch(client: int, places: list[int]) -> State:
+            state, sizes = self.wire.send({n: uploads.state[n][places] for n in self.shared}, self.shared)
+            ledger.add(round, "down", [client] * len(places), sizes)
+            return state
+
+        uploads.fetch, uploads.evaluate = fetch, evaluate
+        mixed = self.mix(uploads)
+        whole = len(present) == len(uploads.clients)
+        some = mixed if whole else {name: tensor[present] for name, tensor in mixed.items()}
+        self._receive(round, [uploads.clients[place] for place in present], rows, some, work, memory, ledger)
+        missed = [k for k in clients if k not in set(uploads.clients)]
+        if missed:
+            own_state = {name: tensor[[rows[k] for k in missed]] for name, tensor in work.items()}
+            sent, sizes = self.wire.send(self.keyed(own_state), self.uploaded)
+            losses = [math.nan] * len(missed)
+            own = Uploads(round, missed, sent, [samples(k) for k in missed], losses, self.keys, memory, self.seed)
+            mixed = self.method.arrival(own, uploads, self.shared)
+            if mixed is not None:
+                ledger.add(round, "up", missed if self.keys and self.method.newcomers_upload else [], sizes)
+                self._receive(round, missed, rows, mixed, work, memory, ledger)
+
+    def _receive(
+        self,
+        round: int,
+        clients: Sequence[int],
+        places: Mapping[int, int],
+        mixed: State,
+        work: State,
+        memory: State,
+        ledger: Ledger,
+    ) -> None:
+        """Send `mixed` [len(clients), …] down and put it where the strategy says, into the clients' rows of `work`."""
+        if not clients:
+            return
+        some = self.rows("down", memory)
+        if self.method.clients_mix:
+            received = dict(mixed)
+        else:
+            received, sizes = self.wire.send(mixed, self.shared, some)
+            ledger.add(round, "down", clients, sizes)
+        rows = [places[k] for k in clients]
+        whole = rows == list(range(len(next(iter(work.values())))))
+        state = work if whole else {name: tensor[rows] for name, tensor in work.items()}
+        for name, mask in some.items():
+            arrived = mask.view(-1, *[1] * (received[name].dim() - 2))
+            received[name] = torch.where(arrived, received[name], state[name])
+        for name, tensor in self.method.receive(state, received).items():
+            if whole:
+                work[name].copy_(tensor)
+            else:
+                work[name][rows] = tensor
+
+    def unusable(
+        self, clients: list[int], sent: State, limit: float | None, known: Mapping[int, str]
+    ) -> dict[int, str]:
+        """client → why what the server sees of it is left out: keys, norm of the upload. Not those `known`."""
+        reasons = {
+            k: f"{name} has NaN or inf"
+            for name in self.measured
+            for k, finite in zip(clients, sent[name].flatten(1).isfinite().all(1).tolist(), strict=True)
+            if k not in known and not finite
+        }
+        if limit is None:
+            return reasons
+        norms = torch.stack([torch.linalg.vector_norm(t.flatten(1).double(), dim=1) for t in sent.values()]).norm(dim=0)
+        return reasons | {
+            k: f"the norm of its upload is {norm:.6g}, above {limit:g}"
+            for k, norm in zip(clients, norms.tolist(), strict=True)
+            if k not in known and norm > limit
+        }
+
+
+def not_finite(clients: list[int], state: State) -> dict[int, str]:
+    """client → which of its tensors in `state` [k, …] has NaN or inf, for those that have one."""
+    names = [name for name, tensor in state.items() if tensor.is_floating_point()]
+    finite = torch.stack([state[name].flatten(1).abs().amax(1).isfinite() for name in names]).cpu()
+    reasons = {}
+    for row in (~finite.all(0)).nonzero().flatten().tolist():
+        bad = names[int((~finite[:, row]).nonzero()[0])]
+        reasons[clients[row]] = f"{bad} has NaN or inf"
+    return reasons
