@@ -192,6 +192,25 @@ def bench_layers(json_file: Json = None, quick: Quick = False, threads: Threads 
     _measure(layers.run(quick), "layers: milliseconds, medians; ratio = dense / ours", json_file)
 
 
+@bench.command("clients")
+def bench_clients(
+    json_file: Json = None,
+    quick: Quick = False,
+    threads: Threads = None,
+    only: Annotated[str | None, typer.Option(metavar="WORK", help="Only the rows of this work.")] = None,
+) -> None:
+    """Federated averaging of many clients, ours beside a plain loop, vmap, pfl and Flower; ratio = theirs / ours."""
+    from fastfact.bench import clients
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    rows = clients.run(quick, only)
+    for name in dict.fromkeys(row["work"] for row in rows):
+        _measure([row for row in rows if row["work"] == name], f"{name}: ratio = its time of a round / ours", None)
+    write_json(json_file, {"rows": rows})
+    if json_file and (growth := [row for row in rows if row["work"] == "growth"]):
+        clients.draw(growth, json_file.with_suffix(".png"))
+
+
 def main() -> None:
     """Entry point: bad input is one line on stderr and exit code 2, Ctrl-C exit code 130."""
     try:
