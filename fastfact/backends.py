@@ -43,21 +43,31 @@ class Backend:
     detail: str
 
 
+def library_file(name: str) -> Path | None:
+    """The compiled library of a backend, None where it was not built."""
+    return max(Path(__file__).parent.glob(f"_{name}*.so"), default=None)
+
+
 def _load_library(name: str) -> Backend:
-    found = sorted(Path(__file__).parent.glob(f"_{name}*.so"))
-    if not found:
+    found = library_file(name)
+    if found is None:
         return Backend(False, f"not built: no fastfact/_{name}*.so beside the package")
     try:
-        torch.ops.load_library(str(found[-1]))
+        torch.ops.load_library(str(found))
     except OSError as error:
-        return Backend(False, f"{found[-1].name} does not load: {error}")
-    return Backend(True, found[-1].name)
+        return Backend(False, f"{found.name} does not load: {error}")
+    return Backend(True, found.name)
 
 
 _LIBRARIES: dict[str, Backend] = {}
 _dispatched: dict[str, Callable] = {}
 _serving = _dispatched
 _library = torch.library.Library("fastfact", "IMPL")
+
+
+def loaded(name: str) -> bool:
+    """Whether the compiled library of a backend is there and loads."""
+    return _LIBRARIES[name].available
 
 
 def load() -> None:

@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 import fastfact
 from fastfact import data, methods, models, report
 from fastfact.backends import backends
+from fastfact.cost import processor
 from fastfact.federation import Client, Federation, Strategy, store
 from fastfact.federation.strategy import STRATEGIES
 
@@ -345,14 +346,11 @@ def jobs_here() -> int:
 
 def hardware() -> dict[str, Any]:
     """What the numbers were measured on."""
-    name, memory = platform.processor() or platform.machine(), None
-    with contextlib.suppress(OSError):
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        name = names[0].split(":", 1)[1].strip() if names else name
+    memory = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
         memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": name, "cores": jobs_here(), "memory_gib": memory, "gpus": gpus, "system": platform.platform()}
+    return {"cpu": processor(), "cores": jobs_here(), "memory_gib": memory, "gpus": gpus, "system": platform.platform()}
 
 
 def versions() -> dict[str, str | None]:

@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastfact import ops, sparsity
+from fastfact import cost, ops, sparsity
+from fastfact.ops.common import transforming
 from fastfact.specs import Rank1, Spec
 
 PATHS = ("auto", "reconstruct", "factored")
-FACTORED_DENSITY = 0.3
-"""Density of μ up to which `path = "auto"` takes the factored path."""
 INDEX = "mu_index"
 
 __all__ = ["FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
@@ -27,8 +26,10 @@ class FactorizedLayer(nn.Module):
     their ascending flat positions in the buffer `mu_index` int32 [nnz]. It stays one and the same parameter.
 
     path: "reconstruct" makes W and calls the dense layer; "factored" computes from u, v and compact μ without W
-    (`Rank1` with layout "spatial", or of a linear layer; zero padding given as numbers); "auto" takes the factored path
-    where μ is compact and at most `FACTORED_DENSITY` dense.
+    (`Rank1` with layout "spatial", or of a linear layer; zero padding given as numbers); "auto" takes the one that the
+    cost model of this machine predicts to be faster for the input at hand (`fastfact.cost`, on the CPU): the factored
+    one can be where μ is compact or the spec has none. Under torch.compile, torch.export and the transforms of
+    torch.func the choice does not look at the size of the input.
     """
 
     spec: Spec
@@ -78,9 +79,13 @@ class FactorizedLayer(nn.Module):
 
     def _weight(self, channels_last: bool | None) -> Tensor:
         factors = self._parameters
-        if INDEX in self._buffers:
-            factors = {**factors, self.spec.sparse_factor: sparsity.scatter(self.mu, self.mu_index, self.size)}
-        return self.spec.weight(factors, self.size, channels_last)
+        if INDEX not in self._buffers:
+            return self.spec.weight(factors, self.size, channels_last)
+        if torch.is_grad_enabled() or transforming():
+            mu = sparsity.scatter(self.mu, self.mu_index, self.size)
+            return self.spec.weight({**factors, "mu": mu}, self.size, channels_last)
+        product = self.spec.weight({**factors, "mu": None}, self.size, False)
+        return sparsity.scatter_add_(product, self.mu, self.mu_index)
 
     @property
     def is_compact(self) -> bool:
@@ -174,16 +179,33 @@ class FactorizedLayer(nn.Module):
                 self._set_support(self.mu.new_zeros(saved.shape), saved.to(self.mu.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _factored(self) -> bool:
+    def _factored(self, x: Tensor) -> bool:
         """Whether the forward takes the factored path. Raises ValueError where it is asked for and cannot be taken."""
-        if self.path == "reconstruct" or (self.path == "auto" and INDEX not in self._buffers):
-            return False
-        why_not = self._why_not_factored()
-        if self.path == "factored" and why_not:
+        path = self.path
+        if path == "auto":
+            return self._can_factor() and x.device.type == "cpu" and self._faster_factored(x)
+        if path == "factored" and (why_not := self._why_not_factored()):
             raise ValueError(f'path="factored": {why_not}')
-        return not why_not and (
-            self.path == "factored" or len(self.mu) <= FACTORED_DENSITY * torch.Size(self.size).numel()
+        return path == "factored"
+
+    def _can_factor(self) -> bool:
+        compact = INDEX in self._buffers or "mu" not in self._parameters
+        return compact and self._why_not_factored() is None
+
+    def _faster_factored(self, x: Tensor) -> bool:
+        parameters = self._parameters.values()
+        training = torch.is_grad_enabled() and (
+            x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
         )
+        if transforming():
+            return cost.factored_nominal(*self._work(None, False, training, x.dtype))
+        return cost.factored(self._work(tuple(x.shape), _is_channels_last(x), training, x.dtype))
+
+    def _work(
+        self, shape: tuple[int, ...] | None, channels_last: bool, training: bool, dtype: torch.dtype
+    ) -> cost.Work:
+        """What the cost model is asked about, for an input of `shape` (None: a nominal one)."""
+        raise NotImplementedError
 
     def _why_not_factored(self) -> str | None:
         if not isinstance(self.spec, Rank1):
@@ -194,6 +216,9 @@ class FactorizedLayer(nn.Module):
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         return self.u, self.v, self._parameters.get("mu"), self._buffers.get(INDEX), self.bias
+
+    def _nonzeros(self) -> int:
+        return len(self.mu) if INDEX in self._buffers else 0
 
     def _mark(self) -> None:
         parameter = self._parameters.get(self.spec.sparse_factor)
@@ -283,8 +308,16 @@ class FactorizedConv2d(FactorizedLayer):
             return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
         return super()._why_not_factored()
 
+    def _work(self, shape, channels_last, training, dtype):
+        if shape is None:
+            reach = [gap * (extent - 1) + 1 for gap, extent in zip(self.dilation, self.size[2:], strict=True)]
+            shape = (cost.NOMINAL_IMAGES, self.in_channels, *(max(cost.NOMINAL_SIDE, least) for least in reach))
+        images, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
+        how = (self.stride, self.padding, self.dilation, self.u.shape[0], self._nonzeros())
+        return cost.Work(False, self.size, self.groups, images, image, *how, channels_last, training, dtype)
+
     def forward(self, x: Tensor) -> Tensor:
-        if self._factored():
+        if self._factored(x):
             batch = x if x.dim() == 4 else x.unsqueeze(0)
             y = ops.factored_conv2d(
                 batch,
@@ -342,8 +375,12 @@ class FactorizedLinear(FactorizedLayer):
         """An `nn.Linear` of the same function, with W as its weight and this layer's bias."""
         return _fill_dense(nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta"), self)
 
+    def _work(self, shape, channels_last, training, dtype):
+        n = cost.NOMINAL_IMAGES if shape is None else torch.Size(shape[:-1]).numel()
+        return cost.linear_work(self.size, n, self.u.shape[0], self._nonzeros(), training, dtype)
+
     def forward(self, x: Tensor) -> Tensor:
-        if self._factored():
+        if self._factored(x):
             return ops.factored_linear(x, *self._parts(), size=self.size)
         return F.linear(x, self.weight, self.bias)
 

@@ -69,6 +69,13 @@ def scatter(values: Tensor, index: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 @torch.no_grad()
+def scatter_add_(weight: Tensor, values: Tensor, index: Tensor) -> Tensor:
+    """Add μ, given in compact form, to a contiguous `weight`, in place."""
+    weight.view(-1).index_add_(0, index, values)
+    return weight
+
+
+@torch.no_grad()
 def threshold_(x: Tensor, value: float) -> Tensor:
     """Set numbers with |x| < `value` to zero, in place, as the official Factorized-FL code does to evaluate."""
     if value < 0:

@@ -1,0 +1,463 @@
+"""How long a layer takes on each compute path: a small model, measured once per machine.
+
+The time of a path is a sum of terms (one call, elements read and written, multiplications of each kind) with a
+coefficient each. The coefficients are fitted to some fifty short measurements, a second in all, when the first layer
+asks, one set for each kind of layer, step, memory format and dtype, and kept in
+
+    $XDG_CACHE_HOME/fastfact/cost/   (~/.cache/fastfact/cost/)
+
+for this processor, this build of PyTorch and of fastfact and this number of threads. The paths agree up to rounding
+only, so a run repeats bit for bit as long as the choice does: a measurement that cannot be kept is not used, the
+built-in coefficients serve instead. `FASTFACT_COST` = "builtin" asks for those, for runs that take the same paths on
+every machine; any other value is the directory to use.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+import torch
+import torch.nn.functional as F
+from scipy.optimize import nnls
+from torch import Tensor
+
+from fastfact import ops, sparsity
+from fastfact.backends import library_file, loaded
+
+log = logging.getLogger("fastfact")
+
+PATHS = ("reconstruct", "factored")
+MARGIN = 0.93
+"""The factored path is taken where its predicted time is below this fraction of the other's: the model's error."""
+NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
+"""The input assumed under torch.compile and torch.export, where sizes may be symbols."""
+_VARIABLE = "FASTFACT_COST"
+
+
+class Work(NamedTuple):
+    """What a layer is asked to do. A linear layer is a 1×1 convolution of images of one row.
+
+    size: (o, i, kh, kw) of W. images: n. image, out: (h, w) of input and output. nonzeros: of compact μ, 0 without μ.
+    training: forward and backward.
+    """
+
+    linear: bool
+    size: tuple[int, int, int, int]
+    groups: int
+    images: int
+    image: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    rank: int
+    nonzeros: int
+    channels_last: bool
+    training: bool
+    dtype: torch.dtype
+
+    @property
+    def out(self) -> tuple[int, int]:
+        """(h, w) of the output."""
+        return tuple(
+            (self.image[d] + 2 * self.padding[d] - self.dilation[d] * (self.size[2 + d] - 1) - 1) // self.stride[d] + 1
+            for d in range(2)
+        )
+
+    @property
+    def table(self) -> str:
+        """Which set of coefficients is for it."""
+        kind = "linear" if self.linear else "conv"
+        step = "training" if self.training else "forward"
+        layout = "channels_last" if self.channels_last else "contiguous"
+        return f"{kind}-{step}-{layout}-{str(self.dtype).removeprefix('torch.')}"
+
+
+def linear_work(size: tuple[int, int], n: int, rank: int, nonzeros: int, training: bool, dtype: torch.dtype) -> Work:
+    """The work of a linear layer of `size` (o, i) on n rows: images as `ops.factored_linear` makes them."""
+    width = next(width for width in (8, 4, 2, 1) if n % width == 0)
+    how = ((1, 1), (0, 0), (1, 1), rank, nonzeros, False, training, dtype)
+    return Work(True, (*size, 1, 1), 1, n // width, (1, width), *how)
+
+
+def _register_bytes() -> int:
+    return {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 16)
+
+
+def _packed(work: Work) -> tuple[int, int]:
+    """Pixels of the output, and of the input, as the kernels hold them: in whole registers and tiles (tiles.h)."""
+    lanes = _register_bytes() // (8 if work.dtype == torch.float64 else 4)
+    tile_rows = 2 if _register_bytes() == 64 else 1
+    (h, w), best = work.out, None
+    for strips in range(1, max(1, min(h, lanes)) + 1):
+        rows, blocks = -(-h // strips), -(-work.images * strips // lanes)
+        rows = -(-rows // tile_rows) * tile_rows
+        if best is None or blocks * rows < best[0] * best[1]:
+            best = blocks, rows
+    blocks, rows = best
+    columns = -(-w // 8) * 8
+    reach = [work.dilation[d] * (work.size[2 + d] - 1) for d in range(2)]
+    read = (rows * work.stride[0] + reach[0]) * (columns * work.stride[1] + reach[1])
+    return blocks * lanes * rows * columns, blocks * lanes * read
+
+
+def _whole(n: int) -> int:
+    return -(-n // 16) * 16
+
+
+def terms(work: Work, path: str) -> list[float]:
+    """What the coefficients of a path are multiplied with."""
+    o, i, kh, kw = work.size
+    taps, numel, pixels = kh * kw, math.prod(work.size), work.images * math.prod(work.out)
+    read, written = work.images * math.prod(work.image) * i * work.groups, pixels * o
+    if path == "reconstruct":
+        whole = _whole(o // work.groups) * work.groups * _whole(i) * taps
+        dense = pixels * numel
+        return [1, numel, work.nonzeros, read, written, dense * (taps > 1), dense * (taps == 1), pixels * whole]
+    packed, packed_read = _packed(work)
+    return [
+        1,
+        work.rank * o * i,
+        work.nonzeros,
+        packed_read * i * work.groups,
+        packed_read * _whole(i) * work.groups,
+        written,
+        work.rank * packed * i * work.groups * taps,
+        work.rank * packed * o * i,
+        packed * work.nonzeros,
+        packed * o * (work.nonzeros > 0),
+    ]
+
+
+# (images, in, out, kernel, stride, groups, side): short, and as different from each other as layers are.
+_CONVS = [
+    (1, 3, 32, 3, 1, 1, 32),
+    (16, 3, 64, 3, 1, 1, 32),
+    (1, 64, 64, 3, 1, 1, 16),
+    (1, 128, 128, 3, 1, 1, 8),
+    (8, 64, 64, 3, 1, 1, 16),
+    (64, 64, 64, 3, 1, 1, 8),
+    (16, 128, 128, 3, 1, 1, 8),
+    (64, 64, 64, 1, 1, 1, 16),
+    (32, 128, 128, 1, 1, 1, 8),
+    (1, 256, 256, 1, 1, 1, 8),
+    (16, 32, 64, 5, 2, 1, 16),
+    (32, 64, 64, 3, 2, 1, 16),
+    (16, 64, 64, 3, 1, 4, 16),
+    (8, 64, 64, 3, 1, 64, 16),
+    (64, 16, 32, 3, 1, 1, 16),
+]
+_LINEARS = [(1, 512, 512), (16, 256, 256), (64, 256, 256), (64, 1024, 128), (256, 512, 512), (512, 128, 64)]
+_DENSITIES = (0.0, 0.05, 0.3)
+
+
+def _flags(table: str) -> tuple[bool, bool, bool, torch.dtype]:
+    """(linear, channels_last, training, dtype) of a table's name."""
+    kind, step, layout, dtype = table.split("-")
+    return kind == "linear", layout == "channels_last", step == "training", getattr(torch, dtype)
+
+
+def _probes(linear: bool, channels_last: bool, training: bool, dtype: torch.dtype) -> Iterator[Work]:
+    for density in _DENSITIES:
+        for n, i, o in _LINEARS if linear else ():
+            yield linear_work((o, i), n, 1, round(density * o * i), training, dtype)
+        for n, i, o, kernel, stride, groups, side in () if linear else _CONVS:
+            size = (o, i // groups, kernel, kernel)
+            how = ((stride, stride), (kernel // 2, kernel // 2), (1, 1), 1, round(density * math.prod(size)))
+            yield Work(False, size, groups, n, (side, side), *how, channels_last, training, dtype)
+
+
+def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
+    """path → a function that does the work on random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(work.dtype)
+
+    o, i, kh, kw = work.size
+    numel = math.prod(work.size)
+    shape = (work.images * work.image[1], i) if work.linear else (work.images, i * work.groups, *work.image)
+    x = randn(*shape)
+    if work.channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    size = work.size[:2] if work.linear else work.size
+    u, v = (randn(work.rank, i), randn(work.rank, o)) if work.linear else (randn(1, kh, kw), randn(1, o, i))
+    values = index = None
+    leaves = [x, u, v]
+    if work.nonzeros:
+        index = torch.randperm(numel, generator=generator)[: work.nonzeros].sort().values.int()
+        values = randn(work.nonzeros)
+        leaves.append(values)
+    if work.training:
+        for leaf in leaves:
+            leaf.requires_grad_()
+    how = (work.stride, work.padding, work.dilation, work.groups)
+
+    def reconstruct() -> Tensor:
+        layout = "linear" if work.linear else "spatial"
+        if values is None or not work.training:
+            weight = ops.rank1_weight(u, v, layout=layout)
+        else:
+            weight = ops.rank1_weight(u, v, sparsity.scatter(values, index, size), layout=layout)
+        if values is not None and not work.training:
+            sparsity.scatter_add_(weight, values, index)
+        return F.linear(x, weight) if work.linear else F.conv2d(x, weight, None, *how)
+
+    def factored() -> Tensor:
+        if work.linear:
+            return ops.factored_linear(x, u, v, values, index, size=size)
+        names = ("stride", "padding", "dilation", "groups")
+        return ops.factored_conv2d(x, u, v, values, index, size=size, **dict(zip(names, how, strict=True)))
+
+    if not work.training:
+        return {"reconstruct": torch.no_grad()(reconstruct), "factored": torch.no_grad()(factored)}
+    with torch.no_grad():
+        grad = torch.randn_like(reconstruct())
+
+    def step(forward: Callable[[], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(forward(), leaves, grad)
+
+    return {"reconstruct": step(reconstruct), "factored": step(factored)}
+
+
+def measure(table: str, budget: float = 0.015) -> dict[str, list[float]]:
+    """path → its coefficients, in seconds a unit, fitted to the shortest of the runs of each probe.
+
+    budget: seconds for one probe, after which no further runs are made (there are at least two, at most nine).
+    """
+    matrices = {path: [] for path in PATHS}
+    for work in _probes(*_flags(table)):
+        sides = run(work)
+        shortest = dict.fromkeys(sides, math.inf)
+        for side in sides.values():
+            side()
+        started = time.perf_counter()
+        for turn in range(9):
+            if turn > 1 and time.perf_counter() - started > budget:
+                break
+            for path, side in sides.items():
+                began = time.perf_counter()
+                side()
+                shortest[path] = min(shortest[path], time.perf_counter() - began)
+        for path, matrix in matrices.items():
+            # Divided by the time: it is the relative error that a choice depends on.
+            matrix.append([term / shortest[path] for term in terms(work, path)])
+    return {path: _fit(numpy.array(matrix)) for path, matrix in matrices.items()}
+
+
+def _fit(matrix: numpy.ndarray) -> list[float]:
+    """x ≥ 0 that makes every row of `matrix` @ x about 1: nearly the least sum of absolute errors, so that a few probes
+    another program disturbed, or no term describes, do not spoil the rest."""
+    weights = numpy.ones(len(matrix))
+    for _ in range(8):
+        x = nnls(matrix * weights[:, None], weights)[0]
+        weights = numpy.abs(matrix @ x - 1).clip(0.05) ** -0.5
+    return x.tolist()
+
+
+def processor() -> str:
+    """The name of the CPU, as far as the system tells."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def directory() -> Path | None:
+    """Where the coefficients are kept; None where the built-in ones are asked for."""
+    asked = os.environ.get(_VARIABLE)
+    if asked == "builtin":
+        return None
+    if asked:
+        return Path(asked)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a path that is not absolute is to be ignored.
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastfact" / "cost"
+
+
+def _machine() -> dict[str, object]:
+    """What the times depend on."""
+    from fastfact import __version__
+
+    library = library_file("cpu").stat()
+    return {
+        "cpu": processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "fastfact": __version__,
+        "library": [library.st_size, library.st_mtime_ns],
+    }
+
+
+def _path(folder: Path, table: str) -> Path:
+    digest = hashlib.blake2b(json.dumps(_machine(), sort_keys=True).encode(), digest_size=8).hexdigest()
+    return folder / f"{table}-{digest}.json"
+
+
+def _read(path: Path, table: str) -> dict[str, list[float]] | None:
+    """The coefficients in a file; None, with a warning, for one that is damaged, or that is not there."""
+    try:
+        found = json.loads(path.read_text())["coefficients"]
+        work = next(_probes(*_flags(table)))
+        for name in PATHS:
+            numbers = found[name]
+            if len(numbers) != len(terms(work, name)) or not all(0 <= x < math.inf for x in numbers):
+                raise ValueError(f"the coefficients of {name!r}")
+        return {name: [float(x) for x in found[name]] for name in PATHS}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s: damaged (%s), measured again", path, error)
+        return None
+
+
+def _write(path: Path, content: dict[str, object], replace: bool) -> None:
+    """Put a whole file in its place; unless `replace`, one that another process put there first stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with open(handle, "w") as file:
+            json.dump(content, file)
+        if replace:
+            os.replace(temporary, path)
+        else:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without hard links
+                os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+# Seconds a unit on one thread of a Xeon with AVX-512 (Sapphire Rapids), as `measure` gives them.
+_BUILTIN: dict[str, dict[str, list[float]]] = {
+    "conv-forward-contiguous": {
+        "reconstruct": [2.64e-05, 7.3e-10, 2.67e-09, 6.11e-10, 6.86e-10, 1.05e-11, 9.93e-12, 1.44e-13],
+        "factored": [8.6e-05, 2.63e-10, 7.78e-09, 6.54e-10, 5.44e-12, 6.68e-10, 0.0, 1.33e-11, 1.63e-11, 1.16e-10],
+    },
+    "conv-forward-channels_last": {
+        "reconstruct": [7.23e-05, 7.49e-10, 3.11e-09, 6.51e-11, 4.01e-10, 1.07e-11, 9.59e-12, 1.88e-13],
+        "factored": [9.39e-05, 7.98e-10, 6.9e-09, 0.0, 5.9e-10, 5.31e-10, 2.12e-11, 1.17e-11, 1.71e-11, 6.07e-11],
+    },
+    "conv-training-contiguous": {
+        "reconstruct": [0.000164, 2.93e-09, 1.35e-08, 1.92e-09, 3.26e-09, 3.51e-11, 3.42e-11, 0.0],
+        "factored": [0.00037, 1.89e-08, 3.48e-08, 2.52e-09, 0.0, 1.37e-09, 0.0, 5.12e-11, 7.17e-11, 6.03e-10],
+    },
+    "conv-training-channels_last": {
+        "reconstruct": [0.000332, 2.23e-09, 1.06e-08, 0.0, 1.98e-09, 3.45e-11, 2.9e-11, 5.37e-13],
+        "factored": [0.00038, 2.17e-08, 2.71e-08, 8.69e-10, 1.86e-09, 1.66e-09, 0.0, 3.52e-11, 5.96e-11, 3.49e-10],
+    },
+    "linear-forward-contiguous": {
+        "reconstruct": [2.06e-05, 2.07e-10, 2.97e-09, 3.57e-10, 0.0, 0.0, 1.23e-11, 0.0],
+        "factored": [7.55e-06, 0.0, 5.39e-09, 1.76e-11, 0.0, 3.99e-10, 0.0, 8.07e-14, 1.69e-11, 2.63e-09],
+    },
+    "linear-training-contiguous": {
+        "reconstruct": [8.63e-05, 8.46e-10, 1.44e-08, 9.35e-10, 2.32e-09, 0.0, 3.5e-11, 0.0],
+        "factored": [5.66e-05, 0.0, 2.06e-08, 1.49e-10, 0.0, 1.2e-09, 0.0, 4.16e-13, 8.68e-11, 1.06e-08],
+    },
+}
+
+
+def _builtin(table: str) -> dict[str, list[float]]:
+    """The built-in coefficients; all but the cost of a call is taken to shrink with the number of threads."""
+    threads = torch.get_num_threads()
+    found = _BUILTIN[table.rpartition("-")[0]]
+    return {path: [numbers[0], *(x / threads for x in numbers[1:])] for path, numbers in found.items()}
+
+
+_lock = threading.Lock()
+_tables: dict[tuple[str, int, Path | None], dict[str, list[float]]] = {}
+
+
+def coefficients(table: str) -> dict[str, list[float]]:
+    """path → coefficients of a table (see `Work.table`) for the present number of threads: read, or measured and kept,
+    or, where they cannot be kept, the built-in ones."""
+    key = table, torch.get_num_threads(), directory()
+    with _lock:
+        if key not in _tables:
+            _tables[key] = _find(table, key[2])
+        return _tables[key]
+
+
+def _find(table: str, folder: Path | None) -> dict[str, list[float]]:
+    if folder is None:
+        return _builtin(table)
+    path = _path(folder, table)
+    found = _read(path, table)
+    if found is None:
+        try:
+            damaged = path.exists()
+            # Ask before the work whether the result can be kept.
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            measured = _elsewhere(lambda: measure(table))
+            _write(path, {"machine": _machine(), "coefficients": measured}, replace=damaged)
+            found = _read(path, table)
+        except OSError as error:
+            log.warning("%s: cannot keep the measured cost model (%s), using the built-in one", folder, error)
+    return found or _builtin(table)
+
+
+def _elsewhere(function: Callable[[], object]) -> object:
+    """Call it in a thread of its own, where no transform, mode or grad setting of this one is at work."""
+    result, errors = [], []
+
+    def body() -> None:
+        try:
+            result.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+def forget() -> None:
+    """Forget what was read or measured, in this process; the files stay."""
+    _tables.clear()
+    _choose.cache_clear()
+
+
+def seconds(work: Work) -> dict[str, float]:
+    """path → the predicted time of a layer."""
+    found = coefficients(work.table)
+    return {path: sum(map(float.__mul__, found[path], map(float, terms(work, path)))) for path in PATHS}
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(threads: int, asked: str | None, work: Work) -> bool:
+    times = seconds(work)
+    return times["factored"] < MARGIN * times["reconstruct"]
+
+
+def factored(work: Work) -> bool:
+    """Whether the factored path is the faster one on the CPU. Without the compiled library it never is."""
+    if not loaded("cpu"):
+        return False
+    return _choose(torch.get_num_threads(), os.environ.get(_VARIABLE), work)
+
+
+@torch.compiler.assume_constant_result
+def factored_nominal(*work) -> bool:
+    """`factored` for the fields of a `Work` whose input is not known, or symbols: for tracing."""
+    return factored(Work(*work))
