@@ -138,12 +138,26 @@ def test_compile_of_loss_and_of_vmap_of_grad(op):
     torch.testing.assert_close(mapped(*tensors), wanted[0])
 
 
-def test_a_second_derivative_is_a_clear_error():
-    function, (u, v, mu) = factors("spatial")
-    u.requires_grad_()
-    (grad,) = torch.autograd.grad(function(u, v, mu).square().sum(), u, create_graph=True)
-    with pytest.raises(NotImplementedError, match="once, not twice"):
-        grad.sum().backward()
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivatives(op):
+    function, tensors = factors(op)
+    inputs = [t.detach().clone().requires_grad_() for t in tensors]
+    assert torch.autograd.gradgradcheck(lambda *t: function(*t).sin(), inputs, fast_mode=True)
+    inputs[0].requires_grad_(False)
+    assert torch.autograd.gradgradcheck(lambda *t: function(*t).sin(), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivatives_of_many(op):
+    function, tensors = factors(op)
+
+    def length(*t):
+        grads = torch.func.grad(lambda *t: function(*t).sin().sum(), argnums=(0, 1))(*t)
+        return sum(g.square().sum() for g in grads)
+
+    many = torch.func.vmap(torch.func.grad(length))(*tensors)
+    each = [torch.func.grad(length)(*(t[k] for t in tensors)) for k in range(len(tensors[0]))]
+    torch.testing.assert_close(many, torch.stack(each))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -85,7 +85,9 @@ class _Weight(torch.autograd.Function):
 
 
 class _WeightBackward(torch.autograd.Function):
-    """The backward op as a Function of its own, so that `vmap` folds it too."""
+    """The backward op as a Function of its own, so that `vmap` folds it too. Its own gradient is that of the reference,
+    in plain PyTorch: it is asked for by attacks on gradients and by second-order methods, not in training.
+    """
 
     @staticmethod
     def forward(op, clients, settings, needs, grad, f1, f2, f3, f4):
@@ -93,11 +95,19 @@ class _WeightBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.op, ctx.clients, ctx.settings, ctx.needs = inputs[:4]
+        ctx.save_for_backward(*inputs[4:])
 
     @staticmethod
     def backward(ctx, *grads):
-        raise NotImplementedError("the weight ops of fastfact can be differentiated once, not twice")
+        function = getattr(reference, ctx.op + "_backward")
+        tensors = [t for t in ctx.saved_tensors if t is not None]
+
+        def again(*tensors):
+            return call(function, ctx.clients, tensors, *ctx.settings, ctx.needs)
+
+        out = torch.func.vjp(again, *tensors)[1](grads[: len(tensors) - 1])
+        return (None, None, None, None, *out, *[None] * (5 - len(tensors)))
 
     @staticmethod
     def vmap(info, in_dims, op, clients, settings, needs, *tensors):
