@@ -128,11 +128,13 @@ class Federation:
     def _setup_exchange(self, k: int) -> None:
         """What is sent, and the state of everything before the first round of k clients."""
         shape, dtype = self.identity["sample"]
+        self.initial = self._initial(1)
+        """The state [1, …] every client starts from."""
         self._exchange = Exchange(
             self.method,
             self.infos,
             self.sparse,
-            self._initial(1),
+            self.initial,
             train.Encoder(self._trainer, shape, getattr(torch, dtype)),
             self.settings["wire"],
             self.settings["seed"],
