@@ -58,8 +58,11 @@ def communalities(z: Tensor, kappa: float, iterations: int = 300, tolerance: flo
 
 
 def shared_mask(nu: Tensor, tau: float) -> Tensor:
-    """ζ_j = 1 where ν_j ≥ τ_l, τ_l the `tau` quantile of ν (linear between its values); above 1 nothing is shared."""
-    return nu >= torch.quantile(nu, tau) if tau <= 1 else torch.zeros_like(nu, dtype=torch.bool)
+    """ζ_j = 1 where ν_j ≥ τ_l, τ_l the `tau` quantile of ν (linear between its values); above 1 nothing is shared.
+
+    Equal up to rounding counts as equal: ν of several channels is 1 where all variance is common.
+    """
+    return nu >= torch.quantile(nu, tau) - 1e-9 if tau <= 1 else torch.zeros_like(nu, dtype=torch.bool)
 
 
 @dataclass(frozen=True)

@@ -390,3 +390,8 @@ def test_the_simulation_s_trends():
         assert abs(mean[name] - mean["true"]) < 0.02, mean
         assert mean[name] > mean["random"] + 0.02, mean
     assert mean["random"] > mean["fedavg"], mean
+
+
+def test_channels_that_differ_by_rounding_are_shared_alike():
+    nu = torch.tensor([1.0, 1 - 4e-16, 1 - 2e-16, 0.9, 0.8], dtype=torch.float64)
+    assert shared_mask(nu, 0.75).tolist() == [True, True, True, False, False]
