@@ -79,7 +79,7 @@ class FactorizedLayer(nn.Module):
 
     def _weight(self, channels_last: bool | None) -> Tensor:
         factors = self._parameters
-        if INDEX not in self._buffers:
+        if not self.is_compact:
             return self.spec.weight(factors, self.size, channels_last)
         if torch.is_grad_enabled() or transforming():
             mu = sparsity.scatter(self.mu, self.mu_index, self.size)
@@ -90,7 +90,8 @@ class FactorizedLayer(nn.Module):
     @property
     def is_compact(self) -> bool:
         """Whether μ is in compact form."""
-        return INDEX in self._buffers
+        mu = self._parameters.get("mu")
+        return mu is not None and mu.dim() == 1
 
     @property
     def density(self) -> float:
@@ -150,11 +151,7 @@ class FactorizedLayer(nn.Module):
         at most λ is where the L1 problem wants it (its KKT condition), any other is not. Raises ValueError for a layer
         that is not compact, a gradient of another shape, or a negative l1.
         """
-        mu = self._require_mu("regrow")
-        if not self.is_compact:
-            raise ValueError("regrow: μ is dense, call compact() first")
-        if tuple(gradient.shape) != self.size:
-            raise ValueError(f"regrow: gradient has shape {list(gradient.shape)}, must be {list(self.size)}")
+        mu = self._require_support("regrow", gradient)
         if not l1 >= 0:
             raise ValueError(f"regrow(l1={l1}): must not be negative")
         join = gradient.reshape(-1).abs() > l1
@@ -163,6 +160,26 @@ class FactorizedLayer(nn.Module):
         index, order = torch.cat([self.mu_index, new]).sort()
         self._set_support(torch.cat([mu, mu.new_zeros(len(new))])[order], index)
         return len(new)
+
+    @torch.no_grad()
+    def replace(self, gradient: Tensor, count: int) -> "FactorizedLayer":
+        """Give `count` positions of the support to others, as `sparsity.replaced` says; it stays as large as it is.
+
+        gradient: as for `regrow`. Raises ValueError as `regrow` does, and for a count that is negative.
+        """
+        mu = self._require_support("replace", gradient)
+        if count < 0:
+            raise ValueError(f"replace(count={count}): must not be negative")
+        self._set_support(*sparsity.replaced(mu, self.mu_index, gradient, count))
+        return self
+
+    def _require_support(self, what: str, gradient: Tensor) -> nn.Parameter:
+        mu = self._require_mu(what)
+        if not self.is_compact:
+            raise ValueError(f"{what}: μ is dense, call compact() first")
+        if tuple(gradient.shape) != self.size:
+            raise ValueError(f"{what}: gradient has shape {list(gradient.shape)}, must be {list(self.size)}")
+        return mu
 
     def _set_support(self, values: Tensor, index: Tensor) -> None:
         self.mu.grad = None
@@ -189,8 +206,7 @@ class FactorizedLayer(nn.Module):
         return path == "factored"
 
     def _can_factor(self) -> bool:
-        compact = INDEX in self._buffers or "mu" not in self._parameters
-        return compact and self._why_not_factored() is None
+        return (self.is_compact or "mu" not in self._parameters) and self._why_not_factored() is None
 
     def _faster_factored(self, x: Tensor) -> bool:
         parameters = self._parameters.values()
@@ -218,7 +234,7 @@ class FactorizedLayer(nn.Module):
         return self.u, self.v, self._parameters.get("mu"), self._buffers.get(INDEX), self.bias
 
     def _nonzeros(self) -> int:
-        return len(self.mu) if INDEX in self._buffers else 0
+        return len(self.mu) if self.is_compact else 0
 
     def _mark(self) -> None:
         parameter = self._parameters.get(self.spec.sparse_factor)
