@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fastfact import sparsity
-from fastfact.federation import checkpoint, mixing, setup, store, strategy, train
+from fastfact.federation import checkpoint, mixing, newcomers, setup, store, strategy, train
 from fastfact.federation.client import Client
 from fastfact.federation.cohort import Clients, Models, State, describe, generator_for, stack, take, tensors_of
 from fastfact.federation.config import check_settings, name_of, record, round_half_up
 from fastfact.federation.exchange import Exchange, Report, not_finite
 from fastfact.federation.history import History
+from fastfact.federation.newcomers import Newcomers
 from fastfact.federation.strategy import Strategy, Uploads
 from fastfact.federation.wire import Ledger, Wire
 
@@ -376,6 +377,21 @@ class Federation:
         state = self.states.load(range(len(self)))
         self._download(self.round + 1, list(range(len(self))), state, dict(self.memory), Ledger())
         return Models(self.template, Clients(state))
+
+    def join(self, clients: Sequence[Client], how: str = "local-train", epochs: int | None = None) -> Newcomers:
+        """What clients that come after training get out of it, on their own test samples. Changes nothing here.
+
+        A newcomer starts from the initial model and gets what `Strategy.arrival` says, as if it came for the next
+        round. how: "local-train" (FedFac, §3.2, LocalTrain; FedRep, FedEM alike), the shared part stays as downloaded
+        (for FedFac, the shared channels) and the personal part trains for `epochs`, by default those of a round;
+        "fine-tune", everything trains (FedAvg+); "download", nothing does (FedAvg); "ensemble" (FedFac, §3.2, Ensemble;
+        LG-FedAvg), nothing is trained either, the newcomer averages the probabilities of all clients' models, which it
+        must download for that. Where labels mean different classes with different clients, the last two cannot work.
+
+        Raises ValueError for bad arguments, before the first round, and for "local-train" where a method keeps nothing
+        personal.
+        """
+        return newcomers.join(self, clients, how, epochs)
 
     def density(self) -> dict[str, list[float]]:
         """Layer path → the fraction of nonzeros of its μ for each client; empty for a model without μ."""

@@ -49,7 +49,9 @@ class ClusteredFL(Strategy):
     ΔW is taken over the shared parameters, without batch-norm's statistics. The server keeps a model of each cluster
     (its memory): clients upload weights, not differences, and download their cluster's model. A cluster that is split
     is averaged in its new parts at once. Members that are not among the clients of the round stay with the larger part,
-    and get the present model of their cluster when they return (the paper lets everybody take part).
+    and get the present model of their cluster when they return (the paper lets everybody take part). A client that
+    joins after training gets the cluster's model that does best on its samples (the paper walks down the tree of splits
+    by the newcomer's update).
 
     Batch-norm, learned part and statistics, is averaged within clusters. Where classifiers or norms are not shared,
     they are no part of ΔW.
@@ -118,6 +120,9 @@ class ClusteredFL(Strategy):
         return far if len(far) <= len(near) else near
 
     def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
-        cluster = last.memory["cluster"].cpu()[own.clients]
         models = {name: last.memory[f"model/{name}"] for name in names}
+        known = last.memory["cluster"].cpu()
+        cluster = torch.tensor(
+            [int(known[k]) if k < len(known) else int(last.evaluate(k, models).argmin()) for k in own.clients]
+        )
         return {name: tensor[cluster.to(tensor.device)] for name, tensor in models.items()}

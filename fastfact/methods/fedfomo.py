@@ -64,14 +64,16 @@ class FedFOMO(Strategy):
         mixed = {name: own.state[name].clone() for name in names}
         for row in rows:
             client = own.clients[row]
-            places = self._candidates(affinity[client], client, last)
+            known = client < len(affinity)
+            places = self._candidates(affinity[client] if known else affinity.new_zeros(len(affinity)), client, last)
             if not places:
                 continue
             others = last.fetch(client, places)
             mine = {name: own.state[name][row : row + 1] for name in names}
             losses = last.evaluate(client, {name: torch.cat([mine[name], others[name]]) for name in names})
             weights = self._weights(losses, self._distances(mine, others)).to(last.state[names[0]].device)
-            affinity[client, [last.clients[place] for place in places]] += weights.cpu()
+            if known:
+                affinity[client, [last.clients[place] for place in places]] += weights.cpu()
             for name in names:
                 if mixed[name].is_floating_point():
                     step = weights.to(mixed[name]) @ (others[name] - mine[name]).flatten(1)

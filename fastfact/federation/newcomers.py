@@ -1,0 +1,161 @@
+"""Clients that join after training: what they get, what they learn, how well it serves them (FedFac, §3.2)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastfact.federation import setup, train
+from fastfact.federation.client import Client
+from fastfact.federation.cohort import Clients, Models, State, take
+from fastfact.federation.strategy import Phase
+from fastfact.federation.wire import Ledger
+
+if TYPE_CHECKING:
+    from fastfact.federation.loop import Federation
+
+HOW = ("local-train", "fine-tune", "download", "ensemble")
+
+
+@dataclass(frozen=True)
+class Newcomers:
+    """What `Federation.join` found, in the order of its clients. models: None for an ensemble, which has none."""
+
+    how: str
+    accuracy: list[float]
+    bytes_up: list[int]
+    bytes_down: list[int]
+    models: Models | None = None
+
+
+def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | None) -> Newcomers:
+    """See `Federation.join`."""
+    if how not in HOW:
+        raise ValueError(f"join(how={how!r}): must be one of {', '.join(HOW)}")
+    if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
+        raise ValueError(f"join(epochs={epochs!r}): must be an integer of at least 1, or None")
+    if fed.last is None:
+        raise ValueError("join: the federation has not run a round yet, there is nothing to get from it")
+    clients = list(clients)
+    data = setup.Data(clients, next(fed.template.parameters()), fed.method, fed.settings["seed"])
+    if list(data.sample().shape) != fed.identity["sample"][0]:
+        raise ValueError(
+            f"join(clients=): samples of shape {list(data.sample().shape)}, those of the federation have"
+            f" {fed.identity['sample'][0]}"
+        )
+    setup.check_labels(clients, setup.classes_of(fed.template, data, fed.settings["batch_size"]))
+    if how == "ensemble":
+        return _ensemble(fed, data)
+    ledger, first, round = Ledger(), len(fed), fed.round + 1
+    places = range(first, first + len(clients))
+    work = take(fed.initial, [0] * len(clients))
+    phases = fed.method.phases(epochs or fed.settings["epochs"])
+    memory = _download(fed, round, list(places), work, ledger, data)
+    got = take(work, range(len(clients)))
+    if how == "local-train":
+        masks = fed.method.rows("down", memory)
+        _train(fed, work, data, round, places, _personal(fed, phases, masks))
+        for name in fed.shared:
+            stays = masks[name].view(-1, *[1] * (work[name].dim() - 2)) if name in masks else torch.tensor(True)
+            work[name] = torch.where(stays.to(fed.device), got[name], work[name])
+    elif how == "fine-tune":
+        _train(fed, work, data, round, places, [phase for phase in phases if not phase.adapts])
+    evaluated = take(work, range(len(clients)))
+    if adapting := [phase for phase in phases if phase.adapts]:
+        _train(fed, evaluated, data, round, places, adapting, "adapt")
+    up, down = ledger.by_client("up"), ledger.by_client("down")
+    return Newcomers(
+        how,
+        fed._trainer.evaluate(evaluated, data.test),
+        [up.get(k, 0) for k in places],
+        [down.get(k, 0) for k in places],
+        Models(fed.template, Clients(work)),
+    )
+
+
+def _download(fed: "Federation", round: int, places: list[int], work: State, ledger: Ledger, data: setup.Data) -> State:
+    """Give the newcomers what `Strategy.arrival` says. Returns the server's memory after it, which is thrown away."""
+    memory = dict(fed.memory)
+    if not fed.shared:
+        return memory
+
+    def evaluate(client: int, state: State) -> Tensor:
+        row = client - places[0]
+        own = {
+            name: work[name][row : row + 1].expand(len(state[fed.shared[0]]), *work[name].shape[1:])
+            for name in fed.infos
+        }
+        return fed._trainer.loss(own | state, data.held_out[row])
+
+    fed._exchange.download(
+        fed._uploads(fed.last, None, memory),
+        round,
+        places,
+        work,
+        ledger,
+        lambda k: data.samples(k - places[0]),
+        evaluate,
+    )
+    return memory
+
+
+def _train(
+    fed: "Federation",
+    work: State,
+    data: setup.Data,
+    round: int,
+    places: Sequence[int],
+    phases: list[Phase],
+    purpose: str = "order",
+) -> None:
+    for row, k in enumerate(places):
+        one = {name: tensor[row : row + 1] for name, tensor in work.items()}
+        fed._trainer.train(one, [data.train[row]], round, [k], phases, purpose)
+
+
+def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Tensor]) -> list[Phase]:
+    """The phases with what is shared held fixed: whole tensors, or the rows of `masks`."""
+    shared, kept = set(fed.shared), []
+    masks = {name: mask.to(fed.device) for name, mask in masks.items()}
+    for phase in phases:
+        if phase.adapts:
+            continue
+
+        def trains(info, phase=phase):
+            return phase.trains(info) and (info.name not in shared or info.name in masks)
+
+        def loss(net, x, y, objective=phase.loss or train.cross_entropy):
+            fixed = {
+                name: torch.where(mask.view(-1, *[1] * (net.params[name].dim() - 1)), net.start[name], net.params[name])
+                for name, mask in masks.items()
+                if name in net.params
+            }
+            return objective(train.Net(net.model, net.params | fixed, net.start, net.rest or {}), x, y)
+
+        if any(trains(fed.infos[name]) for name in fed._trainer.trainable):
+            kept.append(replace(phase, trains=trains, loss=loss if masks else phase.loss))
+        elif phase.update is not None:
+            kept.append(replace(phase, epochs=0))
+    if not kept:
+        raise ValueError(
+            f"join(how='local-train'): {fed.method.name} shares everything that trains, a newcomer has nothing to learn"
+            " of its own; must be download or fine-tune"
+        )
+    return kept
+
+
+@torch.no_grad()
+def _ensemble(fed: "Federation", data: setup.Data) -> Newcomers:
+    """The mean of the probabilities that all clients' models give."""
+    sums: list = [0.0] * len(data.test)
+    size, model = 0, fed._trainer.model.eval()
+    for k in range(len(fed)):
+        state = fed.states.load([k], names=list(fed.infos))
+        size += sum(one[0] for one in fed.wire.send(state, list(fed.infos))[1].bytes.values())
+        fed._trainer.bind(state, 0)
+        for row, (x, _) in enumerate(data.test):
+            sums[row] += torch.cat([model(some).softmax(1) for some in x.split(train.EVALUATION_BATCH)])
+    accuracy = [(p.argmax(1) == y).double().mean().item() for p, (_, y) in zip(sums, data.test, strict=True)]
+    return Newcomers("ensemble", accuracy, [0] * len(sums), [size] * len(sums))
