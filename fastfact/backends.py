@@ -2,8 +2,8 @@
 
 Compiled libraries register themselves with PyTorch's dispatcher when they are loaded, so the dispatcher is
 the table of backends: CPU tensors go to the CPU library, CUDA tensors to the CUDA library or, where that is
-missing, to the Triton kernels, and the reference takes what is left. `use_backend` overrides that for tests and
-benchmarks.
+missing or has no kernel, to the Triton kernels, and the reference takes what is left. `use_backend` overrides that
+for tests and benchmarks.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ OPS = (
     "pack_bitmap",
     "unpack_bitmap",
 )
-# Ops without CUDA and Triton kernels: there the dispatcher's fallback, the reference, serves.
-CPU_OPS = ("factored_conv2d", "factored_conv2d_dx", "factored_conv2d_dw")
+# Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
+CONV_OPS = tuple(f"{op}{part}" for op in ("factored_conv2d", "fused_conv2d") for part in ("", "_dx", "_dw"))
 NAMES = ("reference", "cpu", "cuda", "triton")
 
 
@@ -72,13 +72,13 @@ def loaded(name: str) -> bool:
 
 def load() -> None:
     """Load the compiled libraries; called once, after the op schemas are defined."""
-    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CPU_OPS})
+    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CONV_OPS})
     _LIBRARIES["cpu"] = _load_library("cpu")
     _LIBRARIES["cuda"] = (
         _load_library("cuda") if torch.version.cuda else Backend(False, "this build of PyTorch has no CUDA")
     )
-    if torch.version.cuda and not _LIBRARIES["cuda"].available and _triton_can_compile():
-        for op in OPS:
+    if torch.version.cuda and _triton_can_compile():
+        for op in CONV_OPS if _LIBRARIES["cuda"].available else OPS + CONV_OPS:
             _library.impl(op, _triton_op(op), "CUDA")
 
 
@@ -143,7 +143,7 @@ def use_backend(name: str) -> Iterator[None]:
         table = _dispatched
     else:
         module = reference if name == "reference" else importlib.import_module("fastfact.kernels")
-        table = {op: getattr(module, op) for op in OPS} | {op: getattr(reference, op) for op in CPU_OPS}
+        table = {op: getattr(module, op) for op in OPS + CONV_OPS}
     before, _serving = _serving, table
     try:
         yield

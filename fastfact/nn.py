@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastfact import cost, ops, sparsity
-from fastfact.ops.common import transforming
-from fastfact.specs import Rank1, Spec
+from fastfact.ops.common import is_mapped, transforming
+from fastfact.specs import LowRank, Rank1, Spec
 
 PATHS = ("auto", "reconstruct", "factored")
 INDEX = "mu_index"
@@ -30,11 +30,17 @@ class FactorizedLayer(nn.Module):
     cost model of this machine predicts to be faster for the input at hand (`fastfact.cost`, on the CPU): the factored
     one can be where μ is compact or the spec has none. Under torch.compile, torch.export and the transforms of
     torch.func the choice does not look at the size of the input.
+
+    "fused", of a convolution with zero padding given as numbers: `Rank1` takes `ops.fused_conv2d`, and `LowRank` with
+    layout "separable" and no groups conv2d(x, σ) plus `ops.separable_conv2d`, so that under `vmap` over clients that
+    share σ one ungrouped convolution serves them all. "auto" takes it on a GPU where `vmap` maps over clients with
+    weights of their own (for `LowRank`: that share σ), in place of a grouped convolution.
     """
 
     spec: Spec
     size: tuple[int, ...]
     path: str = "auto"
+    paths = PATHS
 
     def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
         if not isinstance(spec, Spec):
@@ -242,8 +248,8 @@ class FactorizedLayer(nn.Module):
             sparsity.mark_penalized(parameter)
 
     def __setattr__(self, name, value):
-        if name == "path" and value not in PATHS:
-            raise ValueError(f"path={value!r}: must be one of {', '.join(map(repr, PATHS))}")
+        if name == "path" and value not in self.paths:
+            raise ValueError(f"path={value!r}: must be one of {', '.join(map(repr, self.paths))}")
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):
             self._mark()
@@ -263,6 +269,8 @@ class FactorizedConv2d(FactorizedLayer):
     Arguments as for `nn.Conv2d`, plus `spec` (default `ff.Rank1()`). Input [n, in, h, w] or [in, h, w], output as
     `nn.Conv2d` gives it. Raises ValueError as `nn.Conv2d` does, and for a spec that does not fit.
     """
+
+    paths = (*PATHS, "fused")
 
     def __init__(
         self,
@@ -332,18 +340,43 @@ class FactorizedConv2d(FactorizedLayer):
         how = (self.stride, self.padding, self.dilation, self.u.shape[0], self._nonzeros())
         return cost.Work(False, self.size, self.groups, images, image, *how, channels_last, training, dtype)
 
+    def _fused(self) -> bool:
+        """Whether the forward takes the fused path. Raises ValueError where it is asked for and cannot be taken."""
+        if self.path == "auto":
+            factors = self._parameters
+            own = factors.get("v", factors.get("A"))
+            if own is None or not own.is_cuda or torch.compiler.is_compiling() or not is_mapped(own):
+                return False
+            return self._why_not_fused() is None and ("sigma" not in factors or not is_mapped(factors["sigma"]))
+        if self.path == "fused" and (why_not := self._why_not_fused()):
+            raise ValueError(f'path="fused": {why_not}')
+        return self.path == "fused"
+
+    def _why_not_fused(self) -> str | None:
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
+        if isinstance(self.spec, LowRank):
+            if self.spec.layout == "separable" and self.groups == 1:
+                return None
+            return f"layout {self.spec.layout!r} in {self.groups} groups has no fused form"
+        return None if isinstance(self.spec, Rank1) else f"{type(self.spec).__name__} has no fused form"
+
+    def _without_weight(self, x: Tensor, fused: bool) -> Tensor:
+        """The factored or the fused path, on x with its batch axis."""
+        how = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
+        if not fused:
+            return ops.factored_conv2d(x, *self._parts(), size=self.size, **how)
+        if isinstance(self.spec, Rank1):
+            return ops.fused_conv2d(x, *self._parts(), layout=self.spec.layout, size=self.size, **how)
+        o, i, kh, kw = self.size
+        down, across = self.B.mT.unflatten(-1, (i, kh)), (self.spec.scaling * self.A).unflatten(-1, (o, kw))
+        y = ops.separable_conv2d(x, down, across, size=self.size, **how)
+        return F.conv2d(x, self.sigma, self.bias, **how) + y
+
     def forward(self, x: Tensor) -> Tensor:
-        if self._factored(x):
-            batch = x if x.dim() == 4 else x.unsqueeze(0)
-            y = ops.factored_conv2d(
-                batch,
-                *self._parts(),
-                size=self.size,
-                stride=self.stride,
-                padding=self.padding,
-                dilation=self.dilation,
-                groups=self.groups,
-            )
+        fused = self._fused()
+        if fused or self._factored(x):
+            y = self._without_weight(x if x.dim() == 4 else x.unsqueeze(0), fused)
             return y if x.dim() == 4 else y.squeeze(0)
         weight = self._weight(None if self.spec.dense in self._parameters else _is_channels_last(x))
         if self.padding_mode != "zeros":

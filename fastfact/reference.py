@@ -197,65 +197,19 @@ def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor
 
 
 def factored_weight(
-    u: Tensor | None, v: Tensor | None, values: Tensor | None, index: Tensor | None, size: list[int], like: Tensor
-) -> Tensor:
-    """W [k, *size] = Σ_r u_r ⊗ v_r (`spatial`) + μ, μ with `values` [k, nnz] at the flat positions `index` [k, nnz]."""
-    weight = like.new_zeros(like.shape[0], *size)
-    if values is not None:
-        weight = weight.flatten(1).scatter(1, index.long(), values).reshape(weight.shape)
-    return weight if u is None else rank1_weight(weight, u, v, SPATIAL, False)
-
-
-def factored_conv2d(
-    x: Tensor,
     u: Tensor | None,
     v: Tensor | None,
-    values: Tensor | None,
+    mu: Tensor | None,
     index: Tensor | None,
-    bias: Tensor | None,
+    layout: int,
     size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
+    like: Tensor,
 ) -> Tensor:
-    """conv2d of x [k, n, groups·i, h, w] with `factored_weight` of size [groups·o, i, kh, kw] and bias [k, o].
-
-    u [k, r, kh, kw] and v [k, r, groups·o, i] (or None), values and index (or None). The result has x's memory format.
-    """
-    weight = factored_weight(u, v, values, index, size, x)
-    out = [
-        torch.nn.functional.conv2d(
-            x[j], weight[j], None if bias is None else bias[j], stride, padding, dilation, groups
-        )
-        for j in range(x.shape[0])
-    ]
-    return _images(out, is_channels_last(x))
-
-
-def separable_conv2d(
-    x: Tensor,
-    u: Tensor,
-    v: Tensor,
-    values: Tensor | None,
-    index: Tensor | None,
-    bias: Tensor | None,
-    size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
-    """`factored_conv2d` with factors u [k, r, i, kh] and v [k, r, groups·o, kw] of layout "kernel"."""
-    weight = factored_weight(None, None, values, index, size, x) + rank1_weight(None, u, v, KERNEL, False)
-    return torch.stack(
-        [
-            torch.nn.functional.conv2d(
-                x[j], weight[j], None if bias is None else bias[j], stride, padding, dilation, groups
-            )
-            for j in range(x.shape[0])
-        ]
-    )
+    """W [k, *size] = Σ_r u_r ⊗ v_r + μ, μ dense [k, *size], or values [k, nnz] at flat positions `index` [k, nnz]."""
+    weight = like.new_zeros(like.shape[0], *size) if mu is None or index is not None else mu
+    if index is not None:
+        weight = weight.flatten(1).scatter(1, index.long(), mu).reshape(weight.shape)
+    return weight if u is None else rank1_weight(weight, u, v, layout, False)
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -268,47 +222,109 @@ def _images(parts: list[Tensor], channels_last: bool) -> Tensor:
     return to_format(torch.stack(parts), channels_last)
 
 
-def factored_conv2d_dx(
-    grad: Tensor,
+def fused_conv2d(
+    x: Tensor,
     u: Tensor | None,
     v: Tensor | None,
-    values: Tensor | None,
+    mu: Tensor | None,
     index: Tensor | None,
-    image: list[int],
-    channels_last: bool,
+    bias: Tensor | None,
+    layout: int,
     size: list[int],
+    channels_last: bool,
     stride: list[int],
     padding: list[int],
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """dx [k, *image] of `factored_conv2d`, image = [n, groups·i, h, w], in the memory format asked for."""
-    weight = factored_weight(u, v, values, index, size, grad)
+    """conv2d of x [k, n, groups·i, h, w] with `factored_weight` of `size` [groups·o, i, kh, kw] and bias [k, o].
+
+    u and v as `rank1_weight` has them in the layout (or None). The result has x's memory format; `channels_last` is
+    that of dμ.
+    """
+    weight = factored_weight(u, v, mu, index, layout, size, x)
+    out = [
+        torch.nn.functional.conv2d(
+            x[j], weight[j], None if bias is None else bias[j], stride, padding, dilation, groups
+        )
+        for j in range(x.shape[0])
+    ]
+    return _images(out, is_channels_last(x))
+
+
+def fused_conv2d_dx(
+    grad: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    mu: Tensor | None,
+    index: Tensor | None,
+    image: list[int],
+    image_channels_last: bool,
+    layout: int,
+    size: list[int],
+    channels_last: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """dx [k, *image] of `fused_conv2d`, image = [n, groups·i, h, w], in the memory format asked for."""
+    weight = factored_weight(u, v, mu, index, layout, size, grad)
     settings = (stride, padding, dilation, groups)
-    return _images(
-        [torch.nn.grad.conv2d_input(image, weight[j], grad[j], *settings) for j in range(grad.shape[0])], channels_last
-    )
+    parts = [torch.nn.grad.conv2d_input(image, weight[j], grad[j], *settings) for j in range(grad.shape[0])]
+    return _images(parts, image_channels_last)
 
 
-def factored_conv2d_dw(
+def fused_conv2d_dw(
     grad: Tensor,
     x: Tensor,
     u: Tensor | None,
     v: Tensor | None,
     index: Tensor | None,
+    layout: int,
     size: list[int],
+    channels_last: bool,
     stride: list[int],
     padding: list[int],
     dilation: list[int],
     groups: int,
     needs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(du, dv, dvalues) of `factored_conv2d`. Bits 0–2 of `needs` ask for them; one not asked for has no elements."""
+    """(du, dv, dμ) of `fused_conv2d`, dμ on the support if there is an index, else dense. Bits 0–2 of `needs` ask for
+    them; one not asked for has no elements.
+    """
     settings = (stride, padding, dilation, groups)
     weight = torch.stack([torch.nn.grad.conv2d_weight(x[j], size, grad[j], *settings) for j in range(x.shape[0])])
-    du = dv = dvalues = x.new_empty(0)
+    du = dv = dmu = x.new_empty(0)
     if u is not None and needs & 3:
-        du, dv = rank1_weight_backward(weight, u, v, SPATIAL, needs & 3)
-    if index is not None and needs & 4:
-        dvalues = weight.flatten(1).gather(1, index.long())
-    return du, dv, dvalues
+        du, dv = rank1_weight_backward(weight, u, v, layout, needs & 3)
+    if needs & 4:
+        dmu = to_format(weight, channels_last) if index is None else weight.flatten(1).gather(1, index.long())
+    return du, dv, dmu
+
+
+def factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups) -> Tensor:
+    """`fused_conv2d` in the spatial layout, μ in compact form: values [k, nnz] and index [k, nnz], or neither."""
+    return fused_conv2d(x, u, v, values, index, bias, SPATIAL, size, False, stride, padding, dilation, groups)
+
+
+def factored_conv2d_dx(
+    grad, u, v, values, index, image, channels_last, size, stride, padding, dilation, groups
+) -> Tensor:
+    """dx of `factored_conv2d`, as `fused_conv2d_dx`."""
+    settings = (SPATIAL, size, False, stride, padding, dilation, groups)
+    return fused_conv2d_dx(grad, u, v, values, index, image, channels_last, *settings)
+
+
+def factored_conv2d_dw(
+    grad, x, u, v, index, size, stride, padding, dilation, groups, needs
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(du, dv, dvalues) of `factored_conv2d`, as `fused_conv2d_dw`."""
+    if index is None:
+        needs &= 3
+    return fused_conv2d_dw(grad, x, u, v, index, SPATIAL, size, False, stride, padding, dilation, groups, needs)
+
+
+def separable_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups) -> Tensor:
+    """`fused_conv2d` in the layout "kernel", u [k, r, i, kh] and v [k, r, groups·o, kw], μ in compact form or None."""
+    return fused_conv2d(x, u, v, values, index, bias, KERNEL, size, False, stride, padding, dilation, groups)

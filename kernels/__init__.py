@@ -10,6 +10,14 @@ except ImportError as error:
     raise ImportError(f"the Triton kernels need the package triton: {error}", name="triton") from error
 
 from fastfact.kernels.bitmap import pack_bitmap, unpack_bitmap
+from fastfact.kernels.conv import (
+    factored_conv2d,
+    factored_conv2d_dw,
+    factored_conv2d_dx,
+    fused_conv2d,
+    fused_conv2d_dw,
+    fused_conv2d_dx,
+)
 from fastfact.kernels.sgd import prox_sgd_step
 from fastfact.kernels.weights import (
     hadamard_weight,
@@ -26,6 +34,12 @@ VERSION: str = triton.__version__
 __all__ = [
     "INTERPRETED",
     "VERSION",
+    "factored_conv2d",
+    "factored_conv2d_dw",
+    "factored_conv2d_dx",
+    "fused_conv2d",
+    "fused_conv2d_dw",
+    "fused_conv2d_dx",
     "hadamard_weight",
     "hadamard_weight_backward",
     "lowrank_weight",

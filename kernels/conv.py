@@ -1,7 +1,9 @@
 """Convolution with a rank-1 weight that is never written: an implicit GEMM whose weight tile is made from u, v and μ.
 
 Every tensor has the client axis in front, and any strides; channels_last inputs (NHWC) read and write in full lines.
-The weight is that of `fastfact.reference.rank1_weight` in the spatial, kernel and view layouts, without groups.
+The weight is that of `fastfact.reference.rank1_weight` in the spatial, kernel and view layouts. μ is dense, or compact:
+values on a support given as one bit for each element of W and the number of values before every 32. Without u and v
+the weight is μ alone: a convolution with weights of each client's own.
 """
 
 import torch
@@ -9,14 +11,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.kernels.geometry import INT32_LIMIT, accumulator, slices
-from fastfact.kernels.weights import TL_DTYPES, _gather, _precision, _weight_size, rank1_weight_backward
-from fastfact.reference import KERNEL, VIEW, to_format
+from fastfact.kernels.geometry import INT32_LIMIT, accumulator, empty_weight, slices
+from fastfact.kernels.weights import TL_DTYPES, _gather, rank1_weight_backward
+from fastfact.reference import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
+
+
+@triton.jit
+def support_tile(bits, starts, flat, inside):
+    """(whether the elements at `flat` are on the support, where their values lie)."""
+    word = tl.load(bits + flat // 32, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    bit = (flat % 32).to(tl.uint32)
+    before = word & ((tl.full(bit.shape, 1, tl.uint32) << bit) - 1)
+    # the number of bits set
+    before = before - ((before >> 1) & 0x55555555)
+    before = (before & 0x33333333) + ((before >> 2) & 0x33333333)
+    before = (((before + (before >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+    at = tl.load(starts + flat // 32, mask=inside, other=0) + before.to(tl.int32)
+    return inside & (((word >> bit) & 1) != 0), at
 
 
 @triton.jit
 def weight_tile(
     mu,
+    bits,
+    starts,
     u,
     v,
     o,
@@ -35,10 +53,13 @@ def weight_tile(
     KW: tl.constexpr,
     RANK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    HAS_MU: tl.constexpr,
+    MU: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """W[o, i, ky, kx] for one tap; `o`, `i` and their masks are 2D, one along each axis of the tile."""
+    """W[o, i, ky, kx] for one tap; `o`, `i` and their masks are 2D, one along each axis of the tile.
+
+    MU: 0 none, 1 dense, 2 on a support.
+    """
     inside = o_inside & i_inside
     tile = tl.zeros(inside.shape, ACC)
     for r in tl.static_range(RANK):
@@ -53,9 +74,12 @@ def weight_tile(
             left = tl.load(u + (r * KH * KW + flat // (OUT * IN)), mask=inside, other=0.0).to(ACC)
             right = tl.load(v + (r * OUT * IN + flat % (OUT * IN)), mask=inside, other=0.0).to(ACC)
         tile += left * right
-    if HAS_MU:
+    if MU == 1:
         at = o.to(tl.int64) * mu_o + i.to(tl.int64) * mu_i + ky * mu_y + kx * mu_x
         tile += tl.load(mu + at, mask=inside, other=0.0).to(ACC)
+    if MU == 2:
+        on_support, place = support_tile(bits, starts, ((o * IN + i) * KH + ky) * KW + kx, inside)
+        tile += tl.load(mu + place, mask=on_support, other=0.0).to(ACC)
     return tile
 
 
@@ -64,6 +88,8 @@ def conv_kernel(
     out,
     x,
     mu,
+    bits,
+    starts,
     u,
     v,
     bias,
@@ -89,6 +115,7 @@ def conv_kernel(
     mu_i,
     mu_y,
     mu_x,
+    bits_client,
     u_client,
     v_client,
     bias_client,
@@ -100,11 +127,12 @@ def conv_kernel(
     dilation_x,
     OUT: tl.constexpr,
     IN: tl.constexpr,
+    GROUPS: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
     RANK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    HAS_MU: tl.constexpr,
+    MU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -117,15 +145,17 @@ def conv_kernel(
     The weight is the left operand, which Hopper's tensor cores take from registers, where it is made.
     """
     pid = tl.program_id(0)
-    o = pid % o_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
+    group = pid // o_blocks // m_blocks % GROUPS
+    in_group = pid % o_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
+    o = group * (OUT // GROUPS) + in_group
     m = pid // o_blocks % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    client = (pid // o_blocks // m_blocks).to(tl.int64)
+    client = (pid // o_blocks // m_blocks // GROUPS).to(tl.int64)
     m_inside = m < rows
-    o_inside = o < OUT
+    o_inside = in_group < OUT // GROUPS
     ox = m % out_width
     oy = m // out_width % out_height
     n = (m // out_width // out_height).to(tl.int64)
-    x_image = x + client * x_client + n * x_n
+    x_image = x + client * x_client + n * x_n + group.to(tl.int64) * IN * x_c
     acc = tl.zeros([BLOCK_O, BLOCK_M], ACC)
     # the channels are the inner loop: only that one is pipelined, and with the taps in it each would take its own
     # stages of shared memory
@@ -144,9 +174,11 @@ def conv_kernel(
                     other=0.0,
                 )
                 weight = weight_tile(
-                    mu + client * mu_client if HAS_MU else mu,
-                    u + client * u_client,
-                    v + client * v_client,
+                    mu + client * mu_client if MU else mu,
+                    bits + client * bits_client if MU == 2 else bits,
+                    starts + client * bits_client if MU == 2 else starts,
+                    u + client * u_client if RANK else u,
+                    v + client * v_client if RANK else v,
                     o[:, None],
                     i[None, :],
                     o_inside[:, None],
@@ -163,7 +195,7 @@ def conv_kernel(
                     KW,
                     RANK,
                     LAYOUT,
-                    HAS_MU,
+                    MU,
                     ACC,
                 )
                 acc = tl.dot(weight.to(x.dtype.element_ty), pixels, acc, input_precision=PRECISION, out_dtype=ACC)
@@ -182,6 +214,8 @@ def conv_input_kernel(
     dx,
     grad,
     mu,
+    bits,
+    starts,
     u,
     v,
     rows,
@@ -206,6 +240,7 @@ def conv_input_kernel(
     mu_i,
     mu_y,
     mu_x,
+    bits_client,
     u_client,
     v_client,
     stride_y,
@@ -216,11 +251,12 @@ def conv_input_kernel(
     dilation_x,
     OUT: tl.constexpr,
     IN: tl.constexpr,
+    GROUPS: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
     RANK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    HAS_MU: tl.constexpr,
+    MU: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -229,9 +265,10 @@ def conv_input_kernel(
 ):
     """dx[client, (n, y, x), i] = Σ over o and taps of dy · W."""
     pid = tl.program_id(0)
+    group = pid // i_blocks // m_blocks % GROUPS
     i = pid % i_blocks * BLOCK_I + tl.arange(0, BLOCK_I)
     m = pid // i_blocks % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    client = (pid // i_blocks // m_blocks).to(tl.int64)
+    client = (pid // i_blocks // m_blocks // GROUPS).to(tl.int64)
     m_inside = m < rows
     i_inside = i < IN
     ix = m % width
@@ -249,18 +286,21 @@ def conv_input_kernel(
             there = m_inside & (ty >= 0) & (oy * stride_y == ty) & (oy < out_height)
             there = there & (tx >= 0) & (ox * stride_x == tx) & (ox < out_width)
             pixel = grad_image + oy.to(tl.int64) * grad_y + ox.to(tl.int64) * grad_x
-            for start in range(0, OUT, BLOCK_O):
-                o = start + tl.arange(0, BLOCK_O)
-                o_inside = o < OUT
+            for start in range(0, OUT // GROUPS, BLOCK_O):
+                in_group = start + tl.arange(0, BLOCK_O)
+                o = group * (OUT // GROUPS) + in_group
+                o_inside = in_group < OUT // GROUPS
                 pixels = tl.load(
                     pixel[None, :] + (o.to(tl.int64) * grad_c)[:, None],
                     mask=there[None, :] & o_inside[:, None],
                     other=0.0,
                 )
                 weight = weight_tile(
-                    mu + client * mu_client if HAS_MU else mu,
-                    u + client * u_client,
-                    v + client * v_client,
+                    mu + client * mu_client if MU else mu,
+                    bits + client * bits_client if MU == 2 else bits,
+                    starts + client * bits_client if MU == 2 else starts,
+                    u + client * u_client if RANK else u,
+                    v + client * v_client if RANK else v,
                     o[None, :],
                     i[:, None],
                     o_inside[None, :],
@@ -277,13 +317,14 @@ def conv_input_kernel(
                     KW,
                     RANK,
                     LAYOUT,
-                    HAS_MU,
+                    MU,
                     ACC,
                 )
                 acc = tl.dot(weight.to(grad.dtype.element_ty), pixels, acc, input_precision=PRECISION, out_dtype=ACC)
     at = client * dx_client + n * dx_n + iy.to(tl.int64) * dx_y + ix.to(tl.int64) * dx_x
+    channel = (group * IN + i).to(tl.int64)
     tl.store(
-        dx + (at[None, :] + (i.to(tl.int64) * dx_c)[:, None]),
+        dx + (at[None, :] + (channel * dx_c)[:, None]),
         acc.to(dx.dtype.element_ty),
         mask=m_inside[None, :] & i_inside[:, None],
     )
@@ -292,6 +333,8 @@ def conv_input_kernel(
 @triton.jit
 def conv_weight_kernel(
     dmu,
+    bits,
+    starts,
     du,
     dv,
     grad,
@@ -305,11 +348,13 @@ def conv_weight_kernel(
     out_width,
     o_blocks,
     i_blocks,
-    dmu_client,
+    splits,
+    dmu_part,
     dmu_o,
     dmu_i,
     dmu_y,
     dmu_x,
+    bits_client,
     grad_client,
     grad_n,
     grad_c,
@@ -330,12 +375,13 @@ def conv_weight_kernel(
     dilation_x,
     OUT: tl.constexpr,
     IN: tl.constexpr,
+    GROUPS: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
     RANK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STEPS: tl.constexpr,
-    NEED_MU: tl.constexpr,
+    MU: tl.constexpr,
     NEED_U: tl.constexpr,
     NEED_V: tl.constexpr,
     ACC: tl.constexpr,
@@ -346,26 +392,34 @@ def conv_weight_kernel(
 ):
     """A tile of dW, one tap after the other: written as dμ, and summed into parts of du and dv while in registers.
 
-    spatial (rank 1): du parts [client, (o block, i block), ky, kx], dv [client, o, i];
-    kernel: du parts [client, (o block, kx), r, i, ky], dv parts [client, (i block, ky), r, o, kx].
+    Each program takes one of `splits` stretches of the pixels; with p = (client, split), parts are
+    dμ [p, …] (MU as in `weight_tile`: 0 not asked for, 1 all of dW, 2 on the support);
+    spatial (rank 1): du [p, (group, i block, o block), ky, kx], dv [p, o, i];
+    kernel: du [p, (group, o block, kx), r, i, ky], dv [p, (i block, ky), r, o, kx].
     """
     pid = tl.program_id(0)
     o_block = pid % o_blocks
     i_block = pid // o_blocks % i_blocks
-    client = (pid // o_blocks // i_blocks).to(tl.int64)
-    o = o_block * BLOCK_O + tl.arange(0, BLOCK_O)
+    group = pid // o_blocks // i_blocks % GROUPS
+    split = pid // o_blocks // i_blocks // GROUPS % splits
+    client = (pid // o_blocks // i_blocks // GROUPS // splits).to(tl.int64)
+    p = client * splits + split
+    in_group = o_block * BLOCK_O + tl.arange(0, BLOCK_O)
+    o = group * (OUT // GROUPS) + in_group
     i = i_block * BLOCK_I + tl.arange(0, BLOCK_I)
-    o_inside = o < OUT
+    o_inside = in_group < OUT // GROUPS
     i_inside = i < IN
     inside = o_inside[:, None] & i_inside[None, :]
-    u += client * u_client
-    v += client * v_client
+    channel = (group * IN + i).to(tl.int64)
+    if NEED_U or NEED_V:
+        u += client * u_client
+        v += client * v_client
     dv_tile = tl.zeros([BLOCK_O, BLOCK_I], ACC)
     for ky in tl.static_range(KH):
         for kx in tl.static_range(KW):
             acc = tl.zeros([BLOCK_O, BLOCK_I], ACC)
             for step in range(STEPS):
-                m = step * BLOCK_M + tl.arange(0, BLOCK_M)
+                m = (split * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
                 m_inside = m < rows
                 ox = m % out_width
                 oy = m // out_width % out_height
@@ -381,20 +435,25 @@ def conv_weight_kernel(
                     other=0.0,
                 )
                 below = tl.load(
-                    x + (x_pixel[:, None] + (i.to(tl.int64) * x_c)[None, :]),
+                    x + (x_pixel[:, None] + (channel * x_c)[None, :]),
                     mask=there[:, None] & i_inside[None, :],
                     other=0.0,
                 )
                 acc = tl.dot(above, below, acc, input_precision=PRECISION, out_dtype=ACC)
-            if NEED_MU:
-                at = client * dmu_client + ky * dmu_y + kx * dmu_x
+            if MU == 1:
+                at = p * dmu_part + ky * dmu_y + kx * dmu_x
                 at_tile = (o.to(tl.int64) * dmu_o)[:, None] + (i.to(tl.int64) * dmu_i)[None, :]
                 tl.store(dmu + (at + at_tile), acc.to(dmu.dtype.element_ty), mask=inside)
+            if MU == 2:
+                flat = ((o[:, None] * IN + i[None, :]) * KH + ky) * KW + kx
+                of_client = client * bits_client
+                on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside)
+                tl.store(dmu + p * dmu_part + place, acc.to(dmu.dtype.element_ty), mask=on_support)
             if LAYOUT == 1:
                 if NEED_U:
                     # loaded again for each tap: kept, it would push the sums out of the registers
                     v_tile = tl.load(v + (o[:, None] * IN + i[None, :]), mask=inside, other=0.0).to(ACC)
-                    part = (client * i_blocks + i_block) * o_blocks + o_block
+                    part = ((p * GROUPS + group) * i_blocks + i_block) * o_blocks + o_block
                     tl.store(du + ((part * KH + ky) * KW + kx), tl.sum(tl.sum(acc * v_tile, 1), 0))
                 if NEED_V:
                     dv_tile += acc * tl.load(u + (ky * KW + kx)).to(ACC)
@@ -402,14 +461,14 @@ def conv_weight_kernel(
                 for r in tl.static_range(RANK):
                     if NEED_U:
                         factor = tl.load(v + ((r * OUT + o) * KW + kx), mask=o_inside, other=0.0).to(ACC)
-                        part = ((client * o_blocks + o_block) * KW + kx) * RANK + r
+                        part = (((p * GROUPS + group) * o_blocks + o_block) * KW + kx) * RANK + r
                         tl.store(du + ((part * IN + i) * KH + ky), tl.sum(acc * factor[:, None], 0), mask=i_inside)
                     if NEED_V:
                         factor = tl.load(u + ((r * IN + i) * KH + ky), mask=i_inside, other=0.0).to(ACC)
-                        part = ((client * i_blocks + i_block) * KH + ky) * RANK + r
+                        part = ((p * i_blocks + i_block) * KH + ky) * RANK + r
                         tl.store(dv + ((part * OUT + o) * KW + kx), tl.sum(acc * factor[None, :], 1), mask=o_inside)
     if LAYOUT == 1 and NEED_V:
-        at = client * OUT * IN + o[:, None] * IN + i[None, :]
+        at = p * OUT * IN + o[:, None] * IN + i[None, :]
         tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=inside)
 
 
@@ -426,97 +485,142 @@ def _blocks(dtype: torch.dtype, m: int, n: int, inner: int) -> tuple[int, int, i
     return (128 if m >= 8192 else 64), 32 if n <= 32 else 64, depth, 4
 
 
-class _Problem:
-    """Shapes and settings of one convolution, checked."""
+def _conv_precision(dtype: torch.dtype) -> str:
+    """float32 products as PyTorch's own convolutions take them, which round to TF32 unless told otherwise."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32" else "ieee"
 
-    def __init__(self, x_shape, u, v, layout, stride, padding, dilation):
+
+class _Problem:
+    """Shapes and settings of one convolution."""
+
+    def __init__(self, dtype, x_shape, u, layout, size, stride, padding, dilation, groups):
         self.k, self.n, self.channels, self.height, self.width = x_shape
-        self.out, self.into, self.kh, self.kw = _weight_size(layout, u, v)
-        if self.channels != self.into or self.k != u.shape[0]:
+        self.out, self.into, self.kh, self.kw = size
+        self.groups, self.size = groups, tuple(size)
+        if self.channels != self.into * groups or self.out % groups:
             raise ValueError(
-                f"conv2d: x has {self.k} clients and {self.channels} channels, must have {u.shape[0]} and {self.into}"
+                f"fused_conv2d: x has {self.channels} channels, a weight of {list(size)} in {groups} groups needs "
+                f"{self.into * groups}, and its {self.out} outputs must be a multiple of the groups"
             )
         spans = [
-            size + 2 * pad - gap * (taps - 1) - 1
-            for size, pad, gap, taps in zip(x_shape[3:], padding, dilation, (self.kh, self.kw), strict=True)
+            extent + 2 * pad - gap * (taps - 1) - 1
+            for extent, pad, gap, taps in zip(x_shape[3:], padding, dilation, (self.kh, self.kw), strict=True)
         ]
         if min(spans) < 0:
-            raise ValueError(f"conv2d: the kernel does not fit into x of {self.height} × {self.width} with its padding")
+            raise ValueError(
+                f"fused_conv2d: the kernel does not fit into x of {self.height} × {self.width} with its padding"
+            )
         self.out_height, self.out_width = (span // step + 1 for span, step in zip(spans, stride, strict=True))
+        self.rows = self.n * self.out_height * self.out_width
+        self.rank = 0 if u is None else u.shape[1]
         self.settings = (*stride, *padding, *dilation)
         self.constants = {
             "OUT": self.out,
             "IN": self.into,
+            "GROUPS": groups,
             "KH": self.kh,
             "KW": self.kw,
-            "RANK": u.shape[1],
+            "RANK": self.rank,
             "LAYOUT": layout,
-            "ACC": TL_DTYPES[accumulator(u.dtype)],
-            "PRECISION": _precision(u.dtype),
+            "ACC": TL_DTYPES[accumulator(dtype)],
+            "PRECISION": _conv_precision(dtype),
         }
         pixels = self.n * max(self.height * self.width, self.out_height * self.out_width)
-        if max(pixels, u.shape[1] * self.out * self.into * self.kh * self.kw) > INT32_LIMIT:
-            raise ValueError(f"conv2d: {pixels} pixels a client, must be at most {INT32_LIMIT}")
+        if max(pixels, max(self.rank, 1) * self.out * self.into * self.kh * self.kw) > INT32_LIMIT:
+            raise ValueError(f"fused_conv2d: {pixels} pixels a client, must be at most {INT32_LIMIT}")
 
     @property
-    def sizes(self):
+    def extents(self):
         return self.height, self.width, self.out_height, self.out_width
 
 
-def _images(like: Tensor, k: int, n: int, channels: int, height: int, width: int) -> Tensor:
-    """Uninitialised [k, n, channels, height, width], channels_last."""
-    return like.new_empty(k, n, height, width, channels).permute(0, 1, 4, 2, 3)
+class _Mu:
+    """μ as the kernels take it: none, dense [k, o, i, kh, kw], or values [k, nnz] on the support `index` [k, nnz]."""
+
+    def __init__(self, mu: Tensor | None, index: Tensor | None, size):
+        self.data, self.bits, self.starts, self.bits_client = mu, None, None, 0
+        self.code = 0 if mu is None else 1 if index is None else 2
+        self.strides = (0,) * 5 if mu is None else mu.stride()
+        if index is not None:
+            shared = index.stride(0) == 0
+            self.bits, self.starts = support_bits(index[:1] if shared else index, size)
+            self.bits_client = 0 if shared else self.bits.stride(0)
+            if mu is not None:
+                self.data, client = slices(mu)
+                self.strides = (client, 0, 0, 0, 0)
 
 
-def _strides(tensor: Tensor | None) -> tuple[int, ...]:
-    return (0,) * 5 if tensor is None else tensor.stride()
+def support_bits(index: Tensor, size) -> tuple[Tensor, Tensor]:
+    """(bits, starts) int32 [k, ceil(numel / 32)] of ascending flat positions `index` [k, nnz] in a weight of `size`.
+
+    Bit j of word w is set where 32 w + j is on the support; starts[w] is the number of positions before 32 w.
+    """
+    k, numel = index.shape[0], torch.Size(size).numel()
+    words = triton.cdiv(numel, 32)
+    first = torch.arange(0, 32 * words, 32, dtype=index.dtype, device=index.device)
+    starts = torch.searchsorted(index.contiguous(), first.expand(k, -1).contiguous(), out_int32=True)
+    # each bit is added once, so that the sum is their union
+    bits = torch.zeros(k, words, dtype=torch.int64, device=index.device)
+    bits.scatter_add_(1, index.long() >> 5, torch.ones_like(index, dtype=torch.int64) << (index & 31))
+    return bits.to(torch.int32), starts
 
 
-def conv2d(
+def _factors(u: Tensor | None, v: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """(u, v) with contiguous slices, and their client strides."""
+    if u is None:
+        return None, None, 0, 0
+    (u, u_client), (v, v_client) = slices(u), slices(v)
+    return u, v, u_client, v_client
+
+
+def fused_conv2d(
     x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
     mu: Tensor | None,
-    u: Tensor,
-    v: Tensor,
+    index: Tensor | None,
     bias: Tensor | None,
     layout: int,
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    dilation: tuple[int, int] = (1, 1),
+    size: list[int],
+    channels_last: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
 ) -> Tensor:
-    """y [k, n, o, oh, ow] (channels_last) = conv2d(x [k, n, i, h, w], Σ_r u_r ⊗ v_r + μ) + bias [k, o].
-
-    Raises ValueError where the shapes do not fit.
-    """
-    p = _Problem(x.shape, u, v, layout, stride, padding, dilation)
-    out = _images(x, p.k, p.n, p.out, p.out_height, p.out_width)
+    p = _Problem(x.dtype, x.shape, u, layout, size, stride, padding, dilation, groups)
+    out = empty_weight(x, (p.n, p.out, p.out_height, p.out_width), is_channels_last(x))
     if not out.numel():
         return out
-    (u, u_client), (v, v_client) = slices(u), slices(v)
+    mu = _Mu(mu, index, size)
+    u, v, u_client, v_client = _factors(u, v)
     bias, bias_client = slices(bias) if bias is not None else (None, 0)
-    rows = p.n * p.out_height * p.out_width
-    block_m, block_o, block_i, warps = _blocks(x.dtype, rows, p.out, p.into)
-    m_blocks, o_blocks = triton.cdiv(rows, block_m), triton.cdiv(p.out, block_o)
+    block_m, block_o, block_i, warps = _blocks(x.dtype, p.rows, p.out // groups, p.into)
+    m_blocks, o_blocks = triton.cdiv(p.rows, block_m), triton.cdiv(p.out // groups, block_o)
     with torch.cuda.device_of(x):
-        conv_kernel[(p.k * m_blocks * o_blocks,)](
+        conv_kernel[(p.k * groups * m_blocks * o_blocks,)](
             out,
             x,
-            mu,
+            mu.data,
+            mu.bits,
+            mu.starts,
             u,
             v,
             bias,
-            rows,
-            *p.sizes,
+            p.rows,
+            *p.extents,
             m_blocks,
             o_blocks,
             *out.stride(),
             *x.stride(),
-            *_strides(mu),
+            *mu.strides,
+            mu.bits_client,
             u_client,
             v_client,
             bias_client,
             *p.settings,
             **p.constants,
-            HAS_MU=mu is not None,
+            MU=mu.code,
             HAS_BIAS=bias is not None,
             BLOCK_M=block_m,
             BLOCK_O=block_o,
@@ -526,45 +630,54 @@ def conv2d(
     return out
 
 
-def conv2d_input_gradient(
+def fused_conv2d_dx(
     grad: Tensor,
-    x_shape,
+    u: Tensor | None,
+    v: Tensor | None,
     mu: Tensor | None,
-    u: Tensor,
-    v: Tensor,
+    index: Tensor | None,
+    image: list[int],
+    image_channels_last: bool,
     layout: int,
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    dilation: tuple[int, int] = (1, 1),
+    size: list[int],
+    channels_last: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
 ) -> Tensor:
-    """dx [k, n, i, h, w] (channels_last) from `grad` = dy of `conv2d`."""
-    p = _Problem(x_shape, u, v, layout, stride, padding, dilation)
-    dx = _images(grad, p.k, p.n, p.into, p.height, p.width)
+    k = grad.shape[0]
+    p = _Problem(grad.dtype, (k, *image), u, layout, size, stride, padding, dilation, groups)
+    dx = empty_weight(grad, image, image_channels_last)
     if not dx.numel():
         return dx
-    (u, u_client), (v, v_client) = slices(u), slices(v)
+    mu = _Mu(mu, index, size)
+    u, v, u_client, v_client = _factors(u, v)
     rows = p.n * p.height * p.width
-    block_m, block_i, block_o, warps = _blocks(grad.dtype, rows, p.into, p.out)
+    block_m, block_i, block_o, warps = _blocks(grad.dtype, rows, p.into, p.out // groups)
     m_blocks, i_blocks = triton.cdiv(rows, block_m), triton.cdiv(p.into, block_i)
     with torch.cuda.device_of(grad):
-        conv_input_kernel[(p.k * m_blocks * i_blocks,)](
+        conv_input_kernel[(k * groups * m_blocks * i_blocks,)](
             dx,
             grad,
-            mu,
+            mu.data,
+            mu.bits,
+            mu.starts,
             u,
             v,
             rows,
-            *p.sizes,
+            *p.extents,
             m_blocks,
             i_blocks,
             *dx.stride(),
             *grad.stride(),
-            *_strides(mu),
+            *mu.strides,
+            mu.bits_client,
             u_client,
             v_client,
             *p.settings,
             **p.constants,
-            HAS_MU=mu is not None,
+            MU=mu.code,
             BLOCK_M=block_m,
             BLOCK_I=block_i,
             BLOCK_O=block_o,
@@ -573,65 +686,86 @@ def conv2d_input_gradient(
     return dx
 
 
-def conv2d_weight_gradient(
+def fused_conv2d_dw(
     grad: Tensor,
     x: Tensor,
-    u: Tensor,
-    v: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    index: Tensor | None,
     layout: int,
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    dilation: tuple[int, int] = (1, 1),
-    channels_last: bool = False,
-    needs: int = 7,
+    size: list[int],
+    channels_last: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dμ, du, dv) of `conv2d`; bits 0–2 of `needs` ask for them, one not asked for has no elements.
-
-    dW is summed into du and dv while its tile is in registers (spatial of rank 1, and kernel of any rank); otherwise it
-    is written and read once more. `channels_last` is the memory format of dμ.
+    """dW is summed into du and dv while its tile is in registers (spatial of rank 1, and kernel of any rank); otherwise
+    it is written and read once more.
     """
-    p = _Problem(x.shape, u, v, layout, stride, padding, dilation)
-    need_mu, need_u, need_v = (bool(needs >> bit & 1) for bit in range(3))
-    fused = layout == KERNEL or (layout != VIEW and u.shape[1] == 1)
-    write = need_mu or ((need_u or need_v) and not fused)
-    size = (p.k, p.out, p.into, p.kh, p.kw)
-    dmu = to_format(u.new_empty(size), channels_last) if write else u.new_empty(0)
-    rows = p.n * p.out_height * p.out_width
-    if not needs or not (rows and p.k * p.out * p.into):
-        empty = (like.new_zeros(like.shape if need else 0) for like, need in ((u, need_u), (v, need_v)))
-        return dmu.zero_(), *empty
-    (shared_u, u_client), (shared_v, v_client) = slices(u), slices(v)
-    block_o, block_i, block_m, _ = _blocks(x.dtype, p.out, p.into, rows)
-    o_blocks, i_blocks = triton.cdiv(p.out, block_o), triton.cdiv(p.into, block_i)
-    acc = accumulator(u.dtype)
-    if layout == KERNEL:
-        parts_u, parts_v = o_blocks * p.kw, i_blocks * p.kh
+    p = _Problem(x.dtype, x.shape, u, layout, size, stride, padding, dilation, groups)
+    need_u, need_v, need_mu = (bool(needs >> bit & 1) for bit in range(3))
+    need_u, need_v = need_u and u is not None, need_v and v is not None
+    reduced = layout == KERNEL or (layout != VIEW and p.rank == 1)
+    whole = (need_u or need_v) and not reduced
+    nothing = x.new_empty(0)
+    if not (p.rows and p.k * p.out * p.into and (need_u or need_v or need_mu)):
+        dmu = nothing
+        if need_mu:
+            dmu = _zero_weight(x, size, channels_last) if index is None else x.new_zeros(index.shape)
+        return u.new_zeros(u.shape) if need_u else nothing, v.new_zeros(v.shape) if need_v else nothing, dmu
+    block_o, block_i, block_m, _ = _blocks(x.dtype, p.out // groups, p.into, p.rows)
+    o_blocks, i_blocks = triton.cdiv(p.out // groups, block_o), triton.cdiv(p.into, block_i)
+    steps, programs = triton.cdiv(p.rows, block_m), p.k * groups * o_blocks * i_blocks
+    # enough programs to fill a large GPU even for one model, without going below four steps each
+    splits = max(1, min(triton.cdiv(264, programs), steps // 4))
+    acc = accumulator(x.dtype)
+    part_dtype = x.dtype if splits == 1 else acc
+    parts = p.k * splits
+    mu = _Mu(None, index if need_mu and not whole else None, size)
+    dmu, dmu_strides = None, (0,) * 5
+    if whole or (need_mu and index is None):
+        dmu, mu.code = empty_weight(x.new_empty(parts, 0, dtype=part_dtype), tuple(size), channels_last), 1
+        dmu_strides = dmu.stride()
+    elif need_mu:
+        dmu, mu.code = x.new_empty(parts, index.shape[1], dtype=part_dtype), 2
+        dmu_strides = (index.shape[1], 0, 0, 0, 0)
     else:
-        parts_u, parts_v = o_blocks * i_blocks, 1
-    du = u.new_empty(p.k, parts_u, *u.shape[1:], dtype=acc) if need_u and fused else None
-    dv = v.new_empty(p.k, parts_v, *v.shape[1:], dtype=acc) if need_v and fused else None
+        mu.code = 0
+    if layout == KERNEL:
+        parts_u, parts_v = groups * o_blocks * p.kw, i_blocks * p.kh
+    else:
+        parts_u, parts_v = groups * o_blocks * i_blocks, 1
+    du = u.new_empty(p.k, splits * parts_u, *u.shape[1:], dtype=acc) if need_u and reduced else None
+    dv = v.new_empty(p.k, splits * parts_v, *v.shape[1:], dtype=acc) if need_v and reduced else None
+    left, right, u_client, v_client = _factors(u, v)
     with torch.cuda.device_of(x):
-        conv_weight_kernel[(p.k * o_blocks * i_blocks,)](
+        conv_weight_kernel[(programs * splits,)](
             dmu,
+            mu.bits,
+            mu.starts,
             du,
             dv,
             grad,
             x,
-            shared_u,
-            shared_v,
-            rows,
-            *p.sizes,
+            left,
+            right,
+            p.rows,
+            *p.extents,
             o_blocks,
             i_blocks,
-            *(dmu.stride() if write else (0,) * 5),
+            splits,
+            *dmu_strides,
+            mu.bits_client,
             *grad.stride(),
             *x.stride(),
             u_client,
             v_client,
             *p.settings,
             **p.constants,
-            STEPS=triton.cdiv(rows, block_m),
-            NEED_MU=write,
+            STEPS=triton.cdiv(steps, splits),
+            MU=mu.code,
             NEED_U=du is not None,
             NEED_V=dv is not None,
             BLOCK_M=block_m,
@@ -639,7 +773,31 @@ def conv2d_weight_gradient(
             BLOCK_I=block_i,
             num_warps=8,
         )
-    if fused:
-        return dmu, _gather(du, u).to(u.dtype), _gather(dv, v).to(v.dtype)
-    du, dv = rank1_weight_backward(dmu, u, v, layout, needs >> 1)
-    return dmu if need_mu else u.new_empty(0), du, dv
+    if dmu is not None and splits > 1:
+        dmu = to_format(dmu.unflatten(0, (p.k, splits)).sum(1).to(x.dtype), channels_last)
+    if not whole:
+        grads = (
+            _gather(parts, like).to(x.dtype) if parts is not None else nothing for parts, like in ((du, u), (dv, v))
+        )
+        return *grads, dmu if need_mu else nothing
+    du, dv = rank1_weight_backward(dmu, u, v, layout, need_u | need_v << 1)
+    if not need_mu:
+        return du, dv, nothing
+    return du, dv, dmu if index is None else dmu.contiguous().flatten(1).gather(1, index.long())
+
+
+def _zero_weight(like: Tensor, size, channels_last: bool) -> Tensor:
+    return empty_weight(like, tuple(size), channels_last).zero_()
+
+
+def factored_conv2d(x, u, v, values, index, bias, size, *settings) -> Tensor:
+    return fused_conv2d(x, u, v, values, index, bias, SPATIAL, size, False, *settings)
+
+
+def factored_conv2d_dx(grad, u, v, values, index, image, channels_last, size, *settings) -> Tensor:
+    return fused_conv2d_dx(grad, u, v, values, index, image, channels_last, SPATIAL, size, False, *settings)
+
+
+def factored_conv2d_dw(grad, x, u, v, index, size, *settings_and_needs) -> tuple[Tensor, Tensor, Tensor]:
+    *settings, needs = settings_and_needs
+    return fused_conv2d_dw(grad, x, u, v, index, SPATIAL, size, False, *settings, needs & (3 if index is None else 7))

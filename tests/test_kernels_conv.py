@@ -21,37 +21,37 @@ def test_in_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "arch"),
+    ("layout", "dtype", "arch", "mu"),
     [
-        (SPATIAL, torch.bfloat16, 80),
-        (SPATIAL, torch.bfloat16, 90),
-        (SPATIAL, torch.float32, 80),
-        (KERNEL, torch.bfloat16, 90),
+        (SPATIAL, torch.bfloat16, 80, "dense"),
+        (SPATIAL, torch.bfloat16, 90, "dense"),
+        (SPATIAL, torch.float32, 80, "none"),
+        (KERNEL, torch.bfloat16, 90, "support"),
     ],
 )
 @pytest.mark.parametrize("name", ["conv_kernel", "conv_input_kernel", "conv_weight_kernel"])
-def test_compiles_ahead_of_time(name, layout, dtype, arch, monkeypatch):
+def test_compiles_ahead_of_time(name, layout, dtype, arch, mu, monkeypatch):
     conv = importlib.import_module("fastfact.kernels.conv")
     chosen = stand_in(monkeypatch, [conv], name, arch)
     k, n, channels, side = 2, 8, 128, 32
     # fewer taps compile faster; the largest kernel once
     taps = 3 if (layout, dtype, arch) == (SPATIAL, torch.bfloat16, 90) else 2
-
-    def images(c):
-        return torch.zeros(k, n, side, side, c, dtype=dtype).permute(0, 1, 4, 2, 3)
-
-    mu = torch.zeros(k, channels, taps, taps, channels, dtype=dtype).permute(0, 1, 4, 2, 3)
+    x = torch.zeros(k, n, side, side, channels, dtype=dtype).permute(0, 1, 4, 2, 3)
+    index = torch.arange(0, 4096, 3, dtype=torch.int32).expand(k, -1) if mu == "support" else None
+    weight = torch.zeros(k, channels, taps, taps, channels, dtype=dtype).permute(0, 1, 4, 2, 3)
+    weight = {"none": None, "dense": weight, "support": torch.zeros(k, 1366, dtype=dtype)}[mu]
     if layout == SPATIAL:
         u, v = torch.zeros(k, 1, taps, taps, dtype=dtype), torch.zeros(k, 1, channels, channels, dtype=dtype)
     else:
         u = v = torch.zeros(k, 1, channels, taps, dtype=dtype)
-    x = images(channels)
+    size = (channels, channels, taps, taps)
+    settings = (layout, size, True, (1, 1), (taps // 2,) * 2, (1, 1), 1)
     if name == "conv_kernel":
-        conv.conv2d(x, mu, u, v, None, layout, padding=(1, 1))
+        conv.fused_conv2d(x, u, v, weight, index, None, *settings)
     elif name == "conv_input_kernel":
-        conv.conv2d_input_gradient(x, x.shape, mu, u, v, layout, padding=(1, 1))
+        conv.fused_conv2d_dx(x, u, v, weight, index, (n, channels, side, side), True, *settings)
     else:
-        conv.conv2d_weight_gradient(x, x, u, v, layout, padding=(1, 1), channels_last=True)
+        conv.fused_conv2d_dw(x, x, u, v, index, *settings, 3 if mu == "none" else 7)
     (compiled,) = chosen.compiled
     assert compiled.asm["cubin"] and compiled.metadata.shared <= 160 * 1024
     if dtype == torch.bfloat16:

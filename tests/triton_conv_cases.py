@@ -1,12 +1,14 @@
 """The fused convolution against PyTorch's, on a GPU or in Triton's interpreter; collected by test_kernels_conv.py."""
 
+import functools
 import os
 
 import pytest
 import torch
 from op_cases import ATOL, rank1_factors, variants
 
-from fastfact import reference
+import fastfact as ff
+from fastfact import kernels, reference
 from fastfact.kernels import conv
 from fastfact.reference import KERNEL, SPATIAL, VIEW
 
@@ -14,78 +16,150 @@ GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.float64, torch.bfloat16] * GPU
 
-# (k, n, i, o, h, w), (kh, kw), rank, stride, padding, dilation
+# (k, n, i a group, o, h, w), (kh, kw), rank, stride, padding, dilation, groups
 CASES = [
-    ((2, 2, 5, 7, 6, 5), (3, 3), 1, (1, 1), (1, 1), (1, 1)),
-    ((1, 3, 3, 17, 5, 6), (3, 3), 1, (2, 2), (1, 1), (1, 1)),
-    ((2, 1, 4, 3, 7, 8), (2, 3), 2, (2, 1), (0, 2), (1, 2)),
-    ((3, 1, 18, 4, 3, 2), (1, 1), 3, (1, 1), (0, 0), (1, 1)),
+    ((2, 2, 5, 7, 6, 5), (3, 3), 1, (1, 1), (1, 1), (1, 1), 1),
+    ((1, 3, 3, 18, 5, 6), (3, 3), 1, (2, 2), (1, 1), (1, 1), 2),
+    ((2, 1, 4, 3, 7, 8), (2, 3), 2, (2, 1), (0, 2), (1, 2), 1),
+    ((3, 1, 9, 4, 3, 2), (1, 1), 3, (1, 1), (0, 0), (1, 1), 2),
+    # enough pixels that the weight gradient is split over them
+    ((1, 2, 2, 3, 15, 16), (2, 1), 1, (1, 1), (0, 0), (1, 1), 1),
 ]
 BIG_CASES = [
-    ((3, 8, 64, 65, 16, 15), (3, 3), 1, (1, 1), (1, 1), (1, 1)),
-    ((2, 32, 32, 128, 32, 32), (5, 5), 1, (1, 1), (2, 2), (1, 1)),
+    ((3, 8, 64, 65, 16, 15), (3, 3), 1, (1, 1), (1, 1), (1, 1), 1),
+    ((2, 32, 32, 128, 32, 32), (5, 5), 1, (1, 1), (2, 2), (1, 1), 1),
+    ((1, 32, 128, 256, 16, 16), (3, 3), 1, (1, 1), (1, 1), (1, 1), 1),
+    ((2, 32, 8, 128, 16, 16), (3, 3), 1, (1, 1), (1, 1), (1, 1), 8),
 ]
 
 
-def truth(x, mu, u, v, bias, grad, layout, settings):
-    """y, dx, dμ, du, dv of PyTorch's own convolution with the reference's weight, one client after the other."""
-    leaves = [t.detach().clone().requires_grad_() for t in (x, mu, u, v)]
-    stride, padding, dilation = settings
-    weight = reference.rank1_weight(*leaves[1:], layout, False)
-    images = [
-        torch.nn.functional.conv2d(image, kernel, b, stride, padding, dilation)
-        for image, kernel, b in zip(leaves[0], weight, bias, strict=True)
-    ]
-    y = torch.stack(images)
-    y.backward(grad)
-    return [y.detach(), *(t.grad for t in leaves)]
+@pytest.fixture(autouse=True)
+def exact():
+    """Both sides without TF32, which cuDNN takes for some shapes and not for others."""
+    before, torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.conv.fp32_precision, "ieee"
+    yield
+    torch.backends.cudnn.conv.fp32_precision = before
 
 
-@pytest.mark.parametrize("how", ["plain", "channels_last", "shared"])
+def draw(case, layout, how, dtype):
+    """x, u, v, μ, index, bias, dy and the settings of the op. `how`: the layout of the tensors, or "support"."""
+    (k, n, i, o, h, w), (kh, kw), rank, *geometry, groups = case
+    size = (o, i, kh, kw)
+    x = torch.randn(k, n, groups * i, h, w, device=DEVICE).to(dtype)
+    u, v = rank1_factors(layout, size, k, rank, dtype, DEVICE)
+    index = None
+    if how == "support":
+        count = torch.Size(size).numel()
+        index = torch.stack([torch.randperm(count)[: count // 3].sort().values for _ in range(k)]).int().to(DEVICE)
+        mu = torch.randn(index.shape, device=DEVICE).to(dtype)
+    else:
+        mu = variants(torch.randn(k, *size, device=DEVICE).to(dtype), how)
+    if how == "channels_last":
+        x = reference.to_format(x, True)
+    if how == "shared":
+        u, v = variants(u, "shared"), variants(v, "gaps")
+    bias = torch.randn(k, o, device=DEVICE).to(dtype)
+    settings = (layout, size, how == "channels_last", *geometry, groups)
+    grad = torch.randn(reference.fused_conv2d(x, u, v, mu, index, bias, *settings).shape, device=DEVICE).to(dtype)
+    return (x, u, v, mu, index, bias, grad), settings
+
+
+def every(impl, tensors, settings, needs=7):
+    """y, dx, du, dv, dμ."""
+    x, u, v, mu, index, bias, grad = tensors
+    image = (tuple(x.shape[1:]), reference.is_channels_last(x))
+    return (
+        impl.fused_conv2d(x, u, v, mu, index, bias, *settings),
+        impl.fused_conv2d_dx(grad, u, v, mu, index, *image, *settings),
+        *impl.fused_conv2d_dw(grad, x, u, v, index, *settings, needs),
+    )
+
+
+def compare(tensors, settings):
+    outs = every(kernels, tensors, settings)
+    doubled = [t.double() if t is not None and t.is_floating_point() else t for t in tensors]
+    expected, plain = every(reference, doubled, settings), every(reference, tensors, settings)
+    for out, true, same in zip(outs, expected, plain, strict=True):
+        dtype = tensors[0].dtype
+        assert out.shape == true.shape and out.dtype == dtype
+        assert all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), same.stride(), strict=True))
+        scale = true.abs().max().item() if true.numel() else 0
+        allowed = 2 * (same.double() - true).abs().max().item() + ATOL[dtype] * scale if true.numel() else 0
+        assert not out.numel() or (out.double() - true).abs().max().item() <= allowed
+
+
+@pytest.mark.parametrize("how", ["plain", "channels_last", "shared", "support"])
 @pytest.mark.parametrize("layout", [SPATIAL, KERNEL, VIEW])
 @pytest.mark.parametrize("case", CASES + BIG_CASES * GPU, ids=lambda case: "-".join(map(str, case[0])))
 def test_conv2d(case, layout, how):
-    (k, n, i, o, h, w), (kh, kw), rank, *settings = case
     torch.manual_seed(0)
-    for dtype in DTYPES if GPU or how == "plain" else DTYPES[:1]:
-        x = torch.randn(k, n, i, h, w, device=DEVICE).to(dtype)
-        mu = variants(torch.randn(k, o, i, kh, kw, device=DEVICE).to(dtype), how)
-        u, v = rank1_factors(layout, (o, i, kh, kw), k, rank, dtype, DEVICE)
-        if how == "channels_last":
-            x = x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
-        if how == "shared":
-            u, v = variants(u, "shared"), variants(v, "gaps")
-        bias = torch.randn(k, o, device=DEVICE).to(dtype)
-        y = conv.conv2d(x, mu, u, v, bias, layout, *settings)
-        grad = torch.randn(y.shape, device=DEVICE).to(dtype)
-        dx = conv.conv2d_input_gradient(grad, x.shape, mu, u, v, layout, *settings)
-        grads = conv.conv2d_weight_gradient(grad, x, u, v, layout, *settings, channels_last=how == "channels_last")
-        inputs = (x, mu, u, v, bias, grad)
-        expected = truth(*(t.double() for t in inputs), layout, settings)
-        plain = truth(*inputs, layout, settings)
-        for out, true, same in zip((y, dx, *grads), expected, plain, strict=True):
-            assert out.shape == true.shape and out.dtype == dtype
-            scale = true.abs().max().item() + 1e-30
-            allowed = 2 * (same.double() - true).abs().max().item() + ATOL[dtype] * scale
-            assert (out.double() - true).abs().max().item() <= allowed
+    for dtype in DTYPES if GPU or (how == "plain" and case in CASES[::2]) else DTYPES[:1]:
+        compare(*draw(case, layout, how, dtype))
+
+
+@pytest.mark.parametrize("case", CASES[:2] + BIG_CASES * GPU, ids=lambda case: "-".join(map(str, case[0])))
+def test_weights_of_each_client_alone(case):
+    """No u and v: μ is the weight."""
+    torch.manual_seed(0)
+    for how in ("plain", "support"):
+        for dtype in DTYPES if GPU else DTYPES[:1]:
+            (x, _, _, *rest), settings = draw(case, SPATIAL, how, dtype)
+            compare((x, None, None, *rest), settings)
 
 
 def test_only_what_is_needed():
     torch.manual_seed(0)
-    x = torch.randn(2, 1, 3, 4, 4, device=DEVICE)
-    for layout, rank in ((SPATIAL, 1), (SPATIAL, 2), (KERNEL, 2)):
-        u, v = rank1_factors(layout, (5, 3, 1, 2), 2, rank, torch.float32, DEVICE)
-        grad = torch.randn_like(conv.conv2d(x, None, u, v, None, layout))
-        every = conv.conv2d_weight_gradient(grad, x, u, v, layout)
-        for needs in range(8):
-            some = conv.conv2d_weight_gradient(grad, x, u, v, layout, needs=needs)
-            for bit, (one, full) in enumerate(zip(some, every, strict=True)):
-                assert torch.equal(one, full) if needs >> bit & 1 else one.numel() == 0
+    case = ((1, 1, 3, 2, 2, 2), (1, 2), 1, (1, 1), (0, 0), (1, 1), 1)
+    for layout, rank, how in ((SPATIAL, 1, "plain"), (SPATIAL, 2, "support"), (KERNEL, 2, "plain")):
+        (x, u, v, _, index, _, grad), settings = draw((*case[:2], rank, *case[3:]), layout, how, torch.float32)
+        weight_gradient = functools.partial(kernels.fused_conv2d_dw, grad, x, u, v, index, *settings)
+        full = weight_gradient(7)
+        for needs in range(7):
+            some = weight_gradient(needs)
+            for bit, (one, whole) in enumerate(zip(some, full, strict=True)):
+                assert torch.equal(one, whole) if needs >> bit & 1 else one.numel() == 0
+
+
+def test_empty_support_and_full_words():
+    """No position at all; and every position of a weight whose bits fill whole words."""
+    torch.manual_seed(0)
+    size, settings = (8, 4, 1, 1), ((1, 1), (0, 0), (1, 1), 1)
+    x, grad = torch.randn(2, 1, 4, 3, 3, device=DEVICE), torch.randn(2, 1, 8, 3, 3, device=DEVICE)
+    for count in (0, 32):
+        index = torch.arange(count, dtype=torch.int32, device=DEVICE).expand(2, -1)
+        compare(
+            (x, None, None, torch.randn(2, count, device=DEVICE), index, None, grad), (SPATIAL, size, False, *settings)
+        )
+    bits, starts = conv.support_bits(torch.tensor([[0, 31, 32, 63, 64]], dtype=torch.int32), (70, 1, 1, 1))
+    assert bits.tolist() == [[1 - 2**31, 1 - 2**31, 1]] and starts.tolist() == [[0, 2, 4]]
+
+
+def test_through_autograd():
+    """The public functions, forward and backward, against the reference behind the same functions."""
+    torch.manual_seed(0)
+
+    def leaf(*shape):
+        return torch.randn(*shape, dtype=torch.float64, device=DEVICE, requires_grad=True)
+
+    index = torch.tensor([1, 5, 6, 15], dtype=torch.int32, device=DEVICE)
+    leaves = (leaf(2, 2, 2, 3, 3), leaf(1, 2, 2), leaf(2, 1, 4, 1), leaf(2, 4), leaf(2, 4))
+
+    def run(function):
+        x, u, v, mu, bias = leaves
+        y = function(x, u, v, mu, index, bias, size=(4, 1, 2, 2), stride=2, padding=1, groups=2)
+        return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+    expected = run(ff.ops.fused_conv2d)
+    with ff.use_backend("triton"):
+        for function in (ff.ops.fused_conv2d, ff.ops.factored_conv2d):
+            for one, other in zip(run(function), expected, strict=True):
+                torch.testing.assert_close(one, other)
 
 
 def test_shapes_that_do_not_fit():
     u, v = rank1_factors(SPATIAL, (5, 3, 3, 3), 2, 1, torch.float32, DEVICE)
-    with pytest.raises(ValueError, match="4 channels, must have 2 and 3"):
-        conv.conv2d(torch.zeros(2, 1, 4, 8, 8, device=DEVICE), None, u, v, None, SPATIAL)
+    rest = (None, None, None, SPATIAL, (5, 3, 3, 3), False, (1, 1), (0, 0), (1, 1), 1)
+    with pytest.raises(ValueError, match="x has 4 channels"):
+        kernels.fused_conv2d(torch.zeros(2, 1, 4, 8, 8, device=DEVICE), u, v, *rest)
     with pytest.raises(ValueError, match="does not fit into x of 2 × 8"):
-        conv.conv2d(torch.zeros(2, 1, 3, 2, 8, device=DEVICE), None, u, v, None, SPATIAL)
+        kernels.fused_conv2d(torch.zeros(2, 1, 3, 2, 8, device=DEVICE), u, v, *rest)

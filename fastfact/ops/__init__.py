@@ -1,13 +1,14 @@
 """The functional ops, differentiable, each with an optional leading client axis."""
 
 from fastfact.ops import schema  # noqa: F401  registers the ops
-from fastfact.ops.conv import factored_conv2d, factored_linear, separable_conv2d
+from fastfact.ops.conv import factored_conv2d, factored_linear, fused_conv2d, separable_conv2d
 from fastfact.ops.sparse import pack_bitmap, prox_sgd_step, unpack_bitmap
 from fastfact.ops.weights import hadamard_weight, lowrank_sides, lowrank_weight, rank1_weight
 
 __all__ = [
     "factored_conv2d",
     "factored_linear",
+    "fused_conv2d",
     "hadamard_weight",
     "lowrank_sides",
     "lowrank_weight",

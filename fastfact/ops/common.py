@@ -38,6 +38,16 @@ def transforming() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether `vmap` maps over `tensor`: inside, each client has its own."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 def must_be_plain() -> bool:
     """Whether an op must be made of plain PyTorch: torch.compile loses the gradient of an autograd.Function inside
     torch.func.grad (and fuses plain PyTorch there).

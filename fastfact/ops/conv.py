@@ -1,4 +1,4 @@
-"""Convolution and linear layers computed from their factors, without making the weight."""
+"""Convolution and linear layers computed from their factors, without writing the weight."""
 
 import torch
 import torch.nn.functional as F
@@ -6,52 +6,59 @@ from torch import Tensor
 
 from fastfact import reference
 from fastfact.backends import implementation
-from fastfact.ops.common import call, check, fold, must_be_plain, unfold, with_clients
+from fastfact.ops.common import call, check, fold, is_mapped, must_be_plain, unfold, with_clients
+from fastfact.ops.weights import follows_channels_last
+from fastfact.reference import LAYOUTS
 
-OP = "factored_conv2d"
+OP, FUSED = "factored_conv2d", "fused_conv2d"
 
 
-class _FactoredConv(torch.autograd.Function):
+class _Conv(torch.autograd.Function):
+    """A convolution computed from the parts of its weight: `mu` dense, or values with `index`.
+
+    `settings` are the last arguments of the op.
+    """
+
     @staticmethod
-    def forward(clients, settings, x, u, v, values, index, bias):
-        return call(implementation(OP), clients, (x, u, v, values, index, bias), *settings)
+    def forward(op, clients, settings, x, u, v, mu, index, bias):
+        return call(implementation(op), clients, (x, u, v, mu, index, bias), *settings)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.clients, ctx.settings = inputs[:2]
-        ctx.save_for_backward(*inputs[2:7])
+        ctx.op, ctx.clients, ctx.settings = inputs[:3]
+        ctx.save_for_backward(*inputs[3:8])
 
     @staticmethod
     def backward(ctx, grad):
-        needed = ctx.needs_input_grad[2:6]
+        needed = ctx.needs_input_grad[3:7]
         grads = (None,) * 4
         if any(needed):
             needs = sum(1 << bit for bit, need in enumerate(needed) if need)
-            out = _FactoredConvBackward.apply(ctx.clients, ctx.settings, needs, grad, *ctx.saved_tensors)
+            out = _ConvBackward.apply(ctx.op, ctx.clients, ctx.settings, needs, grad, *ctx.saved_tensors)
             grads = [g if need else None for g, need in zip(out, needed, strict=True)]
-        return None, None, *grads, None, grad.sum((-4, -2, -1)) if ctx.needs_input_grad[7] else None
+        return None, None, None, *grads, None, grad.sum((-4, -2, -1)) if ctx.needs_input_grad[8] else None
 
     @staticmethod
-    def vmap(info, in_dims, clients, settings, *tensors):
-        out = _FactoredConv.apply(True, settings, *fold(info.batch_size, in_dims[2:], clients, tensors))
+    def vmap(info, in_dims, op, clients, settings, *tensors):
+        out = _Conv.apply(op, True, settings, *fold(info.batch_size, in_dims[3:], clients, tensors))
         return out.unflatten(0, (info.batch_size, -1)) if clients else out, 0
 
 
-class _FactoredConvBackward(torch.autograd.Function):
-    """(dx, du, dv, dvalues); bits 0–3 of `needs` ask for them."""
+class _ConvBackward(torch.autograd.Function):
+    """(dx, du, dv, dμ); bits 0–3 of `needs` ask for them."""
 
     @staticmethod
-    def forward(clients, settings, needs, grad, x, u, v, values, index):
-        dx = du = dv = dvalues = grad.new_empty(0)
+    def forward(op, clients, settings, needs, grad, x, u, v, mu, index):
+        dx = du = dv = dmu = grad.new_empty(0)
         if needs & 1:
             one = x if clients else x.unsqueeze(0)
             image = tuple(one.shape[1:])
             extra = (image, reference.is_channels_last(one), *settings)
-            dx = call(implementation(f"{OP}_dx"), clients, (grad, u, v, values, index), *extra)
+            dx = call(implementation(f"{op}_dx"), clients, (grad, u, v, mu, index), *extra)
         if needs >> 1:
             tensors = (grad, x, u, v, index)
-            du, dv, dvalues = call(implementation(f"{OP}_dw"), clients, tensors, *settings, needs >> 1)
-        return dx, du, dv, dvalues
+            du, dv, dmu = call(implementation(f"{op}_dw"), clients, tensors, *settings, needs >> 1)
+        return dx, du, dv, dmu
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -59,12 +66,19 @@ class _FactoredConvBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise NotImplementedError("the factored convolution can be differentiated once, not twice")
+        raise NotImplementedError("the factored and fused convolutions can be differentiated once, not twice")
 
     @staticmethod
-    def vmap(info, in_dims, clients, settings, needs, *tensors):
-        out = _FactoredConvBackward.apply(True, settings, needs, *fold(info.batch_size, in_dims[3:], clients, tensors))
+    def vmap(info, in_dims, op, clients, settings, needs, *tensors):
+        tensors = fold(info.batch_size, in_dims[4:], clients, tensors)
+        out = _ConvBackward.apply(op, True, settings, needs, *tensors)
         return unfold(info.batch_size, clients, needs, out)
+
+
+def _apply(op: str, clients: bool, settings, *tensors) -> Tensor:
+    if must_be_plain():
+        return call(getattr(reference, op), clients, tensors, *settings)
+    return _Conv.apply(op, clients, settings, *tensors)
 
 
 def _pair(op: str, name: str, value, least: int) -> tuple[int, int]:
@@ -74,16 +88,20 @@ def _pair(op: str, name: str, value, least: int) -> tuple[int, int]:
     return pair
 
 
-def _checked(op, x, u, v, values, index, bias, size, stride, padding, dilation, groups):
-    """What the convolutions have in common, checked: (size, stride, padding, dilation, groups, clients, tensors)."""
+def _checked(op, x, u, v, mu, index, bias, size, stride, padding, dilation, groups, dense=False):
+    """What the convolutions have in common, checked: (size, stride, padding, dilation, groups, clients, tensors).
+
+    dense: whether μ may come without an index, of the shape of W.
+    """
     size = tuple(size)
     if len(size) != 4 or min(size) < 1 or groups < 1 or size[0] % groups:
         raise ValueError(f"{op}: size={size}, groups={groups}: must be (o, i, kh, kw), o a multiple of groups")
-    if (u is None) != (v is None) or (values is None) != (index is None):
+    if (u is None) != (v is None) or ((mu is None) != (index is None) and not (dense and index is None)):
         raise ValueError(f"{op}: u and v go together, and so do values and index")
     pairs = [_pair(op, "stride", stride, 1), _pair(op, "padding", padding, 0), _pair(op, "dilation", dilation, 1)]
-    named = {"x": (x, 4), "u": (u, 3), "v": (v, 3), "values": (values, 1), "index": (index, 1), "bias": (bias, 1)}
-    clients, (x, u, v, values, index, bias) = with_clients(op, named)
+    name, dims = ("mu", 4) if index is None else ("values", 1)
+    named = {"x": (x, 4), "u": (u, 3), "v": (v, 3), name: (mu, dims), "index": (index, 1), "bias": (bias, 1)}
+    clients, (x, u, v, mu, index, bias) = with_clients(op, named)
     channels, h, w = x.shape[clients + 1 :]
     if channels != groups * size[1]:
         raise ValueError(f"{op}: x has {channels} channels, must have groups·i = {groups * size[1]}")
@@ -91,12 +109,12 @@ def _checked(op, x, u, v, values, index, bias, size, stride, padding, dilation, 
         if extent + 2 * padded < gap * (kernel - 1) + 1:
             raise ValueError(f"{op}: x is {h}×{w}, too small for kernel {size[2:]}, padding and dilation")
     check(op, "bias", bias, (size[0],), clients, x)
-    if values is not None:
-        check(op, "values", values, index.shape[clients:], clients, x)
+    check(op, name, mu, size if index is None else index.shape[clients:], clients, x)
+    if index is not None:
         if index.dtype not in (torch.int32, torch.int64) or index.device != x.device:
             raise ValueError(f"{op}: index is {index.dtype} on {index.device}, must be int32 or int64 on {x.device}")
         index = index.to(torch.int32)
-    return size, *pairs, groups, clients, (x, u, v, values, index, bias)
+    return size, *pairs, groups, clients, (x, u, v, mu, index, bias)
 
 
 def factored_conv2d(
@@ -130,15 +148,51 @@ def factored_conv2d(
     if u is not None:
         check(OP, "u", u, (u.shape[clients], *size[2:]), clients, x)
         check(OP, "v", v, (u.shape[clients], *size[:2]), clients, x)
-    if values is not None:
-        check(OP, "values", values, index.shape[clients:], clients, x)
-        if index.dtype not in (torch.int32, torch.int64) or index.device != x.device:
-            raise ValueError(f"{OP}: index is {index.dtype} on {index.device}, must be int32 or int64 on {x.device}")
-        index = index.to(torch.int32)
-    tensors, settings = (x, u, v, values, index, bias), (size, *how)
-    if must_be_plain():
-        return call(getattr(reference, OP), clients, tensors, *settings)
-    return _FactoredConv.apply(clients, settings, *tensors)
+    return _apply(OP, clients, (size, *how), x, u, v, values, index, bias)
+
+
+def fused_conv2d(
+    x: Tensor,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
+    mu: Tensor | None = None,
+    index: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    layout: str = "spatial",
+    size: tuple[int, int, int, int],
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """conv2d(x, Σ_r u_r ⊗ v_r + μ, bias) as a dense product whose weight tile is made where it is used, never written.
+
+    One call serves all clients, each with its own weight, which `vmap` over `conv2d` turns into a grouped convolution.
+    On CUDA a Triton implicit GEMM on the tensor cores; elsewhere W is made and convolved, one client after the other.
+
+    Shapes, each with an optional leading client axis k (a tensor without it is shared by all clients):
+    x [n, groups·i, h, w]; u and v as `rank1_weight` has them in `layout` "spatial", "kernel" or "view", or neither: the
+    weight is μ alone; μ dense [o, i, kh, kw] = `size`, or values [nnz] with their flat positions in W in `index` [nnz],
+    ascending, int32, or none; bias [o]. The result [n, o, oh, ow] has the memory format of x.
+
+    float32 (rounded to TF32 where PyTorch's own convolutions are), float64, float16 and bfloat16, summed in float32.
+    Differentiable once, in x, u, v, μ and bias. Raises ValueError for shapes or dtypes that do not fit.
+    """
+    if layout not in ("spatial", "kernel", "view"):
+        raise ValueError(f"{FUSED}: layout={layout!r}, must be one of spatial, kernel, view")
+    if u is None and mu is None:
+        raise ValueError(f"{FUSED}: u and v, or mu, must be given")
+    size, *how, clients, (x, u, v, mu, index, bias) = _checked(
+        FUSED, x, u, v, mu, index, bias, size, stride, padding, dilation, groups, dense=True
+    )
+    if u is not None:
+        o, i, kh, kw = size
+        sides = ((i, kh), (o, kw)) if layout == "kernel" else ((kh, kw), (o, i))
+        check(FUSED, "u", u, (u.shape[clients], *sides[0]), clients, x)
+        check(FUSED, "v", v, (u.shape[clients], *sides[1]), clients, x)
+    last = index is None and follows_channels_last(mu)
+    return _apply(FUSED, clients, (LAYOUTS[layout], size, last, *how), x, u, v, mu, index, bias)
 
 
 def separable_conv2d(
@@ -161,7 +215,8 @@ def separable_conv2d(
 
     u [r, i, kh], v [r, o, kw]; the rest, the client axis and what is raised as in `factored_conv2d`. μ is sparse; with
     a dense one (σ) this costs more than W does. Multiplications at stride 1, as a part of the dense layer's:
-    r / (o·kw) + r / (i·kh). Made of PyTorch's convolutions, and differentiable as they are; clients run as groups.
+    r / (o·kw) + r / (i·kh). Made of PyTorch's convolutions, and differentiable as they are; clients run as groups, or
+    on a GPU in `fused_conv2d`.
     """
     op = "separable_conv2d"
     size, stride, padding, dilation, groups, clients, (x, u, v, values, index, bias) = _checked(
@@ -171,13 +226,19 @@ def separable_conv2d(
         raise ValueError(f"{op}: u and v must be given")
     check(op, "u", u, (u.shape[clients], size[1], size[2]), clients, x)
     check(op, "v", v, (u.shape[clients], size[0], size[3]), clients, x)
+    (sy, sx), (py, px), (dy, dx) = stride, padding, dilation
+    if groups == 1 and values is None and x.is_cuda and not must_be_plain() and (clients or is_mapped(u)):
+        how = {"size": (u.shape[clients], size[1], size[2], 1), "stride": (sy, 1), "padding": (py, 0)}
+        hidden = fused_conv2d(x, mu=u.unsqueeze(-1), dilation=(dy, 1), **how)
+        how = {"size": (size[0], u.shape[clients], 1, size[3]), "stride": (1, sx), "padding": (0, px)}
+        mu = v.transpose(clients, clients + 1).unsqueeze(-2)
+        return fused_conv2d(hidden, mu=mu, bias=bias, dilation=(1, dx), **how)
     k = x.shape[0] if clients else 1
     u, v = (t if clients else t.unsqueeze(0) for t in (u, v))
     rank, parts = u.shape[1], k * groups
     down = u.unsqueeze(1).expand(-1, groups, -1, -1, -1).reshape(parts * rank, size[1], size[2], 1)
     across = v.transpose(1, 2).reshape(k * size[0], rank, 1, size[3])
     hidden = x.movedim(0, 1).flatten(1, 2) if clients else x
-    (sy, sx), (py, px), (dy, dx) = stride, padding, dilation
     hidden = F.conv2d(hidden, down, None, (sy, 1), (py, 0), (dy, 1), parts)
     in_second = None if bias is None or values is not None else bias.flatten()
     out = F.conv2d(hidden, across, in_second, (1, sx), (0, px), (1, dx), parts)

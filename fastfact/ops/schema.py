@@ -31,6 +31,14 @@ SCHEMAS = {
     " bool channels_last, int[] size, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
     "factored_conv2d_dw": "(Tensor grad, Tensor x, Tensor? u, Tensor? v, Tensor? index, int[] size, int[] stride,"
     " int[] padding, int[] dilation, int groups, int needs) -> (Tensor, Tensor, Tensor)",
+    "fused_conv2d": "(Tensor x, Tensor? u, Tensor? v, Tensor? mu, Tensor? index, Tensor? bias, int layout, int[] size,"
+    " bool channels_last, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
+    "fused_conv2d_dx": "(Tensor grad, Tensor? u, Tensor? v, Tensor? mu, Tensor? index, int[] image,"
+    " bool image_channels_last, int layout, int[] size, bool channels_last, int[] stride, int[] padding,"
+    " int[] dilation, int groups) -> Tensor",
+    "fused_conv2d_dw": "(Tensor grad, Tensor x, Tensor? u, Tensor? v, Tensor? index, int layout, int[] size,"
+    " bool channels_last, int[] stride, int[] padding, int[] dilation, int groups, int needs)"
+    " -> (Tensor, Tensor, Tensor)",
 }
 
 _library = torch.library.Library("fastfact", "DEF")
@@ -81,6 +89,14 @@ def _fake_factored_conv2d_dw(grad, x, u, v, index, size, stride, padding, dilati
     return _fake_where_needed((*present, values), needs)
 
 
+def _fake_fused_conv2d_dw(grad, x, u, v, index, layout, size, channels_last, *settings_and_needs):
+    if index is not None:
+        return _fake_factored_conv2d_dw(grad, x, u, v, index, size, *settings_and_needs)
+    *_, needs = settings_and_needs
+    *present, _ = _fake_factored_conv2d_dw(grad, x, u, v, index, size, *settings_and_needs)
+    return *present, _empty_weight(x, size, channels_last) if needs >> 2 & 1 else x.new_empty(0)
+
+
 _FAKES = {
     "rank1_weight": _fake_rank1_weight,
     "rank1_weight_backward": lambda grad, u, v, layout, needs: _fake_where_needed((u, v), needs),
@@ -98,6 +114,13 @@ _FAKES = {
         grad, tuple(image), channels_last
     ),
     "factored_conv2d_dw": _fake_factored_conv2d_dw,
+    "fused_conv2d": lambda x, u, v, mu, index, bias, layout, size, channels_last, *settings: _fake_factored_conv2d(
+        x, u, v, mu, index, bias, size, *settings
+    ),
+    "fused_conv2d_dx": lambda grad, u, v, mu, index, image, channels_last, *settings: _empty_weight(
+        grad, tuple(image), channels_last
+    ),
+    "fused_conv2d_dw": _fake_fused_conv2d_dw,
 }
 
 for _name, _schema in SCHEMAS.items():
