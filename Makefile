@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 KERNELS := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*)
 CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/*.cpp tests/*.h))
 
-.PHONY: setup demo test bench lint format clean
+.PHONY: setup demo test bench gpu-check lint format clean
 setup: $(VENV)/.built
 
 demo: setup
@@ -19,6 +19,10 @@ test: setup
 
 bench: setup
 	$(PY) -m bench.bench_weights --json bench/results/weights.json
+
+# Uses $(PYTHON) as it is, installs nothing. STEPS: part1 … part4, or single steps (see bench/gpu_check.py).
+gpu-check:
+	$(PYTHON) -m bench.gpu_check $(STEPS)
 
 lint: setup
 	$(PY) -m ruff check .

@@ -1,0 +1,555 @@
+"""The GPU kernels against their rivals: the rows of the goal table.
+
+    python -m bench.gpu weights|layers|rank1|clients|resident [--json FILE] [--dry-run]
+
+weights   the weight ops and the elementwise kernels for K clients: bytes of the floor (bench/NOTES.md) a second, over
+          the copy bandwidth measured in the same run.
+layers    one convolution of ResNet-9, forward + backward, bfloat16: reconstructed (ours) and fused, against the dense
+          layer (cuDNN) and the same parameterization in plain PyTorch, eager and compiled.
+rank1     rank-1 forward without μ, 256 → 256 channels, against the dense layer.
+clients   a training step of ResNet-9 for K clients together, against one client after the other, and against vmap over
+          plain layers (cuDNN's grouped convolution); with peak memory.
+resident  clients held on the device: bitmap and bfloat16 values of μ at 10 % density, bfloat16 factors.
+
+Every side is checked against float64 first, then all run in turn, timed by CUDA events; rows hold medians in
+milliseconds. `layers` and `rank1` replay CUDA graphs, so that the time is the GPU's and not the launches'.
+--dry-run takes tiny shapes and any device, to see that every line runs; its times mean nothing.
+"""
+
+import argparse
+import copy
+import functools
+import importlib
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastfact as ff
+from fastfact import models
+from fastfact.convert import factorized_layers
+from fastfact.experiment import provenance
+from fastfact.federation.cohort import State, describe, stack, tensors_of
+from fastfact.federation.strategy import Phase
+from fastfact.federation.train import Settings, Trainer
+from fastfact.reference import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
+
+# in, out, kernel, stride, image side: conv1 … conv8 of ResNet-9 on 32×32 images
+RESNET9 = [
+    (3, 64, 3, 1, 32),
+    (64, 128, 5, 2, 32),
+    (128, 128, 3, 1, 16),
+    (128, 128, 3, 1, 16),
+    (128, 256, 3, 1, 16),
+    (256, 256, 3, 1, 8),
+    (256, 256, 3, 1, 8),
+    (256, 256, 3, 1, 8),
+]
+TINY = [(3, 8, 3, 1, 6), (8, 8, 3, 2, 6)]
+DENSE_CLIENT_BYTES = 2 * 4 * 2_571_338
+"""Dense ResNet-9 with momentum, float32."""
+
+Sides = dict[str, Callable[[], object]]
+
+
+class Bench:
+    """The device, the sizes, and how things are timed on it."""
+
+    def __init__(self, dry: bool):
+        self.dry = dry
+        self.cuda = torch.cuda.is_available()
+        if not dry and not self.cuda:
+            sys.exit("bench.gpu: PyTorch sees no CUDA device (--dry-run checks that the lines run without one)")
+        self.device = "cuda" if self.cuda else "cpu"
+        self.shapes = TINY if dry else RESNET9
+        self.rounds = 2 if dry else 21
+
+    def pick(self, full, tiny):
+        return tiny if self.dry else full
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def medians(self, sides: Sides, rounds: int | None = None, warmup: int = 3) -> dict[str, float]:
+        """Median milliseconds of each side, run in turn."""
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range((rounds or self.rounds) + warmup):
+            for name, side in sides.items():
+                if self.cuda:
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    start.record()
+                    side()
+                    end.record()
+                    end.synchronize()
+                    took = start.elapsed_time(end)
+                else:
+                    begin = time.perf_counter()
+                    side()
+                    took = 1e3 * (time.perf_counter() - begin)
+                if turn >= warmup:
+                    times[name].append(took)
+        return {name: statistics.median(t) for name, t in times.items()}
+
+    def graphed(self, side: Callable[[], object], repeats: int) -> Callable[[], object]:
+        """`repeats` runs of `side` as one CUDA graph; without CUDA they simply run."""
+        if not self.cuda:
+            return lambda: [side() for _ in range(repeats)]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                side()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                side()
+        return graph.replay
+
+    def peak_bytes(self, side: Callable[[], object]) -> int:
+        """The most memory allocated while `side` runs, beyond what is held before it."""
+        if not self.cuda:
+            side()
+            return 0
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        side()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def copy_bandwidth(self) -> Callable[[], object]:
+        """A copy of `self.copied` bytes read and as many written."""
+        count = self.pick(1 << 30, 1 << 12)
+        self.copied = count
+        source = torch.randint(255, (count,), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+
+def name_of(shape) -> str:
+    i, o, kernel, stride, side = shape
+    return f"{i}→{o} {kernel}×{kernel} s{stride} @{side}"
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def relative_error(out: Tensor, truth: Tensor) -> float:
+    return ((out.double() - truth).norm() / truth.norm()).item()
+
+
+def check(name: str, outs: Iterable[Tensor], truths: Iterable[Tensor], plains: Iterable[Tensor]) -> None:
+    """Raise AssertionError if `outs` is further from `truths` than 2 × plain PyTorch in the same precision."""
+    for position, (out, truth, plain) in enumerate(zip(outs, truths, plains, strict=True)):
+        # half a unit in the last place of bfloat16 is 2⁻⁹; where there are few elements, rounding differs by as much
+        slack = 1e-6 if out.dtype in (torch.float32, torch.float64) else 2**-9
+        error, allowed = relative_error(out, truth), 2 * relative_error(plain, truth) + slack
+        assert error <= allowed, f"{name}: result {position} is off by {error:.2e}, allowed {allowed:.2e}"
+
+
+# weights
+
+
+def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tuple[int, Sides]]:
+    """op → (bytes of the floor, sides by implementation), each over all layers."""
+
+    def draw(*shape):
+        return torch.randn(*shape, device=bench.device, dtype=torch.float32).to(dtype)
+
+    implementations = {"cuda": torch.ops.fastfact}
+    if ff.backends()["triton"].available:
+        implementations["triton"] = importlib.import_module("fastfact.kernels")
+    size = torch.empty(0, dtype=dtype).element_size()
+    calls: dict[str, list] = {}
+    floors: dict[str, int] = {}
+
+    def add(name, floor, op, *args):
+        calls.setdefault(name, []).append((op, args))
+        floors[name] = floors.get(name, 0) + floor
+
+    for i, o, kernel, *_ in bench.shapes:
+        shape = (o, i, kernel, kernel)
+        n = clients * math.prod(shape)
+        dense = draw(clients, o, kernel, kernel, i).permute(0, 1, 4, 2, 3)
+        spatial = draw(clients, 1, kernel, kernel), draw(clients, 1, o, i)
+        by_kernel = draw(clients, 1, i, kernel), draw(clients, 1, o, kernel)
+        rank = max(1, round(0.3 * min(i, o))) * kernel
+        b, a = draw(clients, i * kernel, rank), draw(clients, rank, o * kernel)
+        inner = max(2, math.ceil(math.sqrt(min(o, i * kernel * kernel))))
+        x1, y1 = draw(clients, o, inner), draw(clients, i * kernel * kernel, inner)
+        for label, layout, factors in (("spatial", SPATIAL, spatial), ("kernel", KERNEL, by_kernel)):
+            v_bytes = factors[1].numel() * size
+            add(f"rank1_weight {label}", 2 * n * size + v_bytes, "rank1_weight", dense, *factors, layout, True)
+            floor = n * size + 2 * v_bytes
+            add(f"rank1_weight_backward {label}", floor, "rank1_weight_backward", dense, *factors, layout, 3)
+        product = (b.numel() + a.numel()) * size
+        more = (SEPARABLE, list(shape), 1.0)
+        add("lowrank_weight", 2 * n * size + product, "lowrank_weight", dense, a, b, *more, True)
+        add("lowrank_weight_backward", n * size + 2 * product, "lowrank_weight_backward", dense, a, b, *more, 3)
+        product = 2 * (x1.numel() + y1.numel()) * size
+        pairs = (x1, y1, x1, y1, list(shape), False)
+        add("hadamard_weight", n * size + product, "hadamard_weight", *pairs, True)
+        add("hadamard_weight_backward", n * size + 2 * product, "hadamard_weight_backward", dense, *pairs, 15)
+        flat = dense.permute(0, 1, 3, 4, 2).reshape(clients, 1, -1)
+        add("prox_sgd_step", 5 * n * size, "prox_sgd_step", [flat], [flat], [flat], [1e-3], 1e-9, 0.9, 0.0, True)
+        sparse = torch.where(torch.rand(flat.shape, device=bench.device) < 0.1, flat, 0)
+        packed = torch.ops.fastfact.pack_bitmap(sparse, VALUE_TYPES[torch.bfloat16])
+        stored = sum(t.numel() * t.element_size() for t in packed)
+        add("pack_bitmap 10 %", n * size + stored, "pack_bitmap", sparse, VALUE_TYPES[torch.bfloat16])
+        add("unpack_bitmap 10 %", 4 * n + stored, "unpack_bitmap", *packed, flat.shape[-1])
+
+    def side(implementation, name):
+        bound = [(getattr(implementation, op), args) for op, args in calls[name]]
+        return lambda: [function(*args) for function, args in bound]
+
+    found = {}
+    for name, floor in floors.items():
+        for op, args in calls[name][:2]:
+            check_weight_op(name, implementations, op, args)
+        found[name] = floor, {key: side(implementation, name) for key, implementation in implementations.items()}
+    return found
+
+
+def check_weight_op(name: str, implementations: dict, op: str, args: tuple) -> None:
+    def double(x):
+        return [double(y) for y in x] if isinstance(x, list) else x.double() if isinstance(x, Tensor) else x
+
+    def tensors(out):
+        return out if isinstance(out, tuple) else (out,)
+
+    if op in ("prox_sgd_step", "pack_bitmap", "unpack_bitmap"):
+        return  # in place or exact: tests/test_cuda_gpu.py
+    args = tuple(a[:2] if isinstance(a, Tensor) else a for a in args)
+    truth = tensors(getattr(ff.reference, op)(*map(double, args)))
+    plain = tensors(getattr(ff.reference, op)(*args))
+    for key, implementation in implementations.items():
+        check(f"{name} ({key})", tensors(getattr(implementation, op)(*args)), truth, plain)
+
+
+def weights(bench: Bench) -> list[dict]:
+    rows = []
+    # the interpreter has no bfloat16
+    for dtype in bench.pick((torch.bfloat16, torch.float32), (torch.float16, torch.float32)):
+        for clients in bench.pick((32, 128), (2,)):
+            copied = bench.copy_bandwidth()
+            for name, (floor, sides) in weight_ops(bench, dtype, clients).items():
+                times = bench.medians({**sides, "copy": copied}, rounds=bench.pick(21, 1), warmup=2)
+                copy_rate = 2 * bench.copied / times["copy"]
+                rates = {key: floor / times[key] for key in sides}
+                rows.append(
+                    {
+                        "op": name,
+                        "clients": clients,
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "floor_bytes": floor,
+                        **times,
+                        "copy_gb_s": copy_rate / 1e6,
+                        **{f"{key}_gb_s": rate / 1e6 for key, rate in rates.items()},
+                        "ratio": rates["cuda"] / copy_rate,
+                        "goal": 0.85,
+                    }
+                )
+    return rows
+
+
+# layers
+
+
+class Plain(nn.Module):
+    """The parameterization as one writes it in PyTorch."""
+
+    def __init__(self, layer: ff.nn.FactorizedConv2d):
+        super().__init__()
+        self.u, self.v, self.mu = (nn.Parameter(factor.detach().clone()) for factor in layer.factors().values())
+        self.stride, self.padding = layer.stride, layer.padding
+
+    def forward(self, x):
+        weight = (self.u.unsqueeze(1).unsqueeze(1) * self.v.unsqueeze(-1).unsqueeze(-1)).sum(0) + self.mu
+        return F.conv2d(x, weight, None, self.stride, self.padding)
+
+
+def layer_sides(bench: Bench, shape, batch: int, compiled: bool, dtype=torch.bfloat16) -> Sides:
+    i, o, kernel, stride, side = shape
+    torch.manual_seed(0)
+    ours = ff.nn.FactorizedConv2d(i, o, kernel, stride, kernel // 2, bias=False, device=bench.device)
+    nn.init.normal_(ours.mu, std=0.01)
+    ours = ours.to(dtype=dtype, memory_format=torch.channels_last)
+    ours.path = "reconstruct"
+    dense, plain = ours.to_dense(), Plain(ours)
+    fused = copy.deepcopy(ours)
+    fused.path = "fused"
+    built = {"ours": ours, "fused": fused, "dense": dense, "eager": plain}
+    if compiled:
+        torch._dynamo.reset()
+        built["compiled"] = torch.compile(copy.deepcopy(plain), dynamic=False)
+    x = torch.randn(batch, i, side, side, device=bench.device).to(dtype).to(memory_format=torch.channels_last)
+    x.requires_grad_(i > 3)
+    grad = torch.randn_like(dense(x.detach()))
+
+    def step(model, x=x, grad=grad):
+        leaves = [*([x] if x.requires_grad else []), *model.parameters()]
+        y = model(x)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+    exact = copy.deepcopy(plain).double()
+    truth = step(exact, x.detach().double().requires_grad_(x.requires_grad), grad.double())
+    reference = step(plain)
+    for name, model in built.items():
+        if name != "dense":
+            check(f"layer {name_of(shape)} {name}", step(model), truth, reference)
+    return {name: lambda model=model: step(model) for name, model in built.items()}
+
+
+def layers(bench: Bench) -> list[dict]:
+    """Rows by layer and batch, and the geometric mean over the layers at each batch (shape "all")."""
+    rows = []
+    repeats = bench.pick(10, 1)
+    for batch in bench.pick((32, 64, 128, 256), (2,)):
+        # compiling takes longest; the ends of the range say enough
+        compiled = bench.cuda and batch in (32, 256)
+        common = {
+            "op": "convolution forward + backward",
+            "batch": batch,
+            "dtype": "bfloat16",
+            "format": "channels_last",
+        }
+        measured: dict[tuple, dict] = {}
+        for number, shape in enumerate(bench.shapes, 1):
+            if shape not in measured:
+                sides = layer_sides(bench, shape, batch, compiled)
+                graphs = {name: bench.graphed(side, repeats) for name, side in sides.items()}
+                measured[shape] = {name: t / repeats for name, t in bench.medians(graphs).items()}
+            times = measured[shape]
+            rows.append(common | {"layer": number, "shape": name_of(shape), **times} | layer_ratios(times))
+        kinds = [layer_ratios(measured[shape]) for shape in bench.shapes]
+        mean = {key: geometric_mean(ratios[key] for ratios in kinds) for key in kinds[0]}
+        rows.append(common | {"shape": "all", **mean, "goal": {"dense": 0.97, "eager": 1.3, "compiled": 1.05}})
+    return rows
+
+
+def layer_ratios(times: dict[str, float]) -> dict[str, float]:
+    """Each rival's time over ours."""
+    rivals = [name for name in ("dense", "eager", "compiled") if name in times]
+    return {f"{rival}/{side}": times[rival] / times[side] for side in ("ours", "fused") for rival in rivals}
+
+
+# rank1
+
+
+def rank1(bench: Bench) -> list[dict]:
+    rows = []
+    repeats = bench.pick(10, 1)
+    channels = bench.pick(256, 16)
+    for side in bench.pick((8, 16, 32), (5,)):
+        for batch in bench.pick((32, 128, 256), (2,)):
+            torch.manual_seed(0)
+            spec = ff.Rank1(sparse=False)
+            layer = ff.nn.FactorizedConv2d(channels, channels, 3, padding=1, bias=False, spec=spec, device=bench.device)
+            layer = layer.bfloat16()
+            dense = layer.to_dense().to(memory_format=torch.channels_last)
+            layer.path = "factored"
+            x = torch.randn(batch, channels, side, side, device=bench.device).bfloat16()
+            x = x.to(memory_format=torch.channels_last)
+
+            def split(x=x, layer=layer, channels=channels):
+                # what the algebra gives in plain PyTorch: depthwise, then 1×1
+                depthwise = layer.u.expand(channels, 1, 3, 3)
+                return F.conv2d(F.conv2d(x, depthwise, None, 1, 1, 1, channels), layer.v[0, :, :, None, None])
+
+            sides = {"ours": lambda x=x, m=layer: m(x), "dense": lambda x=x, m=dense: m(x), "split": split}
+            with torch.no_grad():
+                truth = F.conv2d(x.double(), copy.deepcopy(layer).double().weight, None, 1, 1)
+                for name in ("ours", "split"):
+                    check(f"rank-1 {name}", [sides[name]()], [truth], [dense(x)])
+                times = bench.medians({name: bench.graphed(one, repeats) for name, one in sides.items()})
+            times = {name: t / repeats for name, t in times.items()}
+            shape = name_of((channels, channels, 3, 1, side))
+            common = {"op": "rank-1 forward", "shape": shape, "batch": batch, "dtype": "bfloat16"}
+            rows.append(common | times | {"ratio": times["dense"] / times["ours"], "goal": 4})
+    return rows
+
+
+# clients
+
+
+def trainer(bench: Bench, path: str, dtype: torch.dtype, spec: ff.Spec, graphs: bool) -> Trainer:
+    torch.manual_seed(0)
+    model = models.resnet9(3, 10, bench.pick(1.0, 0.1))
+    model = ff.factorize(model, spec).to(device=bench.device, dtype=dtype)
+    model = model.to(memory_format=torch.channels_last)
+    for layer in factorized_layers(model).values():
+        if isinstance(layer, ff.nn.FactorizedConv2d):
+            layer.path = path
+    infos = describe(model)
+    penalized = frozenset(name for name, info in infos.items() if info.role == "mu")
+    settings = Settings(32, 0.01, 0.9, 1e-6, 1e-4, True, penalized, None, 0, **({"graphs": True} if graphs else {}))
+    return Trainer(model, infos, settings)
+
+
+def run_together(trainer: Trainer, state: State, data) -> list[float]:
+    """One epoch of every client at once: their mean losses."""
+    return trainer.train(state, data, 0, range(len(data)), [Phase(epochs=1)])[0]
+
+
+def run_loop(trainer: Trainer, state: State, data) -> list[float]:
+    """The same, one client after the other."""
+    losses = []
+    for row in range(len(data)):
+        mine = {name: tensor[row : row + 1] for name, tensor in state.items()}
+        losses += trainer.train(mine, data[row : row + 1], 0, [row], [Phase(epochs=1)])[0]
+    return losses
+
+
+def clients(bench: Bench) -> list[dict]:
+    rows = []
+    batch = bench.pick(32, 2)
+    side = bench.pick(32, 8)
+    steps = bench.pick(8, 2)
+    supports_graphs = "graphs" in Settings.__dataclass_fields__
+    for dtype in bench.pick((torch.bfloat16, torch.float32), (torch.float32,)):
+        for k in bench.pick((100,), (3,)):
+            data = []
+            for _ in range(k):
+                x = torch.randn(batch * steps, 3, side, side, device=bench.device).to(dtype)
+                y = torch.randint(10, (batch * steps,), device=bench.device)
+                data.append((x.to(memory_format=torch.channels_last), y))
+            spec = ff.Rank1()
+            sides: Sides = {}
+            peaks, losses = {}, {}
+            kinds = {"ours": "fused", "vmap": "reconstruct", "loop": "reconstruct"}
+            if supports_graphs and bench.cuda:
+                kinds["ours, graph"] = "fused"
+            for name, path in kinds.items():
+                one = trainer(bench, path, dtype, spec, name.endswith("graph"))
+                state = stack(tensors_of(one.model), k)
+
+                run = run_loop if name == "loop" else run_together
+                run = functools.partial(run, one, state, data)
+                losses[name] = torch.tensor(run())
+                peaks[name] = bench.peak_bytes(run)
+                sides[name] = run
+            for name, found in losses.items():
+                # the same batches in the same order: the mean loss of the first epoch agrees
+                limit = 0.1 if dtype == torch.bfloat16 else 0.02
+                assert (found - losses["loop"]).abs().mean() <= limit * losses["loop"].mean(), (name, dtype)
+            times = bench.medians(sides, rounds=bench.pick(5, 1), warmup=1)
+            times = {name: t / steps for name, t in times.items()}
+            best = min((name for name in times if name.startswith("ours")), key=times.get)
+            rows.append(
+                {
+                    "op": "training step, ResNet-9",
+                    "clients": k,
+                    "batch": batch,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    **times,
+                    "loop/ours": times["loop"] / times[best],
+                    "vmap/ours": times["vmap"] / times[best],
+                    "peak_bytes": peaks,
+                    "peak ours/vmap": peaks["ours"] / max(peaks["vmap"], 1),
+                    "goal": {"loop/ours": 12, "vmap/ours": 2, "peak ours/vmap": 0.6},
+                }
+            )
+    return rows
+
+
+# resident
+
+
+def resident(bench: Bench) -> list[dict]:
+    """Pack some clients, then hold as many as the goal says, and restore some of them."""
+    goal = bench.pick(80_000, 12)
+    chunk = bench.pick(500, 4)
+    torch.manual_seed(0)
+    model = ff.factorize(models.resnet9(3, 10, bench.pick(1.0, 0.1)), ff.Rank1())
+    tensors = tensors_of(model)
+    penalized = [name for name in tensors if name.rpartition(".")[2] == "mu"]
+    others = sum(t.numel() for name, t in tensors.items() if name not in penalized)
+    n = sum(tensors[name].numel() for name in penalized)
+
+    def pack():
+        x = torch.randn(chunk, 1, n, device=bench.device)
+        # the same number of values for every client, as pruning to one density gives
+        threshold = x.abs().kthvalue(n - round(0.1 * n), dim=-1, keepdim=True).values
+        x = torch.where(x.abs() > threshold, x, 0)
+        return x, torch.ops.fastfact.pack_bitmap(x, VALUE_TYPES[torch.bfloat16])
+
+    x, (bits, values, scale) = pack()
+    restored = torch.ops.fastfact.unpack_bitmap(bits, values, scale, n)
+    assert torch.equal(restored, x.bfloat16().float())
+    del x, restored
+    each = bits[0].numel() + 2 * values.numel() // chunk + 2 * others
+    before = torch.cuda.memory_allocated() if bench.cuda else 0
+    held = []
+    for begin in range(0, goal, chunk):
+        count = min(chunk, goal - begin)
+        factors = torch.empty(count, others, dtype=torch.bfloat16, device=bench.device).normal_()
+        held.append((bits[:count].clone(), values[: count * (values.numel() // chunk)].clone(), factors))
+    bench.synchronize()
+    used = torch.cuda.memory_allocated() - before if bench.cuda else each * goal
+    last = torch.ops.fastfact.unpack_bitmap(held[-1][0], held[-1][1], scale, n)
+    assert last.count_nonzero() == held[-1][1].count_nonzero()
+    capacity = torch.cuda.get_device_properties(0).total_memory if bench.cuda else 0
+    return [
+        {
+            "op": "clients resident, ResNet-9 at 10 % density",
+            "clients": goal,
+            "bytes_a_client": used / goal,
+            "device_bytes": capacity,
+            "clients_that_fit": capacity // max(used // goal, 1),
+            "dense_clients_that_fit": capacity // DENSE_CLIENT_BYTES,
+            "goal": 80_000,
+        }
+    ]
+
+
+SECTIONS = {"weights": weights, "layers": layers, "rank1": rank1, "clients": clients, "resident": resident}
+
+
+def show(row: dict) -> str:
+    def text(value):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return "  ".join(f"{key}={text(value)}" for key, value in row.items() if key not in ("op", "goal"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=SECTIONS)
+    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, any device")
+    args = parser.parse_args()
+    bench = Bench(args.dry_run)
+    began = time.perf_counter()
+    with torch.cuda.device(0) if bench.cuda else nullcontext():
+        rows = SECTIONS[args.section](bench)
+    for row in rows:
+        print(f"{row['op']:38} {show(row)}")
+    if args.json:
+        content = {
+            "command": shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
+            "seconds": round(time.perf_counter() - began, 1),
+            "backends": {name: state.detail for name, state in ff.backends().items()},
+            **provenance(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "rows": rows,
+        }
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Everything that needs a GPU, in order: the build, the tests, compute-sanitizer, the benchmarks.
+
+    python -m bench.gpu_check [STEP ...] [--out DIR] [--minutes M] [--dry-run]
+
+Uses the Python it is called with and installs nothing. Each step is a process of its own with a time limit; one that
+fails does not stop the next ones. Leaves DIR/gpu-check.json (what each step said) and a gpu-*.json for each benchmark,
+each written as its step ends. Exits 1 if a step failed. STEPs can be given a few at a time where the machine is lent
+for minutes: part1 … part4 take ten minutes each at most, and --minutes leaves out what does not fit any more.
+--dry-run runs every step with tiny shapes and without a GPU, the build and the compiled tests left out.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = [f"tests/{name}.py" for name in ("test_cuda_gpu", "test_kernels_triton", "test_kernels_conv")]
+# a sample of every kernel: under the sanitizer a test takes a hundred times as long
+SANITIZED = "(test_weight and plain) or (test_bitmap and 2051) or test_prox_sgd_step"
+BENCHMARKS = {"weights": 240, "layers": 560, "rank1": 120, "clients": 400, "resident": 120}
+LIMITS = {"environment": 60, "build": 400, "tests": 500, "memcheck": 200, "racecheck": 200, **BENCHMARKS}
+PARTS = {
+    "part1": ["environment", "build", "tests"],
+    "part2": ["build", "memcheck", "racecheck", "weights", "rank1", "resident"],
+    "part3": ["build", "clients"],
+    "part4": ["build", "layers"],
+}
+TAIL = 6000
+
+ENVIRONMENT = """
+import importlib.util, platform, sys
+missing = [n for n in ("torch", "numpy", "safetensors", "pytest", "triton") if importlib.util.find_spec(n) is None]
+if missing:
+    sys.exit("missing: " + ", ".join(missing))
+import torch, triton
+print("Python", platform.python_version(), "PyTorch", torch.__version__, "triton", triton.__version__)
+for j in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_properties(j))
+"""
+
+
+def test_command(dry: bool) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=30", "--tb=short"]
+    command += ["-m", "gpu", "-k", "not interpreter and not ahead_of_time"]
+    if importlib.util.find_spec("xdist") and not dry:
+        # compiling the Triton kernels takes most of the time
+        command += ["-n", str(min(8, os.cpu_count() or 1))]
+    return [*command, *TESTS]
+
+
+def sanitizer_command(tool: str) -> list[str] | None:
+    """None where compute-sanitizer is not installed. Only the kernels of this library are watched."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(program).exists():
+        return None
+    command = [program, "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=fastfact_cuda"]
+    return [*command, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SANITIZED, TESTS[0]]
+
+
+def command_of(step: str, out: Path, dry: bool) -> list[str] | None:
+    if step in BENCHMARKS:
+        flags = ["--dry-run"] if dry else []
+        return [sys.executable, "-m", "bench.gpu", step, "--json", str(out / f"gpu-{step}.json"), *flags]
+    if step in ("memcheck", "racecheck"):
+        return sanitizer_command(step)
+    if step == "build":
+        return [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    return [sys.executable, "-c", ENVIRONMENT] if step == "environment" else test_command(dry)
+
+
+def run(command: list[str], limit: float, env: dict[str, str]) -> tuple[int, str]:
+    """(exit status, output); 124 where the limit ended it, with all that it had started."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output = process.communicate(timeout=limit)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return 124, process.communicate()[0]
+        return process.returncode, output
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join([*PARTS, *LIMITS])} (default: all)")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "bench" / "results"))
+    parser.add_argument("--minutes", type=float, default=120, help="leave out what does not fit into this time")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args()
+    steps = list(dict.fromkeys(name for step in args.steps for name in PARTS.get(step, [step]))) or list(LIMITS)
+    if unknown := [name for name in steps if name not in LIMITS]:
+        parser.error(f"unknown step {', '.join(unknown)}: must be among {', '.join([*PARTS, *LIMITS])}")
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "FASTFACT_BUILD": "must"}
+    if args.dry_run:
+        env |= {"FASTFACT_BUILD": "skip", "TRITON_INTERPRET": "1"}
+    ends = time.monotonic() + 60 * args.minutes
+    report = {}
+    for step in steps:
+        began = time.monotonic()
+        command = command_of(step, out, args.dry_run)
+        if command is None:
+            report[step] = {"state": "left out: compute-sanitizer is not installed"}
+        elif ends - began < 10:
+            report[step] = {"state": "left out: no time"}
+        else:
+            # without it, the sanitizer sees one large block of PyTorch's instead of each tensor
+            extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if step in ("memcheck", "racecheck") else {}
+            status, output = run(command, min(LIMITS[step], ends - began), env | extra)
+            state = "ok" if status == 0 else f"failed: {'time limit' if status == 124 else f'exit status {status}'}"
+            report[step] = {"state": state, "seconds": round(time.monotonic() - began, 1), "tail": output[-TAIL:]}
+            print(f"===== {step}: {state}\n{output[-TAIL if status == 0 else -3 * TAIL :]}", flush=True)
+        (out / "gpu-check.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    print("\n".join(f"{step:12} {row['state']}  {row.get('seconds', '')}" for step, row in report.items()))
+    return int(any(row["state"].startswith("failed") for row in report.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""`make gpu-check` without a GPU: every benchmark runs in tiny shapes, and the runner reports what its steps said."""
+
+import json
+
+import pytest
+
+from bench import gpu, gpu_check
+
+
+@pytest.mark.parametrize("section", list(gpu.SECTIONS))
+def test_every_benchmark_runs(section):
+    rows = gpu.SECTIONS[section](gpu.Bench(dry=True))
+    assert rows and all("op" in row and gpu.show(row) for row in rows)
+
+
+def test_a_wrong_kernel_is_not_timed():
+    import torch
+
+    truth = torch.randn(100, dtype=torch.float64)
+    gpu.check("right", [truth.float()], [truth], [truth.float()])
+    with pytest.raises(AssertionError, match="wrong: result 0 is off"):
+        gpu.check("wrong", [truth.float() * 1.001], [truth], [truth.float()])
+
+
+def test_steps_are_reported_and_one_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
+    commands = {"environment": ["sh", "-c", "echo fine"], "build": ["sh", "-c", "echo broken; exit 3"], "tests": None}
+    commands["rank1"] = ["sh", "-c", "echo begun; sleep 60 & sleep 60"]
+    monkeypatch.setattr(gpu_check, "command_of", lambda step, out, dry: commands[step])
+    monkeypatch.setitem(gpu_check.LIMITS, "rank1", 1)
+    monkeypatch.setattr("sys.argv", ["gpu_check", "part1", "rank1", "--out", str(tmp_path)])
+    assert gpu_check.main() == 1
+    report = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert report["environment"]["state"] == "ok" and report["environment"]["tail"] == "fine\n"
+    assert report["build"]["state"] == "failed: exit status 3"
+    assert report["tests"]["state"].startswith("left out")
+    assert report["rank1"]["state"] == "failed: time limit" and report["rank1"]["tail"] == "begun\n"
+    monkeypatch.setattr("sys.argv", ["gpu_check", "environment", "--out", str(tmp_path), "--minutes", "0"])
+    assert gpu_check.main() == 0 and "left out: no time" in capsys.readouterr().out
+
+
+def test_the_commands():
+    """All that the steps name is there."""
+    for step in gpu_check.LIMITS:
+        command = gpu_check.command_of(step, gpu_check.ROOT, False)
+        assert command is None or all((gpu_check.ROOT / part).exists() for part in command if part.endswith(".py"))
+    assert {step for part in gpu_check.PARTS.values() for step in part} == set(gpu_check.LIMITS)
+    assert set(gpu_check.BENCHMARKS) == set(gpu.SECTIONS)
