@@ -1,6 +1,6 @@
 """Federated learning over stacked client states: see `Federation`, `Client` and `Strategy`."""
 
-from fastfact.federation.client import Client
+from fastfact.federation.client import Client, LazyClients
 from fastfact.federation.cohort import TensorInfo
 from fastfact.federation.history import History
 from fastfact.federation.loop import Federation
@@ -12,6 +12,7 @@ __all__ = [
     "Client",
     "Federation",
     "History",
+    "LazyClients",
     "Ledger",
     "Phase",
     "RunDirectoryError",

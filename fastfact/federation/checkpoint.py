@@ -4,19 +4,27 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
 
 from fastfact.federation import store, strategy
+from fastfact.federation.cohort import State
 from fastfact.federation.config import check_settings, resolve
 from fastfact.federation.exchange import Report
 from fastfact.federation.history import History
+from fastfact.federation.states import DATABASE, Database, Records, about_database, totals
+from fastfact.federation.states import MEMORY as IN_MEMORY
 from fastfact.federation.store import RunDirectoryError
 from fastfact.federation.wire import Ledger
 
 if TYPE_CHECKING:
     from fastfact.federation.loop import Federation
 
-CLIENT, MEMORY = "client/", "server/memory/"
+CLIENT, MEMORY, RECORDS = "client/", "server/memory/", "records/"
 
 
 def open_directory(fed: "Federation", directory: Path) -> Path:
@@ -38,27 +46,57 @@ def open_directory(fed: "Federation", directory: Path) -> Path:
     return directory
 
 
-def save(fed: "Federation", directory: Path) -> None:
-    """Write a checkpoint of the round the federation is at."""
-    tensors = {CLIENT + name: tensor for name, tensor in fed.states.state.items()}
-    tensors |= {MEMORY + name: tensor for name, tensor in fed.memory.items()}
+def commit(fed: "Federation") -> None:
+    """Make what the round stored the clients' state; a database keeps what the server knows beside it."""
+    if isinstance(fed.states, Database):
+        memory = save_bytes({name: tensor.cpu().contiguous() for name, tensor in fed.memory.items()})
+        fed.states.commit(server=json.dumps(_metadata(fed)), memory=memory)
+    else:
+        fed.states.commit()
+
+
+def _metadata(fed: "Federation") -> dict[str, str]:
     metadata = {"round": str(fed.round), "bytes_up": str(fed.ledger.up), "bytes_down": str(fed.ledger.down)}
     if fed.last is not None:
         metadata["last"] = json.dumps(dataclasses.asdict(fed.last))
+    return metadata
+
+
+def save(fed: "Federation", directory: Path | None) -> None:
+    """Write a checkpoint of the round the federation is at. A database is one after every round: it is synced."""
+    if isinstance(fed.states, Database):
+        fed.states.sync()
+        return
+    if directory is None:
+        return
+    metadata, tensors = _metadata(fed), {MEMORY + name: tensor for name, tensor in fed.memory.items()}
+    if isinstance(fed.states, Records):
+        packed, table = fed.states.packed()
+        tensors |= {RECORDS + name: tensor for name, tensor in packed.items()}
+        metadata["records"] = json.dumps(table)
+    else:
+        clients = fed.states.touched()
+        tensors |= {CLIENT + name: tensor for name, tensor in fed.states.load(clients).items()}
+        if len(clients) < len(fed):
+            tensors["clients"] = torch.tensor(clients, dtype=torch.int64)
     store.save_checkpoint(store.checkpoint_path(directory, fed.round), tensors, metadata)
 
 
-def load(cls: type["Federation"], directory: Path, model, clients, method, augment, device) -> "Federation":
+def load(cls: type["Federation"], directory: Path, model, clients, method, augment, device, place) -> "Federation":
     """See `Federation.load`."""
     config = store.read_config(directory)
-    round, path = store.last_checkpoint(directory)
     try:
         settings, k, samples, sample = config["settings"], config["clients"], config["samples"], config["sample"]
         recorded, name, options = config["model"], config["method"]["name"], config["method"]["settings"]
         used = config["augment"]
+        if place is not None:
+            settings["store"] = str(place)
         check_settings(settings)
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"{directory / store.CONFIG}: {error!r}") from error
+    round, path = (None, None) if settings["store"] != IN_MEMORY else store.last_checkpoint(directory)
+    if path is None and not (Path(settings["store"]) / DATABASE).is_file():
+        raise RunDirectoryError(f"{directory}: its clients were in {settings['store']}, they are not; pass store=")
     if method is None:
         if name not in strategy.STRATEGIES:
             raise RunDirectoryError(f"{directory}: method {name!r} is not known here, pass method=")
@@ -73,36 +111,91 @@ def load(cls: type["Federation"], directory: Path, model, clients, method, augme
     fed._setup_model(model, device)
     if clients is not None:
         fed._setup_clients(clients)
-        if fed._samples() != samples:
+        if len(clients) != k or fed._samples() != samples:
             raise ValueError(
                 f"{directory}: clients= are {len(fed.clients)} clients with other numbers of samples than the run"
                 f" ({k} clients), must be the same clients in the same order"
             )
     fed._setup_exchange(k)
-    _restore(fed, directory, round, path)
+    if path is None:
+        _restore_database(fed, directory)
+    else:
+        _restore_checkpoint(fed, directory, round, path)
     return fed
 
 
-def _restore(fed: "Federation", directory: Path, round: int, path: Path) -> None:
-    expected = {CLIENT + name: tensor for name, tensor in fed.states.state.items()}
-    tensors, metadata = store.load_checkpoint(path, expected)
-    history = History(store.read_rows(directory / store.METRICS, round))
-    rows = store.read_rows(directory / store.LEDGER, round)
+def _restore_checkpoint(fed: "Federation", directory: Path, round: int, path: Path) -> None:
+    about, shapes = store.look_into(path)
+    m = shapes.get("clients", [len(fed)])[0]
+    whole = {CLIENT + name: tensor.expand(m, *tensor.shape[1:]) for name, tensor in fed.states.initial.items()}
+    packed = any(name.startswith(RECORDS) for name in shapes)
+    tensors, metadata = store.load_checkpoint(path, {} if packed else whole, also=("clients", "server/", RECORDS))
+    if metadata.get("round") != str(round):
+        raise RunDirectoryError(f"{path}: it is of round {metadata.get('round')}")
+    memory = {n.removeprefix(MEMORY): t for n, t in tensors.items() if n.startswith(MEMORY)}
+    _restore_server(fed, directory, path, metadata, memory)
+    if not packed:
+        clients = tensors["clients"].tolist() if "clients" in tensors else list(range(m))
+        fed.states.store(clients, {name: tensors[CLIENT + name] for name in fed.states.initial})
+        fed.states.commit()
+        return
     try:
-        if metadata["round"] != str(round):
-            raise ValueError(f"it is of round {metadata['round']}")
-        ledger = Ledger.from_rows(rows)
+        if not isinstance(fed.states, Records) or json.loads(about["records"]) != fed.states.codec.table:
+            raise ValueError("its records are those of another model")
+        fed.states.unpack({name: tensors[RECORDS + name] for name in ("client", "length", "nonzeros", "records")})
+    except (KeyError, ValueError) as error:
+        raise RunDirectoryError(f"{path}: {error}") from error
+
+
+def _restore_database(fed: "Federation", directory: Path) -> None:
+    path, server = fed.states.path, fed.states.value("server")
+    if server is None:
+        raise RunDirectoryError(f"{path}: no finished round, start the run again")
+    _restore_server(fed, directory, path, json.loads(server), load_bytes(fed.states.value("memory")))
+
+
+def _restore_server(fed: "Federation", directory: Path, path: Path, metadata, memory: State) -> None:
+    """Everything but the clients' states; `path` is where `metadata` was."""
+    try:
+        round = int(metadata["round"])
+        history = History(store.read_rows(directory / store.METRICS, round))
+        ledger = Ledger.from_rows(store.read_rows(directory / store.LEDGER, round))
         if (str(ledger.up), str(ledger.down)) != (metadata["bytes_up"], metadata["bytes_down"]):
             raise ValueError(f"its byte totals are not those of {store.LEDGER}, the run directory is half-written")
         last = Report(**json.loads(metadata["last"])) if "last" in metadata else None
+    except RunDirectoryError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"{path}: {error}") from error
     if round and (not history or history[-1]["round"] != round):
         raise RunDirectoryError(
             f"{directory / store.METRICS}: ends before round {round}, the directory is half-written"
         )
-    for name, tensor in fed.states.state.items():
-        tensor.copy_(tensors[CLIENT + name])
-    fed.memory = {n.removeprefix(MEMORY): t.to(fed.device) for n, t in tensors.items() if n.startswith(MEMORY)}
+    fed.memory = {name: tensor.to(fed.device) for name, tensor in memory.items()}
     fed.last = last
     fed.round, fed.history, fed.ledger = round, history, ledger
+
+
+def about(directory: Path) -> dict[str, Any]:
+    """What a run directory or a store of clients holds: rounds, clients, bytes of a client, density of μ.
+
+    Raises RunDirectoryError for a directory that is neither.
+    """
+    if (directory / DATABASE).is_file():
+        return about_database(directory)
+    config = store.read_config(directory)
+    place = config["settings"].get("store", IN_MEMORY)
+    found: dict[str, Any] = {"method": config["method"]["name"], "store": place, "clients": config["clients"]}
+    if place != IN_MEMORY:
+        return found | about_database(Path(place))
+    round, path = store.last_checkpoint(directory)
+    metadata, shapes = store.look_into(path)
+    found |= {"rounds": round}
+    if RECORDS + "records" in shapes:
+        tensors, _ = store.load_checkpoint(path, {}, also=("clients", "server/", RECORDS))
+        lengths, nonzeros = tensors[RECORDS + "length"], tensors[RECORDS + "nonzeros"]
+        return found | totals(len(lengths), int(lengths.sum()), int(nonzeros.sum()), json.loads(metadata["records"]))
+    touched = shapes.get("clients", [config["clients"]])[0]
+    with safe_open(path, framework="pt") as file:
+        size = sum(file.get_tensor(name).nbytes for name in shapes if name.startswith(CLIENT))
+    return found | totals(touched, size, None, {})

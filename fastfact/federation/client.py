@@ -1,6 +1,6 @@
 """A client's data, brought into tensors once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,28 @@ class Client:
 
     def __repr__(self) -> str:
         return f"Client(train={len(self)} × {list(self.train[0].shape[1:])}, test={len(self.test[1])})"
+
+
+class LazyClients(Sequence[Client]):
+    """k clients, each made when it is asked for: make(client) → Client, always the same one for a number.
+
+    For federations of so many that their data does not fit into memory.
+    """
+
+    def __init__(self, make: Callable[[int], Client], k: int):
+        if not callable(make):
+            raise ValueError(f"LazyClients(make={make!r}): must be a function client → Client")
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"LazyClients(k={k!r}): must be an integer of at least 1")
+        self.make, self.k = make, k
+
+    def __len__(self) -> int:
+        return self.k
+
+    def __getitem__(self, client: int) -> Client:
+        if not 0 <= client < self.k:
+            raise IndexError(f"LazyClients[{client}]: there are {self.k}")
+        return self.make(client)
 
 
 def _samples(what: str, data) -> Samples:

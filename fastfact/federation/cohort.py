@@ -5,9 +5,13 @@ import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fastfact.federation.states import States
 
 State = dict[str, Tensor]
 """name → tensor [k, …]: the parameters and buffers of k clients (and what a strategy adds). One client is k = 1."""
@@ -119,31 +123,10 @@ def like_rows(tensor: Tensor, k: int) -> Tensor:
     return torch.empty_strided((k, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-class Clients:
-    """The clients at rest: their states in memory, stacked. The only place where a client's state lives."""
-
-    def __init__(self, state: State):
-        self.state = state
-
-    def __len__(self) -> int:
-        return len(next(iter(self.state.values())))
-
-    def load(self, clients: Sequence[int], out: State | None = None, names: Sequence[str] | None = None) -> State:
-        """A copy of the state of some clients, [len(clients), …], into `out` if given; only `names` if given."""
-        state = self.state if names is None else {name: self.state[name] for name in names}
-        return take(state, clients, out)
-
-    def store(self, clients: Sequence[int], state: State) -> None:
-        """Write back the tensors in `state` [len(clients), …] (not necessarily all names)."""
-        index = list(clients)
-        for name, tensor in state.items():
-            self.state[name][index] = tensor
-
-
 class Models(Sequence):
     """The clients' models, each made when asked for (see `Federation.models`)."""
 
-    def __init__(self, template: nn.Module, states: Clients):
+    def __init__(self, template: nn.Module, states: "States"):
         self._template, self._states = template, states
 
     def __len__(self) -> int:

@@ -36,6 +36,9 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     require("seed", isinstance(settings["seed"], int), "must be an integer")
     cohort = settings["cohort"]
     require("cohort", cohort == "auto" or (isinstance(cohort, int) and cohort > 0), 'must be "auto" or at least 1')
+    values = settings["store_values"]
+    require("store_values", values in ("exact", "bfloat16"), "must be exact or bfloat16")
+    require("store", settings["store"] != "", 'must be "memory" or a directory')
     limit = settings["max_norm"]
     require("max_norm", limit is None or limit > 0, "must be above 0, or None")
 

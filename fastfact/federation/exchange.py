@@ -91,76 +91,6 @@ class Exchange:
         """Everybody has the initial model, as if sent: the papers count this download too."""
         ledger.add(round, "down", clients, self.wire.send(work, self.shared)[1])
 
-    def download(
-        self,
-        uploads: Uploads,
-        round: int,
-        clients: list[int],
-        work: State,
-        ledger: Ledger,
-        samples: Callable[[int], int],
-        evaluate: Callable[[int, State], Tensor],
-    ) -> None:
-        """Mix the uploads of the last round and bring the clients' rows of `work` up to date.
-
-        A client that was not among those that reported is asked for its key if there is matching, and gets what
-        `Strategy.arrival` says. samples(client) → how many it trains on; evaluate: see `Uploads.evaluate`.
-        """
-        rows, memory = {k: row for row, k in enumerate(clients)}, uploads.memory
-        uploads.present = present = [place for place, k in enumerate(uploads.clients) if k in rows]
-
-        def fetch(client: int, places: list[int]) -> State:
-            state, sizes = self.wire.send({n: uploads.state[n][places] for n in self.shared}, self.shared)
-            ledger.add(round, "down", [client] * len(places), sizes)
-            return state
-
-        uploads.fetch, uploads.evaluate = fetch, evaluate
-        mixed = self.mix(uploads)
-        whole = len(present) == len(uploads.clients)
-        some = mixed if whole else {name: tensor[present] for name, tensor in mixed.items()}
-        self._receive(round, [uploads.clients[place] for place in present], rows, some, work, memory, ledger)
-        missed = [k for k in clients if k not in set(uploads.clients)]
-        if missed:
-            own_state = {name: tensor[[rows[k] for k in missed]] for name, tensor in work.items()}
-            sent, sizes = self.wire.send(self.keyed(own_state), self.uploaded)
-            losses = [math.nan] * len(missed)
-            own = Uploads(round, missed, sent, [samples(k) for k in missed], losses, self.keys, memory, self.seed)
-            mixed = self.method.arrival(own, uploads, self.shared)
-            if mixed is not None:
-                ledger.add(round, "up", missed if self.keys and self.method.newcomers_upload else [], sizes)
-                self._receive(round, missed, rows, mixed, work, memory, ledger)
-
-    def _receive(
-        self,
-        round: int,
-        clients: Sequence[int],
-        places: Mapping[int, int],
-        mixed: State,
-        work: State,
-        memory: State,
-        ledger: Ledger,
-    ) -> None:
-        """Send `mixed` [len(clients), …] down and put it where the strategy says, into the clients' rows of `work`."""
-        if not clients:
-            return
-        some = self.rows("down", memory)
-        if self.method.clients_mix:
-            received = dict(mixed)
-        else:
-            received, sizes = self.wire.send(mixed, self.shared, some)
-            ledger.add(round, "down", clients, sizes)
-        rows = [places[k] for k in clients]
-        whole = rows == list(range(len(next(iter(work.values())))))
-        state = work if whole else {name: tensor[rows] for name, tensor in work.items()}
-        for name, mask in some.items():
-            arrived = mask.view(-1, *[1] * (received[name].dim() - 2))
-            received[name] = torch.where(arrived, received[name], state[name])
-        for name, tensor in self.method.receive(state, received).items():
-            if whole:
-                work[name].copy_(tensor)
-            else:
-                work[name][rows] = tensor
-
     def unusable(
         self, clients: list[int], sent: State, limit: float | None, known: Mapping[int, str]
     ) -> dict[int, str]:
@@ -179,6 +109,88 @@ class Exchange:
             for k, norm in zip(clients, norms.tolist(), strict=True)
             if k not in known and norm > limit
         }
+
+
+class Downloads:
+    """The downloads of one round: mixed once from the uploads of the last, then brought to some clients at a time.
+
+    clients: all that take part. samples(client) → how many it trains on; evaluate: see `Uploads.evaluate`. The bytes go
+    into `ledger`.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        uploads: Uploads,
+        round: int,
+        clients: Sequence[int],
+        ledger: Ledger,
+        samples: Callable[[int], int],
+        evaluate: Callable[[int, State], Tensor],
+    ):
+        self.exchange, self.uploads, self.round, self.ledger, self.samples = exchange, uploads, round, ledger, samples
+        self.places = {client: place for place, client in enumerate(uploads.clients)}
+        uploads.present = [self.places[client] for client in clients if client in self.places]
+        uploads.fetch, uploads.evaluate = self._fetch, evaluate
+        self.mixed = exchange.mix(uploads)
+
+    def _fetch(self, client: int, places: list[int]) -> State:
+        exchange = self.exchange
+        state, sizes = exchange.wire.send(
+            {name: self.uploads.state[name][places] for name in exchange.shared}, exchange.shared
+        )
+        self.ledger.add(self.round, "down", [client] * len(places), sizes)
+        return state
+
+    def deliver(self, clients: Sequence[int], work: State) -> None:
+        """Bring the states `work` [len(clients), …] of some of the clients up to date, in place.
+
+        A client that was not among those that reported is asked for its key if there is matching, and gets what
+        `Strategy.arrival` says.
+        """
+        exchange, uploads = self.exchange, self.uploads
+        rows = [row for row, client in enumerate(clients) if client in self.places]
+        places = [self.places[clients[row]] for row in rows]
+        whole = places == list(range(len(uploads.clients)))
+        mixed = self.mixed if whole else {name: tensor[places] for name, tensor in self.mixed.items()}
+        self._receive([clients[row] for row in rows], rows, mixed, work)
+        rows = [row for row, client in enumerate(clients) if client not in self.places]
+        missed = [clients[row] for row in rows]
+        if not missed:
+            return
+        sent, sizes = exchange.wire.send(
+            exchange.keyed({name: tensor[rows] for name, tensor in work.items()}), exchange.uploaded
+        )
+        samples, losses = [self.samples(client) for client in missed], [math.nan] * len(missed)
+        memory, seed = uploads.memory, exchange.seed
+        own = Uploads(self.round, missed, sent, samples, losses, exchange.keys, memory, seed)
+        mixed = exchange.method.arrival(own, uploads, exchange.shared)
+        if mixed is not None:
+            asked = missed if exchange.keys and exchange.method.newcomers_upload else []
+            self.ledger.add(self.round, "up", asked, sizes)
+            self._receive(missed, rows, mixed, work)
+
+    def _receive(self, clients: list[int], rows: list[int], mixed: State, work: State) -> None:
+        """Send `mixed` [len(clients), …] down and put it where the strategy says, into these rows of `work`."""
+        if not clients:
+            return
+        exchange = self.exchange
+        some = exchange.rows("down", self.uploads.memory)
+        if exchange.method.clients_mix:
+            received = dict(mixed)
+        else:
+            received, sizes = exchange.wire.send(mixed, exchange.shared, some)
+            self.ledger.add(self.round, "down", clients, sizes)
+        whole = rows == list(range(len(next(iter(work.values())))))
+        state = work if whole else {name: tensor[rows] for name, tensor in work.items()}
+        for name, mask in some.items():
+            arrived = mask.view(-1, *[1] * (received[name].dim() - 2))
+            received[name] = torch.where(arrived, received[name], state[name])
+        for name, tensor in exchange.method.receive(state, received).items():
+            if whole:
+                work[name].copy_(tensor)
+            else:
+                work[name][rows] = tensor
 
 
 def not_finite(clients: list[int], state: State) -> dict[int, str]:

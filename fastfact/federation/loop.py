@@ -21,17 +21,33 @@ import torch
 from torch import Tensor, nn
 
 from fastfact import sparsity
-from fastfact.federation import checkpoint, mixing, newcomers, setup, store, strategy, train
+from fastfact.federation import checkpoint, mixing, newcomers, setup, strategy, train
+from fastfact.federation import store as files
 from fastfact.federation.client import Client
-from fastfact.federation.cohort import Clients, Models, State, describe, generator_for, stack, take, tensors_of
+from fastfact.federation.cohort import Models, State, describe, generator_for, stack, take, tensors_of
 from fastfact.federation.config import check_settings, name_of, record, round_half_up
-from fastfact.federation.exchange import Exchange, Report, not_finite
+from fastfact.federation.exchange import Downloads, Exchange, Report, not_finite
 from fastfact.federation.history import History
 from fastfact.federation.newcomers import Newcomers
+from fastfact.federation.states import MEMORY, Codec, Database, Records, Stacked, States
 from fastfact.federation.strategy import Strategy, Uploads
 from fastfact.federation.wire import Ledger, Wire
 
 log = logging.getLogger("fastfact")
+
+BLOCK_BYTES = 1 << 30
+"""At most about so many bytes of a round's clients' states are in memory at once (the uploads come on top)."""
+
+
+@dataclasses.dataclass
+class Round:
+    """What a round that has run would change; `states` has the clients' part, not yet committed."""
+
+    round: int
+    ledger: Ledger
+    memory: State
+    last: Report | None
+    rows: list[dict] = dataclasses.field(default_factory=list)
 
 
 class Federation:
@@ -39,7 +55,8 @@ class Federation:
 
     model: () → nn.Module, called once, with PyTorch's generator seeded; every client starts from it. The method
         factorizes it if it needs to. The model maps x [n, …] to logits [n, classes].
-    clients: `Client` objects. Samples have one shape; sizes and label sets may differ.
+    clients: `Client` objects. Samples have one shape; sizes and label sets may differ. A list or tuple is checked and
+        put in place at once, any other sequence (see `LazyClients`) as rounds ask for its clients.
     method: a name (see `ff.methods.names()`) or a `Strategy` object with its own settings.
     epochs, batch_size, lr, momentum, weight_decay: local SGD in each round; the momentum starts at zero. A last batch
         of a single sample joins the one before it.
@@ -48,6 +65,10 @@ class Federation:
     seed: every random draw derives from it, the round and the client: a run repeats bit for bit on one machine.
     cohort: how many clients train together over the client axis; 1 is one after another, "auto" decides by the model.
         The results agree up to rounding (and draws of dropout).
+    store: where the clients' states are between rounds: "memory", or a directory for them. There each round is saved
+        when it ends, whole or not at all, and memory holds only clients at work; see `federation.states`.
+    store_values: the numbers of a state between rounds: "exact", or "bfloat16" for those that train; μ is a bitmap and
+        its nonzeros in any case where the store is a directory, the model float32 or the values are bfloat16.
     l1: λ, in place of the method's own.
     wire: the numbers on the wire: "exact", "bfloat16" or "int8"; the server computes with what arrives.
     max_norm: clients whose upload has a larger Euclidean norm are left out of the round; None for no limit.
@@ -75,6 +96,8 @@ class Federation:
         augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
         seed: int = 0,
         cohort: int | str = "auto",
+        store: str | Path = MEMORY,
+        store_values: str = "exact",
         l1: float | None = None,
         wire: str = "exact",
         max_norm: float | None = None,
@@ -90,6 +113,8 @@ class Federation:
             "participation": participation,
             "seed": seed,
             "cohort": cohort,
+            "store": str(store),
+            "store_values": store_values,
             "wire": wire,
             "max_norm": max_norm,
         }
@@ -107,6 +132,9 @@ class Federation:
         self.identity = {"model": record(model), "augment": name_of(augment), "samples": self._samples()}
         self.identity["sample"] = self._sample()
         self._setup_exchange(len(self.clients))
+        if isinstance(self.states, Database) and self.states.value("server") is not None:
+            self.states.close()
+            raise files.RunDirectoryError(f"{store}: holds the clients of a run; go on with Federation.load")
 
     def _setup_model(self, factory, device) -> None:
         self.template = setup.template_of(factory, self.method, self.settings["seed"], device)
@@ -118,18 +146,18 @@ class Federation:
         self.clients: list[Client] | None = None
 
     def _setup_clients(self, clients) -> None:
-        self.clients = list(clients)
+        self.clients = list(clients) if isinstance(clients, list | tuple) else clients
         like = next(self.template.parameters())
         self._data = setup.Data(self.clients, like, self.method, self.settings["seed"])
         if self.cohort == 1:
             self.template = setup.in_channels_last(self.template, self._data)
         self.classes = setup.classes_of(self.template, self._data, self.settings["batch_size"])
-        setup.check_labels(self.clients, self.classes)
+        self._data.set_classes(self.classes)
 
     def _setup_exchange(self, k: int) -> None:
         """What is sent, and the state of everything before the first round of k clients."""
         shape, dtype = self.identity["sample"]
-        self.initial = self._initial(1)
+        self.initial = self._initial()
         """The state [1, …] every client starts from."""
         self._exchange = Exchange(
             self.method,
@@ -140,21 +168,30 @@ class Federation:
             self.settings["wire"],
             self.settings["seed"],
         )
-        self.states = Clients(self._initial(k))
+        self.states = self._make_states(k)
         self.round = 0
         self.history, self.ledger = History(), Ledger()
-        self.memory: State = self.method.memory(self.states.state)
+        everybody = {name: tensor.expand(k, *tensor.shape[1:]) for name, tensor in self.initial.items()}
+        self.memory: State = self.method.memory(everybody)
         """The server's own tensors, see `Uploads.memory`."""
         self.last: Report | None = None
         """Who reported last; what they uploaded is what they hold."""
         self._work: State | None = None
 
-    def _initial(self, k: int) -> State:
-        state = stack(tensors_of(self.template), k)
+    def _initial(self) -> State:
+        """The state of one client before its first round, [1, …]."""
+        state = stack(tensors_of(self.template), 1)
         extra = self.method.extra(state)
         if clash := sorted(set(extra) & set(self.infos)):
             raise ValueError(f"{self.method.name}: extra tensor {clash[0]} has the name of a tensor of the model")
         return state | extra
+
+    def _make_states(self, k: int) -> States:
+        place, values, initial = self.settings["store"], self.settings["store_values"], self.initial
+        codec = Codec(initial, self.infos, self.sparse, values)
+        if place != MEMORY:
+            return Database(initial, k, codec, Path(place))
+        return Records(initial, k, codec) if codec.packs() else Stacked(initial, k)
 
     @property
     def shared(self) -> list[str]:
@@ -232,21 +269,39 @@ class Federation:
             raise ValueError(f"fit: the run used augment={self.augment}, pass Federation.load(DIR, augment=)")
         directory = None if out is None else checkpoint.open_directory(self, Path(out))
         for step in range(rounds):
-            before = len(self.ledger.entries)
-            rows = self._run_round(self.round + 1, on_client)
-            self.round += 1
-            self.history.extend(rows)
-            if directory is not None:
-                last = self.round % checkpoint_every == 0 or step == rounds - 1
-                store.append_rows(directory / store.METRICS, rows, sync=last)
-                store.append_rows(directory / store.LEDGER, Ledger(self.ledger.entries[before:]).rows(), sync=last)
-                if last:
-                    checkpoint.save(self, directory)
-            for row in rows if on_row else ():
+            last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
+            try:
+                done = self._run_round(self.round + 1, on_client)
+                if directory is not None:
+                    # What can be gone on from must not know more than the rows.
+                    sync = last or self.settings["store"] != MEMORY
+                    files.append_rows(directory / files.METRICS, done.rows, sync=sync)
+                    files.append_rows(directory / files.LEDGER, done.ledger.rows(), sync=sync)
+            except BaseException:
+                self.states.rollback()
+                raise
+            self._commit(done)
+            if last:
+                checkpoint.save(self, directory)
+            for row in done.rows if on_row else ():
                 on_row(row)
             if on_round:
-                on_round(self.round, rows)
+                on_round(self.round, done.rows)
         return self.history
+
+    def _commit(self, done: Round) -> None:
+        """Nothing before this changed the federation: a round that is interrupted has not happened."""
+        before = self.round, self.memory, self.last, len(self.history), len(self.ledger.entries)
+        try:
+            self.round, self.memory, self.last = done.round, done.memory, done.last
+            self.history.extend(done.rows)
+            self.ledger.entries += done.ledger.entries
+            checkpoint.commit(self)
+        except BaseException:
+            self.round, self.memory, self.last = before[:3]
+            del self.history[before[3] :], self.ledger.entries[before[4] :]
+            self.states.rollback()
+            raise
 
     def select(self, round: int) -> list[int]:
         """The clients that take part in a round, ascending."""
@@ -257,38 +312,59 @@ class Federation:
         order = torch.randperm(k, generator=generator_for(self.settings["seed"], round, -1, "select"))
         return sorted(order[:count].tolist())
 
-    def _run_round(self, round: int, on_client) -> list[dict]:
+    def _run_round(self, round: int, on_client) -> Round:
         clients = self.select(round)
-        ledger, memory = Ledger(), dict(self.memory)
-        work = self._work if self._work is not None and _length(self._work) == len(clients) else None
-        work = self._work = self.states.load(clients, work)
-        downloaded = self._download(round, clients, work, memory, ledger)
-        before = self._evaluate(round, clients, work) if downloaded else [None] * len(clients)
+        done = Round(round, Ledger(), dict(self.memory), self.last)
+        size = self._block(len(clients))
+        blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)]
+        downloads, report = None, Report(round, [], [], [])
+        for number, block in enumerate(blocks):
+            work = self._work if self._work is not None and _length(self._work) == len(block) else None
+            work = self._work = self.states.load(block, work)
+            if number + 1 < len(blocks):
+                self.states.ahead(blocks[number + 1])
+            if not number:
+                downloads = self._downloads(round, clients, work if len(blocks) == 1 else None, done)
+            self._data.keep(block)
+            begin = number * size
+            progress = on_client and (lambda r, k, n, _, begin=begin: on_client(r, k, begin + n, len(clients)))
+            self._run_block(block, work, downloads, done, report, progress)
+        if report.clients:
+            done.last = report
+        else:
+            done.memory = self.memory
+        up, down = done.ledger.by_client("up"), done.ledger.by_client("down")
+        for row in done.rows:
+            row["bytes_up"], row["bytes_down"] = up.get(row["client"], 0), down.get(row["client"], 0)
+        return done
+
+    def _run_block(
+        self, clients: list[int], work: State, downloads: Downloads | None, done: Round, report: Report, on_client
+    ) -> None:
+        """A round of some of its clients, whose states are in `work`."""
+        round = done.round
+        if downloads is not None:
+            downloads.deliver(clients, work)
+        elif self.shared:
+            self._exchange.first_download(round, clients, work, done.ledger)
+        before = [None] * len(clients) if downloads is None else self._evaluate(round, clients, work)
         losses, seconds = self._train(round, clients, work, on_client)
         left_out = not_finite(clients, work)
         if self.uploaded:
-            sent = self._exchange.upload(round, clients, work, memory, ledger)
+            sent = self._exchange.upload(round, clients, work, done.memory, done.ledger)
             left_out |= self._exchange.unusable(clients, sent, self.settings["max_norm"], left_out)
         for row, k in enumerate(clients):
             if k in left_out:
                 log.warning("round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k])
                 for name, tensor in self.states.load([k]).items():
                     work[name][row].copy_(tensor[0])
+            else:
+                report.clients.append(k)
+                report.samples.append(self._samples_of(k))
+                report.losses.append(losses[row])
         accuracies, densities = self._evaluate(round, clients, work), self._densities(work)
-        reported = [row for row, k in enumerate(clients) if k not in left_out]
-        # Nothing above changed the federation: a round that is interrupted has not happened.
         self.states.store(clients, work)
-        if reported:
-            self.memory = memory
-            self.last = Report(
-                round=round,
-                clients=[clients[row] for row in reported],
-                samples=[self._samples_of(clients[row]) for row in reported],
-                losses=[losses[row] for row in reported],
-            )
-        self.ledger.entries += ledger.entries
-        up, down = ledger.by_client("up"), ledger.by_client("down")
-        return [
+        done.rows += [
             {
                 "round": round,
                 "client": k,
@@ -296,24 +372,26 @@ class Federation:
                 "accuracy": accuracies[row],
                 "accuracy_before": before[row],
                 "density": densities[row],
-                "bytes_up": up.get(k, 0),
-                "bytes_down": down.get(k, 0),
+                "bytes_up": 0,
+                "bytes_down": 0,
                 "seconds": seconds[row],
                 "left_out": left_out.get(k),
             }
             for row, k in enumerate(clients)
         ]
 
-    def _download(self, round: int, clients: list[int], work: State, memory: State, ledger: Ledger) -> bool:
-        """Bring the clients' rows of `work` up to date with the uploads of the last round. False: nothing to mix."""
-        if not self.shared:
-            return False
-        if self.last is None:
-            self._exchange.first_download(round, clients, work, ledger)
-            return False
-        uploads = self._uploads(self.last, work if self.last.clients == clients else None, memory)
-        self._exchange.download(uploads, round, clients, work, ledger, self._samples_of, self._loss_of)
-        return True
+    def _block(self, n: int) -> int:
+        """How many of the n clients of a round have their states in memory at once: whole cohorts."""
+        each = sum(tensor[0].numel() * tensor.element_size() for tensor in self.states.initial.values())
+        cohorts = max(1, BLOCK_BYTES // (each * self.cohort))
+        return min(n, cohorts * self.cohort)
+
+    def _downloads(self, round: int, clients: list[int], work: State | None, done: Round) -> Downloads | None:
+        """The mix of the last round's uploads; None where there is nothing to mix. work: all `clients`, if loaded."""
+        if not self.shared or self.last is None:
+            return None
+        uploads = self._uploads(self.last, work if self.last.clients == clients else None, done.memory)
+        return Downloads(self._exchange, uploads, round, clients, done.ledger, self._samples_of, self._loss_of)
 
     def _uploads(self, last: Report, state: State | None, memory: State) -> Uploads:
         """What the server has of a round (`state` if the clients' are already loaded)."""
@@ -323,7 +401,11 @@ class Federation:
 
     def _samples_of(self, client: int) -> int:
         """How many samples a client trains on; of a federation loaded without clients, how many it has."""
-        return self.identity["samples"][client][0] if self.clients is None else self._data.samples(client)
+        if self.clients is not None:
+            return len(self._data[client].train[1])
+        if self.identity["samples"] is None:
+            raise ValueError("this federation was loaded without clients, pass Federation.load(DIR, clients=)")
+        return self.identity["samples"][client][0]
 
     def _loss_of(self, client: int, state: State) -> Tensor:
         """`Uploads.evaluate`."""
@@ -333,14 +415,14 @@ class Federation:
             name: tensor.expand(len(state[self.shared[0]]), *tensor.shape[1:])
             for name, tensor in self.states.load([client], names=list(self.infos)).items()
         }
-        return self._trainer.loss(own | state, self._data.held_out[client])
+        return self._trainer.loss(own | state, self._data[client].held_out)
 
     def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
         """The accuracy of each client on its own test set, after the adaptation the strategy asks for (on a copy)."""
         if any(phase.adapts for phase in self.method.phases(self.settings["epochs"])):
             work = take(work, range(len(clients)))
             self._train(round, clients, work, None, adapts=True)
-        return self._trainer.evaluate(work, [self._data.test[k] for k in clients])
+        return self._trainer.evaluate(work, [self._data[k].test for k in clients])
 
     def _train(
         self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
@@ -351,7 +433,7 @@ class Federation:
         for begin in range(0, len(clients), self.cohort):
             chunk = clients[begin : begin + self.cohort]
             rows = {name: tensor[begin : begin + len(chunk)] for name, tensor in work.items()}
-            data = [self._data.train[k] for k in chunk]
+            data = [self._data[k].train for k in chunk]
             loss, took = self._trainer.train(rows, data, round, chunk, phases, purpose)
             losses += loss
             seconds += took
@@ -374,9 +456,12 @@ class Federation:
 
     def mixed(self) -> "Models":
         """The models as the next round's download would make them: for FedAvg, the global model at every k."""
-        state = self.states.load(range(len(self)))
-        self._download(self.round + 1, list(range(len(self))), state, dict(self.memory), Ledger())
-        return Models(self.template, Clients(state))
+        clients = list(range(len(self)))
+        state = self.states.load(clients)
+        downloads = self._downloads(self.round + 1, clients, state, Round(0, Ledger(), dict(self.memory), None))
+        if downloads is not None:
+            downloads.deliver(clients, state)
+        return Models(self.template, Stacked.of(state))
 
     def join(self, clients: Sequence[Client], how: str = "local-train", epochs: int | None = None) -> Newcomers:
         """What clients that come after training get out of it, on their own test samples. Changes nothing here.
@@ -395,12 +480,12 @@ class Federation:
 
     def density(self) -> dict[str, list[float]]:
         """Layer path → the fraction of nonzeros of its μ for each client; empty for a model without μ."""
-        return {
-            name.rpartition(".")[0]: (
-                self.states.state[name].flatten(1).count_nonzero(1) / self.infos[name].numel
-            ).tolist()
-            for name in self.sparse
-        }
+        counts = {name: [] for name in self.sparse}
+        for begin in range(0, len(self), 64):
+            state = self.states.load(range(begin, min(begin + 64, len(self))), names=self.sparse)
+            for name, tensor in state.items():
+                counts[name] += (tensor.flatten(1).count_nonzero(1) / self.infos[name].numel).tolist()
+        return {name.rpartition(".")[0]: densities for name, densities in counts.items()}
 
     def similarity(self, name: str | None = None, layer: int | None = None) -> Tensor:
         """Cosine of one tensor between all pairs of clients, float64 [K, K] (Factorized-FL eq. 4, Figure 7).
@@ -417,7 +502,7 @@ class Federation:
                 f"similarity(name={name!r}, layer={layer}): must be one of {', '.join(roles) or 'none'} in that layer"
                 f" (layers 1 … {layers})"
             )
-        return mixing.cosine(self.states.state[roles[name]])
+        return mixing.cosine(self.states.load(range(len(self)), names=[roles[name]])[roles[name]])
 
     def save(self, directory: str | Path) -> None:
         """Write the run directory: configuration, rows, ledger and a checkpoint of this round.
@@ -442,7 +527,10 @@ class Federation:
         x = self._data.sample()
         return [list(x.shape), str(x.dtype).removeprefix("torch.")]
 
-    def _samples(self) -> list[list[int]]:
+    def _samples(self) -> list[list[int]] | None:
+        """Numbers of samples for training and test; None for clients that are made when asked for."""
+        if self._data.lazy:
+            return None
         return [[len(client.train[1]), len(client.test[1])] for client in self.clients]
 
     @classmethod
@@ -454,6 +542,7 @@ class Federation:
         method: Strategy | None = None,
         augment: Callable | None = None,
         device: str | torch.device | None = None,
+        store: str | Path | None = None,
     ) -> "Federation":
         """The federation as its newest checkpoint in `directory` has it; `fit` goes on from there, bit for bit.
 
@@ -461,11 +550,12 @@ class Federation:
         functools.partial of a model class or of `fastfact.models.build` (nothing is imported by a name in a file).
         clients: the same as before, in the same order; without them the federation has models, similarity, ledger and
         history, but `fit` raises. method: needed for a Strategy that is not registered. augment: as model.
+        store: where the clients' states are now, if they were in a directory that has moved.
         `fed.source` is what was recorded when the federation was made.
 
         Raises RunDirectoryError (a ValueError) naming what is missing or does not fit.
         """
-        return checkpoint.load(cls, Path(directory), model, clients, method, augment, device)
+        return checkpoint.load(cls, Path(directory), model, clients, method, augment, device, store)
 
 
 def _length(state: State) -> int:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from fastfact.federation import setup, train
 from fastfact.federation.client import Client
-from fastfact.federation.cohort import Clients, Models, State, take
+from fastfact.federation.cohort import Models, State, take
+from fastfact.federation.exchange import Downloads
+from fastfact.federation.states import Stacked
 from fastfact.federation.strategy import Phase
 from fastfact.federation.wire import Ledger
 
@@ -45,7 +47,7 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
             f"join(clients=): samples of shape {list(data.sample().shape)}, those of the federation have"
             f" {fed.identity['sample'][0]}"
         )
-    setup.check_labels(clients, setup.classes_of(fed.template, data, fed.settings["batch_size"]))
+    data.set_classes(setup.classes_of(fed.template, data, fed.settings["batch_size"]))
     if how == "ensemble":
         return _ensemble(fed, data)
     ledger, first, round = Ledger(), len(fed), fed.round + 1
@@ -68,10 +70,10 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
     up, down = ledger.by_client("up"), ledger.by_client("down")
     return Newcomers(
         how,
-        fed._trainer.evaluate(evaluated, data.test),
+        fed._trainer.evaluate(evaluated, [client.test for client in data]),
         [up.get(k, 0) for k in places],
         [down.get(k, 0) for k in places],
-        Models(fed.template, Clients(work)),
+        Models(fed.template, Stacked.of(work)),
     )
 
 
@@ -87,17 +89,12 @@ def _download(fed: "Federation", round: int, places: list[int], work: State, led
             name: work[name][row : row + 1].expand(len(state[fed.shared[0]]), *work[name].shape[1:])
             for name in fed.infos
         }
-        return fed._trainer.loss(own | state, data.held_out[row])
+        return fed._trainer.loss(own | state, data[row].held_out)
 
-    fed._exchange.download(
-        fed._uploads(fed.last, None, memory),
-        round,
-        places,
-        work,
-        ledger,
-        lambda k: data.samples(k - places[0]),
-        evaluate,
-    )
+    uploads = fed._uploads(fed.last, None, memory)
+    samples = [len(client.train[1]) for client in data]
+    downloads = Downloads(fed._exchange, uploads, round, places, ledger, lambda k: samples[k - places[0]], evaluate)
+    downloads.deliver(places, work)
     return memory
 
 
@@ -112,7 +109,7 @@ def _train(
 ) -> None:
     for row, k in enumerate(places):
         one = {name: tensor[row : row + 1] for name, tensor in work.items()}
-        fed._trainer.train(one, [data.train[row]], round, [k], phases, purpose)
+        fed._trainer.train(one, [data[row].train], round, [k], phases, purpose)
 
 
 def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Tensor]) -> list[Phase]:
@@ -149,13 +146,14 @@ def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Te
 @torch.no_grad()
 def _ensemble(fed: "Federation", data: setup.Data) -> Newcomers:
     """The mean of the probabilities that all clients' models give."""
-    sums: list = [0.0] * len(data.test)
+    tests = [client.test for client in data]
+    sums: list = [0.0] * len(tests)
     size, model = 0, fed._trainer.model.eval()
     for k in range(len(fed)):
         state = fed.states.load([k], names=list(fed.infos))
         size += sum(one[0] for one in fed.wire.send(state, list(fed.infos))[1].bytes.values())
         fed._trainer.bind(state, 0)
-        for row, (x, _) in enumerate(data.test):
+        for row, (x, _) in enumerate(tests):
             sums[row] += torch.cat([model(some).softmax(1) for some in x.split(train.EVALUATION_BATCH)])
-    accuracy = [(p.argmax(1) == y).double().mean().item() for p, (_, y) in zip(sums, data.test, strict=True)]
+    accuracy = [(p.argmax(1) == y).double().mean().item() for p, (_, y) in zip(sums, tests, strict=True)]
     return Newcomers("ensemble", accuracy, [0] * len(sums), [size] * len(sums))

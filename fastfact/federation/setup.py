@@ -2,12 +2,13 @@
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastfact.federation.client import Client, channels_last, placed
+from fastfact.federation.client import Client, Samples, channels_last, placed
 from fastfact.federation.cohort import generator_for, seeded
 from fastfact.federation.config import round_half_up
 from fastfact.federation.strategy import Strategy
@@ -35,78 +36,111 @@ def template_of(factory: Callable[[], nn.Module], method: Strategy, seed: int, d
 
 
 class Data:
-    """The clients' samples as the model takes them, on its device: `train`, `test` and `held_out`, each by client.
+    """The clients' samples as the model takes them, on its device: `train`, `test` and `held_out` of each.
 
-    validation: the fraction of the training samples that is held out of training, for a method that evaluates on it;
-    without one `held_out` is `train`.
+    clients: a list or tuple is checked and placed at once, any other sequence client by client as rounds ask for them
+    (and forgotten again, see `keep`). validation: the fraction of the training samples that is held out of training,
+    for a method that evaluates on it; without one `held_out` is `train`.
     """
 
     def __init__(self, clients: Sequence[Client], like: Tensor, method: Strategy, seed: int):
-        check_clients(clients)
-        self.device = like.device
-        self.train = [placed(client.train, like.device, like.dtype) for client in clients]
-        self.test = [placed(client.test, like.device, like.dtype) for client in clients]
-        self.held_out = self.train
-        if method.validation:
-            self._hold_out(method, seed)
+        if not len(clients):
+            raise ValueError("Federation(clients=[]): must be at least one client")
+        self.clients, self.method, self.seed = clients, method, seed
+        self.device, self.dtype, self.format = like.device, like.dtype, torch.contiguous_format
+        self.lazy = not isinstance(clients, list | tuple)
+        self.classes: int | None = None
+        self.placed: dict[int, Placed] = {}
+        self.shape = self._checked(0).train[0].shape[1:]
+        for k in range(1 if self.lazy else len(clients)):
+            self.placed[k] = self._place(k)
 
-    def _hold_out(self, method: Strategy, seed: int) -> None:
-        """Split the training samples of each client into those it trains on and those it evaluates others on."""
-        trained, held_out = [], []
-        for k, (x, y) in enumerate(self.train):
-            if len(y) < 2:
-                raise ValueError(f"{method.name}: client {k} has a single training sample and must hold out one")
-            order = torch.randperm(len(y), generator=generator_for(seed, 0, k, "validation"))
-            count = min(max(1, round_half_up(method.validation * len(y))), len(y) - 1)
-            parts = order[count:].sort().values.to(self.device), order[:count].sort().values.to(self.device)
-            trained.append((x[parts[0]], y[parts[0]]))
-            held_out.append((x[parts[1]], y[parts[1]]))
-        self.train, self.held_out = trained, held_out
+    def __getitem__(self, client: int) -> "Placed":
+        if client not in self.placed:
+            self.placed[client] = self._place(client)
+        return self.placed[client]
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __iter__(self) -> Iterator["Placed"]:
+        return (self[client] for client in range(len(self)))
+
+    def keep(self, clients: Sequence[int]) -> None:
+        """Of clients that are made when asked for, keep only these in memory."""
+        if self.lazy:
+            self.placed = {client: self.placed[client] for client in clients if client in self.placed}
+
+    def _checked(self, k: int) -> Client:
+        client = self.clients[k]
+        if not isinstance(client, Client):
+            raise ValueError(f"Federation(clients=): client {k} is {type(client).__name__}, must be ff.Client")
+        return client
+
+    def _place(self, k: int) -> "Placed":
+        client = self._checked(k)
+        if client.train[0].shape[1:] != self.shape:
+            raise ValueError(
+                f"Federation(clients=): samples of client {k} have shape {list(client.train[0].shape[1:])}, of client 0"
+                f" {list(self.shape)}: must be the same"
+            )
+        self._check_labels(k, client)
+        train, test = (self._formatted(placed(data, self.device, self.dtype)) for data in (client.train, client.test))
+        if not self.method.validation:
+            return Placed(train, train, test)
+        return Placed(*self._held_out(k, train), test)
+
+    def _formatted(self, data: Samples) -> Samples:
+        return data if self.format == torch.contiguous_format else (channels_last(data[0]), data[1])
+
+    def _held_out(self, k: int, train: Samples) -> tuple[Samples, Samples]:
+        """The training samples split into those the client trains on and those it evaluates others on."""
+        x, y = train
+        if len(y) < 2:
+            raise ValueError(f"{self.method.name}: client {k} has a single training sample and must hold out one")
+        order = torch.randperm(len(y), generator=generator_for(self.seed, 0, k, "validation"))
+        count = min(max(1, round_half_up(self.method.validation * len(y))), len(y) - 1)
+        trained, held_out = order[count:].sort().values.to(self.device), order[:count].sort().values.to(self.device)
+        return (x[trained], y[trained]), (x[held_out], y[held_out])
 
     def sample(self) -> Tensor:
         """x of one sample, without the batch axis."""
-        return self.train[0][0][0]
+        return self[0].train[0][0]
 
     def to_channels_last(self) -> None:
         """Keep the images in channels_last from here on."""
-        for data in (self.train, self.test, self.held_out):
-            data[:] = [(channels_last(x), y) for x, y in data]
+        self.format = torch.channels_last
+        self.placed = {k: Placed(*map(self._formatted, data)) for k, data in self.placed.items()}
 
-    def samples(self, client: int) -> int:
-        """The number of samples a client trains on."""
-        return len(self.train[client][1])
+    def set_classes(self, classes: int) -> None:
+        """Raise ValueError, now or when it comes, for a client with a label the model has no output for."""
+        self.classes = classes
+        for k in self.placed:
+            self._check_labels(k, self.clients[k])
 
-
-def check_clients(clients: Sequence[Client]) -> None:
-    """Raise ValueError for clients whose samples have different shapes, or that are no clients."""
-    if not clients:
-        raise ValueError("Federation(clients=[]): must be at least one client")
-    for k, client in enumerate(clients):
-        if not isinstance(client, Client):
-            raise ValueError(f"Federation(clients=): client {k} is {type(client).__name__}, must be ff.Client")
-        shape, first = client.train[0].shape[1:], clients[0].train[0].shape[1:]
-        if shape != first:
-            raise ValueError(
-                f"Federation(clients=): samples of client {k} have shape {list(shape)}, of client 0"
-                f" {list(first)}: must be the same"
-            )
-
-
-def check_labels(clients: Sequence[Client], classes: int) -> None:
-    """Raise ValueError for a label the model has no output for."""
-    for k, client in enumerate(clients):
+    def _check_labels(self, k: int, client: Client) -> None:
+        if self.classes is None:
+            return
         top = max(int(client.train[1].max()), int(client.test[1].max()))
-        if top >= classes:
+        if top >= self.classes:
             raise ValueError(
-                f"Federation(clients=): client {k} has label {top}, the model has {classes} outputs:"
-                f" labels must be 0 … {classes - 1}"
+                f"Federation(clients=): client {k} has label {top}, the model has {self.classes} outputs:"
+                f" labels must be 0 … {self.classes - 1}"
             )
+
+
+class Placed(NamedTuple):
+    """One client's samples, see `Data`."""
+
+    train: Samples
+    held_out: Samples
+    test: Samples
 
 
 def in_channels_last(template: nn.Module, data: Data) -> nn.Module:
     """The model, and `data` with it, in channels_last if the model runs that way (one that flattens with `view` does
     not): one client at a time, convolutions on the CPU are faster in it."""
-    x = data.train[0][0][:2]
+    x = data[0].train[0][:2]
     if x.device.type != "cpu" or x.dim() != 4 or not any(p.dim() == 4 for p in template.parameters()):
         return template
     model = copy.deepcopy(template).to(memory_format=torch.channels_last)
@@ -121,7 +155,7 @@ def in_channels_last(template: nn.Module, data: Data) -> nn.Module:
 
 def classes_of(template: nn.Module, data: Data, batch_size: int) -> int:
     """Run the model on a sample: it must take the clients' x and give logits. Returns the number of classes."""
-    x = data.train[0][0][:2]
+    x = data[0].train[0][:2]
     try:
         logits = logits_of(template, x)
     except Exception as error:
@@ -129,10 +163,10 @@ def classes_of(template: nn.Module, data: Data, batch_size: int) -> int:
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"Federation(model=): gives {got} for {len(x)} samples, must give logits [n, classes]")
-    alone = [k for k, (_, y) in enumerate(data.train) if batch_size == 1 or len(y) == 1]
+    alone = [k for k, client in data.placed.items() if batch_size == 1 or len(client.train[1]) == 1]
     if alone:
         try:
-            logits_of(template, data.train[alone[0]][0][:1], train=True)
+            logits_of(template, data[alone[0]].train[0][:1], train=True)
         except ValueError as error:
             one = f"batch_size={batch_size}" if batch_size == 1 else f"client {alone[0]} has a single training sample"
             raise ValueError(f"Federation: {one}, and the model cannot train on one sample: {error}") from error

@@ -3,8 +3,12 @@
     DIR/config.json                        what was run: model, method, settings, source of the data
     DIR/metrics.jsonl                      a row for each round and client
     DIR/ledger.jsonl                       a row for each round and direction
-    DIR/checkpoints/round-000010.safetensors   the clients' stacked state ("client/<name>" [K, …]), and what the server
-                                           keeps ("server/<name>"), after that round
+    DIR/checkpoints/round-000010.safetensors   the clients' states after that round, stacked ("client/<name>" [m, …]) or
+                                           as records ("records/…", see `states.Records`), of those that have trained
+                                           (`clients` names them if not all), and what the server keeps ("server/…")
+
+Clients in a store of their own (`Federation(store=DIR)`) are not copied into checkpoints: the store is one after each
+round.
 
 Whole files are written beside their place, synced and renamed. Rows are appended and synced before a checkpoint is
 written, so a checkpoint never knows more than the rows. Nothing here unpickles or imports anything named in a file.
@@ -153,9 +157,21 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping
     _replace(temporary, path)
 
 
-def load_checkpoint(path: Path, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def look_into(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """(metadata, name → shape) of a checkpoint, whose tensors are not read. Raises RunDirectoryError if damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in list(file.keys())}
+            return dict(file.metadata() or {}), shapes
+    except (SafetensorError, OSError) as error:
+        raise RunDirectoryError(f"{path}: damaged or cut short: {error}") from error
+
+
+def load_checkpoint(
+    path: Path, expected: Mapping[str, Tensor], also: tuple[str, ...] = ("server/",)
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors, metadata) of a checkpoint. Every tensor in `expected` must be there, of its shape and dtype; others are
-    allowed only under "server/".
+    allowed only with names that begin with one in `also`.
 
     Raises RunDirectoryError, naming the file and the tensor, before anything is returned.
     """
@@ -172,7 +188,7 @@ def load_checkpoint(path: Path, expected: Mapping[str, Tensor]) -> tuple[dict[st
                         f"{path}: tensor {name} is {dtype} {shape},"
                         f" must be {_TYPES.get(tensor.dtype)} {list(tensor.shape)}"
                     )
-            unknown = sorted(name for name in names - set(expected) if not name.startswith("server/"))
+            unknown = sorted(name for name in names - set(expected) if not name.startswith(also))
             if unknown:
                 raise RunDirectoryError(f"{path}: tensor {unknown[0]} is not of this model")
             return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})

@@ -35,7 +35,7 @@ VALUES = ("exact", "bfloat16", "int8")
 RAW, BF16, INT8, BITMAP, BITMAP_BF16, BITMAP_INT8 = range(6)
 SOME_ROWS = 8
 _BITMAP_TYPES = {BITMAP: torch.float32, BITMAP_BF16: torch.bfloat16, BITMAP_INT8: torch.int8}
-_EXACT_BITMAP = (torch.float32, torch.bfloat16)
+EXACT_BITMAP = (torch.float32, torch.bfloat16)
 
 
 @dataclass
@@ -53,25 +53,32 @@ class Sizes:
 class Wire:
     """Encodes float tensors as `values` says: "exact" in their own dtype, "bfloat16", or "int8" with a scale per row.
 
-    Integer tensors are always exact. Raises ValueError for an unknown `values`.
+    Integer tensors are always exact, and those named in `exact`. Raises ValueError for an unknown `values`.
     """
 
-    def __init__(self, infos: Mapping[str, TensorInfo], values: str = "exact", sparse: Iterable[str] = ()):
+    def __init__(
+        self,
+        infos: Mapping[str, TensorInfo],
+        values: str = "exact",
+        sparse: Iterable[str] = (),
+        exact: Iterable[str] = (),
+    ):
         if values not in VALUES:
             raise ValueError(f"wire={values!r}, must be one of {', '.join(VALUES)}")
         self.infos, self.values, self.sparse = infos, values, frozenset(sparse)
+        self.exact = frozenset(exact)
         self.names = list(infos)
         if len(self.names) > 0xFFFF:
             raise ValueError(f"the model has {len(self.names)} tensors, the wire format allows {0xFFFF}")
         self.index = {name: n for n, name in enumerate(self.names)}
 
     def _plain(self, info: TensorInfo) -> int:
-        if self.values == "exact" or not info.dtype.is_floating_point:
+        if self.values == "exact" or info.name in self.exact or not info.dtype.is_floating_point:
             return RAW
         return BF16 if self.values == "bfloat16" else INT8
 
     def _bitmap(self, info: TensorInfo) -> int | None:
-        if info.name not in self.sparse or (self.values == "exact" and info.dtype not in _EXACT_BITMAP):
+        if info.name not in self.sparse or (self.values == "exact" and info.dtype not in EXACT_BITMAP):
             return None
         if self.values == "exact":
             return BITMAP if info.dtype == torch.float32 else BITMAP_BF16
@@ -162,8 +169,11 @@ class Wire:
         bits, values, scale = ops.pack_bitmap(rows, _BITMAP_TYPES[encoding])
         return [bits, scale, values]
 
-    def decode(self, message: bytes, onto: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The tensors of a message; rows that did not travel are those of `onto`, or zero.
+    def decode(
+        self, message: bytes, onto: Mapping[str, Tensor] | None = None, names: Iterable[str] | None = None
+    ) -> dict[str, Tensor]:
+        """The tensors of a message (of these only `names`, if given); rows that did not travel are those of `onto`, or
+        zero.
 
         Raises ValueError for a message that is cut short or does not fit the model.
         """
@@ -171,7 +181,7 @@ class Wire:
         if len(view) < HEADER.size or bytes(view[:2]) != b"FF" or view[2] != 1:
             raise ValueError("message: not a message of this version")
         count, at = HEADER.unpack(view[: HEADER.size])[3], HEADER.size
-        tensors = {}
+        tensors, wanted = {}, None if names is None else frozenset(names)
         for _ in range(count):
             if len(view) < at + ENTRY.size:
                 raise ValueError("message: cut short")
@@ -181,6 +191,9 @@ class Wire:
             if index >= len(self.names) or some > 1 or encoding > BITMAP_INT8 or len(view) < at + length:
                 raise ValueError("message: cut short or damaged")
             info, payload = self.infos[self.names[index]], view[at : at + length]
+            if wanted is not None and info.name not in wanted:
+                at += length
+                continue
             if not some:
                 tensors[info.name] = _decode(payload, info, encoding)
             else:
