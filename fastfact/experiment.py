@@ -183,9 +183,12 @@ def strategy(config: Config) -> Strategy:
     """The method of a configuration, with its settings.
 
     Where labels are permuted, classifiers and batch-norm stay with the client for every method, as in the papers'
-    comparison, unless the method's own settings say otherwise.
+    comparison, unless the method's own settings say otherwise. FedDecomp leaves those layers of the built-in models
+    whole that its paper does.
     """
     own = {} if config.l1 is None else {"l1": config.l1}
+    if config.method == methods.FedDecomp.name:
+        own["whole"] = models.MODELS[config.model].whole
     if data.SCENARIOS[config.scenario].permuted:
         own |= dict.fromkeys(KEPT, False)
     return methods.make(config.method, **own | config.settings.get(config.method, {}))

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastfact.federation.cohort import State, TensorInfo
 from fastfact.federation.strategy import Strategy, Uploads
 from fastfact.federation.train import Encoder
-from fastfact.federation.wire import Ledger, Wire
+from fastfact.federation.wire import Ledger, Wire, reply
 
 
 @dataclasses.dataclass
@@ -131,7 +131,7 @@ class Downloads:
         self.exchange, self.uploads, self.round, self.ledger, self.samples = exchange, uploads, round, ledger, samples
         self.places = {client: place for place, client in enumerate(uploads.clients)}
         uploads.present = [self.places[client] for client in clients if client in self.places]
-        uploads.fetch, uploads.evaluate = self._fetch, evaluate
+        uploads.fetch, uploads.tell, uploads.evaluate = self._fetch, self._tell, evaluate
         self.mixed = exchange.mix(uploads)
 
     def _fetch(self, client: int, places: list[int]) -> State:
@@ -141,6 +141,9 @@ class Downloads:
         )
         self.ledger.add(self.round, "down", [client] * len(places), sizes)
         return state
+
+    def _tell(self, client: int, count: int) -> None:
+        self.ledger.add(self.round, "up", [client], reply(count))
 
     def deliver(self, clients: Sequence[int], work: State) -> None:
         """Bring the states `work` [len(clients), …] of some of the clients up to date, in place.

@@ -1,7 +1,8 @@
 """What makes a federated method: a handful of answers, which the loop asks for in a fixed order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -61,6 +62,8 @@ class Uploads:
     """Which of the m take part in the round to come, as places in `clients`."""
     fetch: Callable[[int, list[int]], State] | None = None
     """fetch(client, places) → those uploads [len(places), …] as the client downloads them, each a message."""
+    tell: Callable[[int, int], None] | None = None
+    """tell(client, count): so many float32 numbers travel up from the client besides its upload; they are counted."""
     evaluate: Callable[[int, State], Tensor] | None = None
     """evaluate(client, state [n, …]) → the mean loss of its n models on the client's own held-out samples, float64 [n].
     What `state` does not name is the client's own."""
@@ -91,6 +94,7 @@ class Strategy:
     after_mix: what happens to μ after a mix, which leaves the union of supports: "none"; "support", each client keeps
     only the positions of its own upload; "threshold", entries with |μ| < l1 are set to zero.
     classifier: path of the classifier if it is not the last layer with a weight.
+    whole: paths of layers that `spec` leaves as they are (shell wildcards, see `ff.factorize`).
     """
 
     name: ClassVar[str] = "strategy"
@@ -106,6 +110,7 @@ class Strategy:
     l1_method: str = "proximal"
     after_mix: str = "none"
     classifier: str | None = None
+    whole: Sequence[str] = ()
 
     def __post_init__(self):
         self.check()
@@ -115,6 +120,8 @@ class Strategy:
         self._require("l1", self.l1 >= 0, "must not be negative")
         self._require("l1_method", self.l1_method in ("proximal", "subgradient"), "must be proximal or subgradient")
         self._require("after_mix", self.after_mix in AFTER_MIX, f"must be one of {', '.join(AFTER_MIX)}")
+        paths = isinstance(self.whole, list | tuple) and all(isinstance(path, str) for path in self.whole)
+        self._require("whole", paths, "must be a list of paths")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
@@ -133,7 +140,10 @@ class Strategy:
         spec = self.spec()
         if spec is None or factorized_layers(model):
             return model
-        return factorize(model, spec, init=getattr(self, "init", "random"))
+        paths = [path for path, _ in model.named_modules()]
+        missing = [pattern for pattern in self.whole if not any(fnmatchcase(path, pattern) for path in paths)]
+        self._require("whole", not missing, f"{', '.join(missing)} is the path of no module of the model")
+        return factorize(model, spec, skip=self.whole, init=getattr(self, "init", "random"))
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         """Raise ValueError if the method cannot work on a model of these tensors. Called once, before anything runs."""

@@ -318,13 +318,16 @@ class Trainer:
 class Encoder:
     """encoder(state, x) → what each client's classifier gets to see of x.
 
-    shape, dtype, device: of a sample as the model takes it.
+    shape, dtype, device: of a sample as the model takes it. vocabulary: how many tokens the model knows (the rows of
+    its first embedding), None for a model without embeddings.
     """
 
     def __init__(self, trainer: Trainer, shape: Sequence[int], dtype: torch.dtype):
         self.trainer, self.shape, self.dtype, self.device = trainer, tuple(shape), dtype, trainer.device
         paths = {info.name.rpartition(".")[0] for info in trainer.infos.values() if info.classifier}
         self.classifier = trainer.model.get_submodule(paths.pop()) if paths else None
+        tables = (m.num_embeddings for m in trainer.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        self.vocabulary = next(tables, None)
 
     @torch.no_grad()
     def __call__(self, state: State, x: Tensor) -> Tensor:

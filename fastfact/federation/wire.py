@@ -50,6 +50,14 @@ class Sizes:
         return sum(sizes[row] for sizes in self.bytes.values())
 
 
+REPLY = "(reply)"
+
+
+def reply(count: int) -> Sizes:
+    """One message of `count` float32 numbers that are no tensor of the model."""
+    return Sizes({REPLY: [4 * count], FRAME: [HEADER.size]}, {REPLY: [count]})
+
+
 class Wire:
     """Encodes float tensors as `values` says: "exact" in their own dtype, "bfloat16", or "int8" with a scale per row.
 

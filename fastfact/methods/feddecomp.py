@@ -39,6 +39,9 @@ class FedDecomp(Strategy):
     shared: "full-rank"; "low-rank" is FedDecomp_Reverse (Table 5), whose training stays in the same order; "both" and
     "none" are the "w/ Low-Rank" rows of FedAvg and Local in Table 4, where training is to be "simultaneous".
 
+    Layers in `whole` are not decomposed, and count as full-rank (of its Transformer the paper decomposes attention and
+    classifier only). σ starts as the model's weights: a pretrained σ (§4.5) is a pretrained model.
+
     What is no weight (biases, learned normalisation) is not decomposed: it counts as full-rank, so that without the
     low-rank phase this is FedAvg, as §3.4 says. Normalisation statistics are shared with σ and move in both phases:
     the text has nothing on batch-norm. Where labels differ between clients, switch `share_classifier` (and the norms)

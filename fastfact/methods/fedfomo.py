@@ -28,7 +28,7 @@ class FedFOMO(Strategy):
     θ_i is the client's model of its last upload: the text's θ_i^{l−1}; its own new model is not another candidate. The
     distance is over the shared parameters. θ_j brings what is shared; to be evaluated it is completed by the client's
     own tensors. Batch-norm (not mentioned): learned part and statistics are shared and move likewise; counts stay.
-    Every candidate is a message down; the weights w_i, with which the server keeps P (M numbers), are not counted.
+    Every candidate is a message down; the weights w_i, with which the server keeps P, are one of M numbers up.
     """
 
     models: int = 10
@@ -72,6 +72,7 @@ class FedFOMO(Strategy):
             mine = {name: own.state[name][row : row + 1] for name in names}
             losses = last.evaluate(client, {name: torch.cat([mine[name], others[name]]) for name in names})
             weights = self._weights(losses, self._distances(mine, others)).to(last.state[names[0]].device)
+            last.tell(client, len(places))
             if known:
                 affinity[client, [last.clients[place] for place in places]] += weights.cpu()
             for name in names:

@@ -26,8 +26,8 @@ class SimFed(Matched):
     factorized: W = π(u × v) ⊕ μ in every layer (eq. 4–6, `ff.Rank1(layout="kernel")`), u, v and μ each by eq. 8 and
     λ₁ ‖μ‖₁ in the loss (eq. 7); False is the paper's "Similarity Matching" or "w/o Factorization" on the dense model.
     sparse=False is "w/o masks φ" (Table 4). rank, layout, init: see Factorized-FL. tau, alpha, l1: §5.1.
-    inputs: how many Gaussian criteria inputs, their encodings end to end. matching="random" or "worst" with matches=2
-    are the rows of Table 3 (see `Matched`).
+    inputs: how many criteria inputs, their encodings end to end; tokens, of which there is no Gaussian, are drawn
+    evenly from the vocabulary. matching="random" or "worst" with matches=2 are the rows of Table 3 (see `Matched`).
 
     Read as follows. Eq. 3 lets i run over all K clients, k among them with σ_kk = 1: the weights sum to one, p_k
     cancels and eq. 8 is p_k ← Σ_j softmax_j(α σ_kj) p_j, p_k with the weight e^α / Σ. Without itself in the set a
@@ -75,8 +75,13 @@ class SimFed(Matched):
             raise ValueError(f"{self.name}: the model has no layer with a weight that could be its classifier")
 
     def key(self, state: State, encoder: Encoder) -> State:
-        if not encoder.dtype.is_floating_point:
-            raise ValueError(f"{self.name}: the criteria input is Gaussian, the clients' x is {encoder.dtype}")
-        draw = generator_for(0, 0, -1, "criteria")
-        x = torch.randn((self.inputs, *encoder.shape), generator=draw, dtype=torch.float64)
+        draw, shape = generator_for(0, 0, -1, "criteria"), (self.inputs, *encoder.shape)
+        if encoder.dtype.is_floating_point:
+            x = torch.randn(shape, generator=draw, dtype=torch.float64)
+        elif encoder.vocabulary is not None:
+            x = torch.randint(encoder.vocabulary, shape, generator=draw)
+        else:
+            raise ValueError(
+                f"{self.name}: x is {encoder.dtype} and the model has no embedding; there is no criteria input for it"
+            )
         return {KEY: encoder(state, x.to(encoder.device, encoder.dtype)).flatten(1)}

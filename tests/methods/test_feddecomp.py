@@ -148,3 +148,13 @@ def test_more_low_rank_epochs_than_epochs_is_an_error_before_any_work():
         federation(ff.methods.FedDecomp(lora_epochs=4))
     with pytest.raises(ValueError, match="has no factors A and B"):
         federation("feddecomp", lambda: ff.factorize(nn.Linear(6, 3).double(), ff.Rank1()))
+
+
+def test_layers_that_are_left_whole():
+    fed = federation(ff.methods.FedDecomp(whole=("sec*",)))
+    assert "second.weight" in fed.infos and "second.sigma" not in fed.infos and "first.sigma" in fed.infos
+    assert "second.weight" in fed.shared
+    with pytest.raises(ValueError, match=r"feddecomp\(whole=\['third'\]\): third is the path of no module"):
+        federation(ff.methods.FedDecomp(whole=["third"]))
+    with pytest.raises(ValueError, match=r"whole='first'.*list of paths"):
+        ff.methods.FedDecomp(whole="first")

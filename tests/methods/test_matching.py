@@ -207,15 +207,32 @@ def test_bad_settings(name, settings, message):
         ff.methods.make(name, **settings)
 
 
-def test_tokens_have_no_gaussian_criteria_input():
+def test_the_criteria_of_tokens_are_drawn_from_the_vocabulary():
     tokens = torch.arange(12).view(6, 2) % 5
     data = [ff.Client(train=(tokens, torch.arange(6) % 3), test=(tokens, torch.arange(6) % 3)) for _ in range(2)]
 
     def model():
         return nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3)).double()
 
-    with pytest.raises(ValueError, match=r"simfed: the criteria input is Gaussian, the clients' x is torch.int64"):
-        federation("simfed", model, data)
+    fed = federation(ff.methods.SimFed(inputs=3), model, data)
+    fed.fit(1)
+    x = torch.randint(5, (3, 2), generator=generator_for(0, 0, -1, "criteria"))
+    wanted = torch.stack([table[x].flatten() for table in fed.states.state["0.weight"]])
+    key = fed.method.key(fed.states.state, fed._exchange.encoder)["encoding"]
+    torch.testing.assert_close(key, wanted)
+    with pytest.raises(ValueError, match=r"simfed: x is torch\.int64 and the model has no embedding"):
+        federation("simfed", lambda: Counts().double(), data)
+
+
+class Counts(nn.Module):
+    """A model of tokens without an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.head(x.to(self.head.weight.dtype))
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,11 @@ def test_fedfomo(share_norm):
     check(fed, states)
     torch.testing.assert_close(fed.memory["affinity"], affinity)
     assert gains
-    # A message up per client and round; down the initial model, then three of others' per round.
+    # A message up per client and round, and three weights; down the initial model, then three of others' per round.
     up, message = fed.ledger.bytes("up"), fed.ledger.bytes("up", round=1, client=0)
-    assert up == K * ROUNDS * message and fed.ledger.bytes("down") == (K + (ROUNDS - 1) * K * 3) * message
+    assert up == K * ROUNDS * message + (ROUNDS - 1) * K * (3 * 4 + 8)
+    assert fed.ledger.bytes("down") == (K + (ROUNDS - 1) * K * 3) * message
+    assert fed.ledger.by_name("up")["(reply)"] == (ROUNDS - 1) * K * 3 * 4
 
 
 def test_fedfomo_candidates():
@@ -171,10 +173,12 @@ def test_fedfomo_by_hand():
         return torch.tensor([2.0, 1.0] if client == 5 else [0.5, 0.6], dtype=torch.float64)
 
     uploads = Uploads(2, [5, 3], {"w": torch.tensor([[0.0, 0.0], [3.0, 4.0]])}, [1, 1], [0.0, 0.0], present=[0, 1])
+    told = []
     uploads.fetch, uploads.evaluate = fetch, evaluate
+    uploads.tell = lambda *weights: told.append(weights)
     uploads.memory = method.memory({"w": torch.zeros(6, 2)})
     assert method.mix(uploads, ["w"])["w"].tolist() == [[3, 4], [3, 4]]
-    assert fetched == [(5, [1]), (3, [0])]
+    assert fetched == [(5, [1]), (3, [0])] and told == [(5, 1), (3, 1)]
     assert uploads.memory["affinity"].nonzero().tolist() == [[5, 3]]
     weights = method._weights(torch.tensor([2.0, 1.0, 3.0, 0.5]), torch.tensor([4.0, 1.0, 2.0]))
     torch.testing.assert_close(weights, torch.tensor([0.25, 0.0, 0.75]))
