@@ -31,10 +31,10 @@ class FactorizedLayer(nn.Module):
     one can be where μ is compact or the spec has none. Under torch.compile, torch.export and the transforms of
     torch.func the choice does not look at the size of the input.
 
-    "fused", of a convolution with zero padding given as numbers: `Rank1` takes `ops.fused_conv2d`, and `LowRank` with
-    layout "separable" and no groups conv2d(x, σ) plus `ops.separable_conv2d`, so that under `vmap` over clients that
-    share σ one ungrouped convolution serves them all. "auto" takes it on a GPU where `vmap` maps over clients with
-    weights of their own (for `LowRank`: that share σ), in place of a grouped convolution.
+    "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
+    (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
+    convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
+    σ serves them all, and only A and B take part in each client's own. "auto" takes it for clients on a GPU.
     """
 
     spec: Spec
@@ -343,11 +343,11 @@ class FactorizedConv2d(FactorizedLayer):
     def _fused(self) -> bool:
         """Whether the forward takes the fused path. Raises ValueError where it is asked for and cannot be taken."""
         if self.path == "auto":
-            factors = self._parameters
-            own = factors.get("v", factors.get("A"))
-            if own is None or not own.is_cuda or torch.compiler.is_compiling() or not is_mapped(own):
+            own = next(iter(self._parameters.values()))
+            if not own.is_cuda or torch.compiler.is_compiling():
                 return False
-            return self._why_not_fused() is None and ("sigma" not in factors or not is_mapped(factors["sigma"]))
+            mapped = any(p is not None and is_mapped(p) for p in self._parameters.values())
+            return mapped and self._why_not_fused() is None
         if self.path == "fused" and (why_not := self._why_not_fused()):
             raise ValueError(f'path="fused": {why_not}')
         return self.path == "fused"
@@ -355,28 +355,28 @@ class FactorizedConv2d(FactorizedLayer):
     def _why_not_fused(self) -> str | None:
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
-        if isinstance(self.spec, LowRank):
-            if self.spec.layout == "separable" and self.groups == 1:
-                return None
-            return f"layout {self.spec.layout!r} in {self.groups} groups has no fused form"
-        return None if isinstance(self.spec, Rank1) else f"{type(self.spec).__name__} has no fused form"
+        return None
 
-    def _without_weight(self, x: Tensor, fused: bool) -> Tensor:
+    def _convolve(self, x: Tensor, fused: bool) -> Tensor:
         """The factored or the fused path, on x with its batch axis."""
         how = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
         if not fused:
             return ops.factored_conv2d(x, *self._parts(), size=self.size, **how)
-        if isinstance(self.spec, Rank1):
-            return ops.fused_conv2d(x, *self._parts(), layout=self.spec.layout, size=self.size, **how)
-        o, i, kh, kw = self.size
-        down, across = self.B.mT.unflatten(-1, (i, kh)), (self.spec.scaling * self.A).unflatten(-1, (o, kw))
-        y = ops.separable_conv2d(x, down, across, size=self.size, **how)
-        return F.conv2d(x, self.sigma, self.bias, **how) + y
+        spec = self.spec
+        if isinstance(spec, Rank1):
+            return ops.fused_conv2d(x, *self._parts(), layout=spec.layout, size=self.size, **how)
+        separable = isinstance(spec, LowRank) and spec.layout == "separable" and self.groups == 1
+        if separable and is_mapped(self.A) and not is_mapped(self.sigma):
+            o, i, kh, kw = self.size
+            down, across = self.B.mT.unflatten(-1, (i, kh)), (spec.scaling * self.A).unflatten(-1, (o, kw))
+            y = F.conv2d(x, self.sigma, None, **how) + ops.separable_conv2d(x, down, across, size=self.size, **how)
+            return y if self.bias is None else y + self.bias[:, None, None]
+        return ops.fused_conv2d(x, mu=self._weight(_is_channels_last(x)), bias=self.bias, size=self.size, **how)
 
     def forward(self, x: Tensor) -> Tensor:
         fused = self._fused()
         if fused or self._factored(x):
-            y = self._without_weight(x if x.dim() == 4 else x.unsqueeze(0), fused)
+            y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
             return y if x.dim() == 4 else y.squeeze(0)
         weight = self._weight(None if self.spec.dense in self._parameters else _is_channels_last(x))
         if self.padding_mode != "zeros":

@@ -73,6 +73,7 @@ class Federation:
     wire: the numbers on the wire: "exact", "bfloat16" or "int8"; the server computes with what arrives.
     max_norm: clients whose upload has a larger Euclidean norm are left out of the round; None for no limit.
     device: where the model and the data are; by default where `model` puts itself.
+    graphs: on a GPU, replay the step of clients that train together as a CUDA graph; False runs it as it is.
     source: anything JSON can hold that says where the clients came from; kept in config.json as it is.
 
     A client whose new state has NaN or inf, or whose upload is too large, is left out of the round: it keeps its
@@ -102,6 +103,7 @@ class Federation:
         wire: str = "exact",
         max_norm: float | None = None,
         device: str | torch.device | None = None,
+        graphs: bool = True,
         source: Mapping[str, Any] | None = None,
     ):
         settings = {
@@ -127,6 +129,7 @@ class Federation:
         # Its own copy: a method may keep what `bind` told it about the model.
         self.method = copy.copy(method) if l1 is None else dataclasses.replace(method, l1=l1)
         self.settings, self.augment, self.source = settings, augment, dict(source or {})
+        self.graphs = graphs
         self._setup_model(model, device)
         self._setup_clients(clients)
         self.identity = {"model": record(model), "augment": name_of(augment), "samples": self._samples()}
@@ -224,6 +227,7 @@ class Federation:
                 penalized=frozenset(self.sparse),
                 augment=self.augment,
                 seed=s["seed"],
+                graphs=self.graphs,
             ),
         )
 

@@ -35,6 +35,8 @@ class Settings:
     penalized: frozenset[str] = frozenset()
     augment: Callable | None = None
     seed: int = 0
+    graphs: bool = True
+    """Whether a cohort's step is replayed as a CUDA graph (on a GPU, in phases without a loss of their own)."""
 
     def penalty(self, name: str) -> float:
         """The l1 of `ops.prox_sgd_step` for a tensor."""
@@ -227,8 +229,9 @@ class Trainer:
         for phase in phases:
             for row in range(k if phase.update is not None else 0):
                 self._update(phase, state, row, {name: tensor[row] for name, tensor in start.items()}, data[row])
-            names = self.trained(phase)
-            step = self._batched_step(phase)
+            step = _Step(self, phase, state, momenta, start)
+            if settings.graphs and self._can_record and phase.loss is None:
+                step = _Replayed(step)
             for _ in range(phase.epochs):
                 xs, ys = self._shuffled(data, streams)
                 for index in range(len(max(steps, key=len)[: phase.steps])):
@@ -238,42 +241,17 @@ class Trainer:
                             xb = torch.stack(
                                 [settings.augment(b, streams[row][1]) for b, row in zip(xb, rows, strict=True)]
                             )
-                        some = {name: _rows(state[name], rows) for name in self.tensors}
-                        moving = {name: _rows(momenta[name], rows) for name in names} if momenta else {}
-                        params = {name: some.pop(name) for name in names}
-                        begun = {name: _rows(tensor, rows) for name, tensor in start.items()}
-                        grads, (losses, _) = step(params, some, begun, xb, yb)
-                        ops.prox_sgd_step(
-                            list(params.values()),
-                            [grads[name] for name in names],
-                            list(moving.values()),
-                            [settings.penalty(name) for name in names],
-                            lr=settings.lr if phase.lr is None else phase.lr,
-                            momentum=settings.momentum,
-                            weight_decay=settings.weight_decay,
-                            proximal=settings.proximal,
-                        )
-                        # Rows that were copied out go back: parameters, momenta, and the buffers the forward moved.
+                        losses = step(rows, xb, yb).to(total) * (end - begin)
                         if len(rows) < k:
-                            for name, tensor in {**params, **some}.items():
-                                if name in params or self.infos[name].buffer:
-                                    state[name][rows] = tensor
-                            for name, tensor in moving.items():
-                                momenta[name][rows] = tensor
-                            total[rows] += losses.to(total) * (end - begin)
+                            total[rows] += losses
                         else:
-                            total += losses.to(total) * (end - begin)
+                            total += losses
                 seen += 1
         return [loss / (n * max(seen, 1)) for loss, n in zip(total.tolist(), sizes, strict=True)]
 
-    def _batched_step(self, phase: Phase) -> Callable:
-        """(params, rest, start, x, y), each [k, …] → (gradients, (losses, …)), buffers in `rest` moved in place."""
-        objective = phase.loss or cross_entropy
-
-        def loss(params, rest, start, x, y):
-            return objective(Net(self.model, params, start, rest), x, y), ()
-
-        return vmap(grad_and_value(loss, has_aux=True), randomness="different")
+    @property
+    def _can_record(self) -> bool:
+        return self.device.type == "cuda"
 
     def _shuffled(self, data: Sequence[Samples], streams) -> tuple[Tensor, Tensor]:
         """One epoch's samples of every client in its own order, [k, longest, …]; the tail of shorter ones is unused."""
@@ -313,6 +291,94 @@ class Trainer:
                 correct += (logits.argmax(1) == y[begin : begin + EVALUATION_BATCH]).sum()
             accuracies.append(correct.item() / len(y))
         return accuracies
+
+
+class _Step:
+    """A training step of a phase on some rows of `state` together: their losses; the rows and `momenta` move in place.
+
+    What does not train in the phase and is the same in all rows goes in once, without the client axis, so that layers
+    can serve all clients with it in one call (σ of FedDecomp while A and B train).
+    """
+
+    def __init__(self, trainer: Trainer, phase: Phase, state: State, momenta: State, start: State):
+        self.trainer, self.phase, self.state, self.momenta, self.start = trainer, phase, state, momenta, start
+        self.k = len(next(iter(state.values())))
+        self.names = trainer.trained(phase)
+        frozen = [name for name in trainer.params if name not in self.names]
+        self.common = {name for name in frozen if torch.equal(state[name], state[name][:1].expand_as(state[name]))}
+        objective = phase.loss or cross_entropy
+
+        def loss(params, rest, start, x, y):
+            return objective(Net(trainer.model, params, start, rest), x, y), ()
+
+        rest = {name: None if name in self.common else 0 for name in trainer.tensors if name not in self.names}
+        self.gradients = vmap(grad_and_value(loss, has_aux=True), in_dims=(0, rest, 0, 0, 0), randomness="different")
+
+    def __call__(self, rows: list[int], x: Tensor, y: Tensor) -> Tensor:
+        state, settings, phase = self.state, self.trainer.settings, self.phase
+        params = {name: _rows(state[name], rows) for name in self.names}
+        rest = {
+            name: state[name][0] if name in self.common else _rows(state[name], rows)
+            for name in self.trainer.tensors
+            if name not in params
+        }
+        moving = {name: _rows(self.momenta[name], rows) for name in self.names} if self.momenta else {}
+        start = {name: _rows(tensor, rows) for name, tensor in self.start.items()}
+        grads, (losses, _) = self.gradients(params, rest, start, x, y)
+        ops.prox_sgd_step(
+            list(params.values()),
+            [grads[name] for name in self.names],
+            list(moving.values()),
+            [settings.penalty(name) for name in self.names],
+            lr=settings.lr if phase.lr is None else phase.lr,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+            proximal=settings.proximal,
+        )
+        # Rows that were copied out go back: parameters, momenta, and the buffers the forward moved.
+        if len(rows) < self.k:
+            for name, tensor in {**params, **rest}.items():
+                if name in params or self.trainer.infos[name].buffer:
+                    state[name][rows] = tensor
+            for name, tensor in moving.items():
+                self.momenta[name][rows] = tensor
+        return losses
+
+
+class _Replayed:
+    """A `_Step` whose calls with all rows are recorded as a CUDA graph, one for each shape of batch, and replayed.
+
+    The first calls run as they are: what they initialise must not be initialised in a recording.
+    """
+
+    warm_up = 2
+
+    def __init__(self, step: _Step):
+        self.step = step
+        self.calls: dict[tuple, int] = {}
+        self.recorded: dict[tuple, tuple] = {}
+
+    def __call__(self, rows: list[int], x: Tensor, y: Tensor) -> Tensor:
+        shape = tuple(x.shape)
+        self.calls[shape] = self.calls.get(shape, 0) + 1
+        if len(rows) < self.step.k or self.calls[shape] <= self.warm_up:
+            return self.step(rows, x, y)
+        if shape not in self.recorded:
+            images, labels = x.clone(), y.clone()
+            self.recorded[shape] = images, labels, *_record(lambda: self.step(rows, images, labels))
+        images, labels, replay, losses = self.recorded[shape]
+        images.copy_(x)
+        labels.copy_(y)
+        replay()
+        return losses
+
+
+def _record(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """(replay, losses): `step` as a CUDA graph, which leaves its result in `losses` each time; nothing runs yet."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        losses = step()
+    return graph.replay, losses
 
 
 class Encoder:
