@@ -88,9 +88,12 @@ def test_what_the_attacker_knows_of_the_personal_part():
     """The gradient of σ is that of W: FedDecomp protects as far as A and B are unknown."""
     fed = federation("feddecomp")
     draw = torch.Generator().manual_seed(0)
+    state = fed.states.state
     for name in fed.infos:
         if name.endswith("B"):
-            fed.states.state[name].normal_(generator=draw)
+            state[name].normal_(generator=draw)
+    fed.states.store([0, 1], state)
+    fed.states.commit()
     assert best(privacy.leakage(fed, images=2, steps=150, knows="all")) > 30
     assert best(privacy.leakage(fed, images=2, steps=150)) < 30
     everything = ff.methods.make("feddecomp", shared="both")
