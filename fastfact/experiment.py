@@ -33,6 +33,7 @@ from fastfact.backends import backends
 from fastfact.cost import processor
 from fastfact.federation import Client, Federation, Strategy, store
 from fastfact.federation.strategy import STRATEGIES
+from fastfact.specs import Hadamard
 
 HELP = {
     "method": "Method, see `fastfact info`.",
@@ -50,6 +51,7 @@ HELP = {
     "participation": "Fraction of the clients that take part in a round.",
     "model": "Network, see `fastfact info`.",
     "width": "Width multiplier of the network.",
+    "init_from": "Pretrained weights to start from, a safetensors file [default: random weights].",
     "alpha": "Concentration of the Dirichlet partition (non-IID scenarios).",
     "classes_per_client": "Classes of a client in the pathological scenario.",
     "samples": "At most so many samples a client, train and test together; 0 for all.",
@@ -84,6 +86,7 @@ class Config:
     participation: float = 1.0
     model: str = "resnet9"
     width: float = 0.25
+    init_from: str | None = None
     alpha: float = 0.5
     classes_per_client: int = 2
     samples: int = 0
@@ -184,14 +187,21 @@ def strategy(config: Config) -> Strategy:
 
     Where labels are permuted, classifiers and batch-norm stay with the client for every method, as in the papers'
     comparison, unless the method's own settings say otherwise. FedDecomp leaves those layers of the built-in models
-    whole that its paper does.
+    whole that its paper does; with pretrained weights, u, v and μ start as these ("svd"), not at random.
     """
     own = {} if config.l1 is None else {"l1": config.l1}
     if config.method == methods.FedDecomp.name:
         own["whole"] = models.MODELS[config.model].whole
+    if config.init_from is not None and "init" in {f.name for f in fields(STRATEGIES[config.method])}:
+        own["init"] = "svd"
     if data.SCENARIOS[config.scenario].permuted:
         own |= dict.fromkeys(KEPT, False)
-    return methods.make(config.method, **own | config.settings.get(config.method, {}))
+    made = methods.make(config.method, **own | config.settings.get(config.method, {}))
+    if config.init_from is not None and isinstance(made.spec(), Hadamard):
+        raise ValueError(
+            f"init_from={config.init_from!r}: the factors of {config.method} cannot start as given weights"
+        )
+    return made
 
 
 def sharing_note(config: Config) -> str | None:
@@ -217,6 +227,8 @@ def _parts(config: Config) -> dict[str, Any]:
     )
     shape, classes = list(made[0].train[0].shape[1:]), made[0].num_classes
     words = {} if dataset.vocabulary is None else {"vocabulary": dataset.vocabulary}
+    if config.init_from is not None:
+        words["weights"] = config.init_from
     return {
         "model": partial(models.build, config.model, shape, classes, config.width, **words),
         "clients": [Client(train=client.train, test=client.test) for client in made],

@@ -10,9 +10,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
@@ -445,13 +448,20 @@ MODELS = {
 
 
 def build(
-    name: str, shape: tuple[int, ...], num_classes: int, width: float = 1.0, vocabulary: int | None = None
+    name: str,
+    shape: tuple[int, ...],
+    num_classes: int,
+    width: float = 1.0,
+    vocabulary: int | None = None,
+    weights: str | None = None,
 ) -> nn.Module:
     """The model called `name` for samples of `shape`: (channels, height, width), or (length,) for tokens.
 
-    vocabulary: how many tokens there are, for the models that read tokens; None for the others.
+    vocabulary: how many tokens there are, for the models that read tokens; None for the others. weights: a safetensors
+    file for `load_weights`.
 
-    Raises ValueError for an unknown name, samples the model cannot take, `num_classes` < 1 or `width` ≤ 0.
+    Raises ValueError for an unknown name, samples the model cannot take, `num_classes` < 1 or `width` ≤ 0, and what
+    `load_weights` raises.
     """
     if name not in MODELS:
         raise ValueError(f"model={name!r}, must be one of {', '.join(MODELS)}")
@@ -461,4 +471,35 @@ def build(
         kind = "numbers" if vocabulary is None else "tokens"
         raise ValueError(f"model={name!r} takes {model.input}, the samples are {kind}; for those there are {fit}")
     words = {} if vocabulary is None else {"vocabulary": vocabulary}
-    return model.build(tuple(shape), num_classes, width, **words)
+    built = model.build(tuple(shape), num_classes, width, **words)
+    return built if weights is None else load_weights(built, weights)
+
+
+def load_weights(model: nn.Module, path: str | Path, classifier: str = "fc") -> nn.Module:
+    """Put the tensors of a safetensors file (of a `state_dict`) into `model` and return it.
+
+    What the file has must be what the model has, but for the classifier: one of other classes, or none, leaves the
+    model's own. Values are cast to the model's dtypes. Raises ValueError, before anything is changed, for a file that
+    cannot be read and for tensors that are missing, unknown or of another shape.
+    """
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"weights={str(path)!r}: {error}") from None
+    wanted = model.state_dict()
+    head = {name for name in wanted if name.startswith(f"{classifier}.")}
+    if any(name not in found or found[name].shape != wanted[name].shape for name in head):
+        found = {name: tensor for name, tensor in found.items() if name not in head}
+        wanted = {name: tensor for name, tensor in wanted.items() if name not in head}
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not in the model" for name in found if name not in wanted]
+    problems += [
+        f"{name} is {list(found[name].shape)}, must be {list(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"weights={str(path)!r}: {problems[0]}{more}")
+    model.load_state_dict(found, strict=False)
+    return model
