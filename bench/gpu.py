@@ -360,7 +360,7 @@ def rank1(bench: Bench) -> list[dict]:
             layer = ff.nn.FactorizedConv2d(channels, channels, 3, padding=1, bias=False, spec=spec, device=bench.device)
             layer = layer.bfloat16()
             dense = layer.to_dense().to(memory_format=torch.channels_last)
-            layer.path = "factored"
+            layer.path = "fused"
             x = torch.randn(batch, channels, side, side, device=bench.device).bfloat16()
             x = x.to(memory_format=torch.channels_last)
 

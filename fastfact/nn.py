@@ -34,7 +34,8 @@ class FactorizedLayer(nn.Module):
     "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
     convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
-    σ serves them all, and only A and B take part in each client's own. "auto" takes it for clients on a GPU.
+    σ serves them all, and only A and B take part in each client's own. "auto" takes it on a GPU: for clients, and for
+    `Rank1(sparse=False)`, which there is a depthwise and a 1×1 convolution in one kernel.
     """
 
     spec: Spec
@@ -347,7 +348,8 @@ class FactorizedConv2d(FactorizedLayer):
             if not own.is_cuda or torch.compiler.is_compiling():
                 return False
             mapped = any(p is not None and is_mapped(p) for p in self._parameters.values())
-            return mapped and self._why_not_fused() is None
+            two_parts = isinstance(self.spec, Rank1) and self.spec.layout == "spatial" and not self.spec.sparse
+            return (mapped or two_parts) and self._why_not_fused() is None
         if self.path == "fused" and (why_not := self._why_not_fused()):
             raise ValueError(f'path="fused": {why_not}')
         return self.path == "fused"

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastfact.kernels import rank1_conv
 from fastfact.kernels.geometry import INT32_LIMIT, accumulator, empty_weight, slices
 from fastfact.kernels.weights import TL_DTYPES, _gather, rank1_weight_backward
 from fastfact.reference import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
@@ -530,6 +531,11 @@ class _Problem:
             raise ValueError(f"fused_conv2d: {pixels} pixels a client, must be at most {INT32_LIMIT}")
 
     @property
+    def splits_in_two(self) -> bool:
+        """Whether the product of u and v is a depthwise and a 1×1 convolution that cost less than their weight."""
+        return self.rank > 0 and self.constants["LAYOUT"] == SPATIAL and self.rank < self.kh * self.kw
+
+    @property
     def extents(self):
         return self.height, self.width, self.out_height, self.out_width
 
@@ -592,9 +598,11 @@ def fused_conv2d(
     out = empty_weight(x, (p.n, p.out, p.out_height, p.out_width), is_channels_last(x))
     if not out.numel():
         return out
-    mu = _Mu(mu, index, size)
     u, v, u_client, v_client = _factors(u, v)
     bias, bias_client = slices(bias) if bias is not None else (None, 0)
+    if mu is None and p.splits_in_two:
+        return rank1_conv.launch(p, out, x, u, v, bias, (u_client, v_client, bias_client), False)
+    mu = _Mu(mu, index, size)
     block_m, block_o, block_i, warps = _blocks(x.dtype, p.rows, p.out // groups, p.into)
     m_blocks, o_blocks = triton.cdiv(p.rows, block_m), triton.cdiv(p.out // groups, block_o)
     with torch.cuda.device_of(x):
@@ -651,8 +659,10 @@ def fused_conv2d_dx(
     dx = empty_weight(grad, image, image_channels_last)
     if not dx.numel():
         return dx
-    mu = _Mu(mu, index, size)
     u, v, u_client, v_client = _factors(u, v)
+    if mu is None and p.splits_in_two:
+        return rank1_conv.launch(p, dx, grad, u, v, None, (u_client, v_client, 0), True)
+    mu = _Mu(mu, index, size)
     rows = p.n * p.height * p.width
     block_m, block_i, block_o, warps = _blocks(grad.dtype, rows, p.into, p.out // groups)
     m_blocks, i_blocks = triton.cdiv(rows, block_m), triton.cdiv(p.into, block_i)
@@ -702,7 +712,7 @@ def fused_conv2d_dw(
     needs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dW is summed into du and dv while its tile is in registers (spatial of rank 1, and kernel of any rank); otherwise
-    it is written and read once more.
+    it is written and read once more. Where dμ is not asked for, dW of the spatial layout is not computed at all.
     """
     p = _Problem(x.dtype, x.shape, u, layout, size, stride, padding, dilation, groups)
     need_u, need_v, need_mu = (bool(needs >> bit & 1) for bit in range(3))
@@ -715,12 +725,18 @@ def fused_conv2d_dw(
         if need_mu:
             dmu = _zero_weight(x, size, channels_last) if index is None else x.new_zeros(index.shape)
         return u.new_zeros(u.shape) if need_u else nothing, v.new_zeros(v.shape) if need_v else nothing, dmu
+    acc = accumulator(x.dtype)
+    left, right, u_client, v_client = _factors(u, v)
+    if not need_mu and p.splits_in_two:
+        wanted = (u if need_u else None, v if need_v else None)
+        found = rank1_conv.weight_gradient(p, grad, x, left, right, (u_client, v_client), *wanted, acc)
+        du, dv = (_gather(one, x).to(x.dtype) for one in found)
+        return du, dv, nothing
     block_o, block_i, block_m, _ = _blocks(x.dtype, p.out // groups, p.into, p.rows)
     o_blocks, i_blocks = triton.cdiv(p.out // groups, block_o), triton.cdiv(p.into, block_i)
     steps, programs = triton.cdiv(p.rows, block_m), p.k * groups * o_blocks * i_blocks
     # enough programs to fill a large GPU even for one model, without going below four steps each
     splits = max(1, min(triton.cdiv(264, programs), steps // 4))
-    acc = accumulator(x.dtype)
     part_dtype = x.dtype if splits == 1 else acc
     parts = p.k * splits
     mu = _Mu(None, index if need_mu and not whole else None, size)
@@ -739,7 +755,6 @@ def fused_conv2d_dw(
         parts_u, parts_v = groups * o_blocks * i_blocks, 1
     du = u.new_empty(p.k, splits * parts_u, *u.shape[1:], dtype=acc) if need_u and reduced else None
     dv = v.new_empty(p.k, splits * parts_v, *v.shape[1:], dtype=acc) if need_v and reduced else None
-    left, right, u_client, v_client = _factors(u, v)
     with torch.cuda.device_of(x):
         conv_weight_kernel[(programs * splits,)](
             dmu,

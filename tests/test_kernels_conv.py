@@ -57,3 +57,23 @@ def test_compiles_ahead_of_time(name, layout, dtype, arch, mu, monkeypatch):
     if dtype == torch.bfloat16:
         assert ("wgmma" if arch == 90 else "mma.sync") in compiled.asm["ptx"]
         assert "cp.async" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", ["rank1_conv_kernel", "rank1_conv_v_kernel", "rank1_conv_u_kernel"])
+def test_the_rank1_path_compiles_ahead_of_time(name, arch, monkeypatch):
+    conv, rank1_conv = (importlib.import_module(f"fastfact.kernels.{module}") for module in ("conv", "rank1_conv"))
+    chosen = stand_in(monkeypatch, [rank1_conv], name, arch)
+    dtype = torch.bfloat16
+    x = torch.zeros(2, 8, 16, 16, 256, dtype=dtype).permute(0, 1, 4, 2, 3)
+    u, v = torch.zeros(2, 1, 3, 3, dtype=dtype), torch.zeros(2, 1, 256, 256, dtype=dtype)
+    settings = (SPATIAL, (256, 256, 3, 3), False, (1, 1), (1, 1), (1, 1), 1)
+    if name == "rank1_conv_kernel":
+        conv.fused_conv2d(x, u, v, None, None, None, *settings)
+        conv.fused_conv2d_dx(x, u, v, None, None, x.shape[1:], True, *settings)
+    else:
+        conv.fused_conv2d_dw(x, x, u, v, None, *settings, 3)
+    assert chosen.compiled
+    for compiled in chosen.compiled:
+        assert compiled.asm["cubin"] and compiled.metadata.shared <= 100 * 1024
+        assert ("wgmma" if arch == 90 else "mma.sync") in compiled.asm["ptx"]

@@ -168,6 +168,7 @@ def fused_conv2d(
 ) -> Tensor:
     """conv2d(x, Σ_r u_r ⊗ v_r + μ, bias) as a dense product whose weight tile is made where it is used, never written.
 
+    Where there are only u and v, spatial, of a rank below kh·kw, it is a depthwise and a 1×1 convolution in one kernel.
     One call serves all clients, each with its own weight, which `vmap` over `conv2d` turns into a grouped convolution.
     On CUDA a Triton implicit GEMM on the tensor cores; elsewhere W is made and convolved, one client after the other.
 
