@@ -4,6 +4,7 @@
 Truth is the reference in float64; a case passes with at most twice the error of the reference in the case's own dtype.
 """
 
+import contextlib
 import itertools
 
 import pytest
@@ -18,6 +19,17 @@ ATOL = {F64: 1e-12, F32: 1e-6, F16: 1e-3, BF16: 8e-3}
 # (k, o, i, kh, kw)
 CONVS = [(2, 5, 3, 3, 3), (1, 9, 8, 3, 3), (3, 4, 2, 1, 1), (2, 3, 4, 5, 2)]
 BIG_CONVS = [(2, 65, 3, 3, 3), (3, 70, 40, 3, 3), (1, 33, 130, 1, 1), (2, 24, 16, 5, 5)]
+
+
+@contextlib.contextmanager
+def without_tf32():
+    """Convolutions in float32 as such: cuDNN rounds to TF32 for some shapes and not for others."""
+    settings = torch.backends.cudnn.conv
+    before, settings.fp32_precision = settings.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def draw(*shape, dtype, device):

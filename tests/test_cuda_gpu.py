@@ -110,3 +110,81 @@ def test_offsets_past_two_to_the_31(cuda):
         torch.testing.assert_close(
             du[client : client + 1].double(), expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item()
         )
+
+
+def clients_of(layer, k, x_shape, dtype):
+    state = {name: torch.randn(k, *p.shape, device="cuda", dtype=dtype) * 0.3 for name, p in layer.named_parameters()}
+    return state, torch.randn(k, *x_shape, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [ff.Rank1(), ff.Rank1(layout="kernel", rank=2), ff.Rank1(sparse=False), ff.LowRank(0.3), ff.Hadamard()],
+    ids=str,
+)
+def test_layers_of_many_clients(spec, dtype):
+    """vmap(grad) over layers takes the fused path by itself, and agrees with one client after the other."""
+    layer = ff.nn.FactorizedConv2d(24, 40, 3, stride=2, padding=1, spec=spec, device="cuda", dtype=dtype)
+    state, x = clients_of(layer, 5, (8, 24, 15, 16), dtype)
+    shared = {"sigma": None} if isinstance(spec, ff.LowRank) else {}
+
+    def loss(state, x):
+        return torch.func.functional_call(layer, state, (x,)).float().square().mean()
+
+    def run(path, dtype):
+        layer.path = path
+        inputs = {name: (t[0] if name in shared else t).to(dtype) for name, t in state.items()}
+        axes = ({name: shared.get(name, 0) for name in state}, 0)
+        if path == "auto":
+            return torch.func.vmap(torch.func.grad(loss, (0, 1)), axes)(inputs, x.to(dtype))
+        alone = [
+            torch.func.grad(loss, (0, 1))({n: t if n in shared else t[k] for n, t in inputs.items()}, one)
+            for k, one in enumerate(x.to(dtype))
+        ]
+        return {n: torch.stack([g[n] for g, _ in alone]) for n in state}, torch.stack([dx for _, dx in alone])
+
+    with op_cases.without_tf32():
+        (ours, dx), (plain, plain_dx) = run("auto", dtype), run("reconstruct", dtype)
+    truth, true_dx = run("reconstruct", torch.float64)
+    for name, one in {**ours, "x": dx}.items():
+        same, true = {**plain, "x": plain_dx}[name], {**truth, "x": true_dx}[name]
+        allowed = 2 * (same.double() - true).abs().max() + op_cases.ATOL[dtype] * true.abs().max()
+        assert (one.double() - true).abs().max() <= allowed, name
+
+
+def test_the_convolution_repeats_bit_for_bit():
+    torch.manual_seed(0)
+    x, grad = (torch.randn(1, 32, 64, 16, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    u, v = op_cases.rank1_factors(SPATIAL, (64, 64, 3, 3), 1, 1, torch.bfloat16, "cuda")
+    settings = (SPATIAL, (64, 64, 3, 3), False, (1, 1), (1, 1), (1, 1), 1)
+    for needs in (3, 7):
+        first = torch.ops.fastfact.fused_conv2d_dw(grad, x, u, v, None, *settings, needs)
+        for _ in range(5):
+            again = torch.ops.fastfact.fused_conv2d_dw(grad, x, u, v, None, *settings, needs)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("method", ["factorized-fl-beta", "feddecomp", "fedavg"])
+def test_a_federation_trains_the_same_with_and_without_graphs(method):
+    from torch import nn
+
+    def model():
+        layers = [nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2)]
+        return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)).cuda()
+
+    g = torch.Generator().manual_seed(0)
+    data = [(torch.randn(20, 1, 8, 8, generator=g), torch.randint(3, (20,), generator=g)) for _ in range(4)]
+    clients = [ff.Client(train=(x[:16], y[:16]), test=(x[16:], y[16:])) for x, y in data]
+
+    def run(cohort, graphs):
+        how = {"epochs": 5, "batch_size": 4, "lr": 0.05, "seed": 3, "device": "cuda"}
+        fed = ff.Federation(model=model, clients=clients, method=method, cohort=cohort, graphs=graphs, **how)
+        fed.fit(2)
+        return [fed.models[k].state_dict() for k in range(4)]
+
+    plain, recorded, alone = run(4, False), run(4, True), run(1, False)
+    for one, two, three in zip(plain, recorded, alone, strict=True):
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, msg=name)
+            torch.testing.assert_close(three[name], tensor, rtol=1e-2, atol=1e-2, msg=name)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from op_cases import ATOL, rank1_factors, variants
+from op_cases import ATOL, rank1_factors, variants, without_tf32
 
 import fastfact as ff
 from fastfact import kernels, reference
@@ -35,10 +35,8 @@ BIG_CASES = [
 
 @pytest.fixture(autouse=True)
 def exact():
-    """Both sides without TF32, which cuDNN takes for some shapes and not for others."""
-    before, torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.conv.fp32_precision, "ieee"
-    yield
-    torch.backends.cudnn.conv.fp32_precision = before
+    with without_tf32():
+        yield
 
 
 def draw(case, layout, how, dtype):
