@@ -134,9 +134,9 @@ class FactorizedLayer(nn.Module):
             self.prune_(density)
         if self.is_compact:
             kept = mu.nonzero().flatten()
-            self._set_support(mu[kept], self.mu_index[kept])
+            self.set_support(mu[kept], self.mu_index[kept])
         else:
-            self._set_support(*sparsity.gather(mu))
+            self.set_support(*sparsity.gather(mu))
         return self
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class FactorizedLayer(nn.Module):
         join[self.mu_index.long()] = False
         new = join.nonzero().flatten().to(torch.int32)
         index, order = torch.cat([self.mu_index, new]).sort()
-        self._set_support(torch.cat([mu, mu.new_zeros(len(new))])[order], index)
+        self.set_support(torch.cat([mu, mu.new_zeros(len(new))])[order], index)
         return len(new)
 
     @torch.no_grad()
@@ -177,7 +177,7 @@ class FactorizedLayer(nn.Module):
         mu = self._require_support("replace", gradient)
         if count < 0:
             raise ValueError(f"replace(count={count}): must not be negative")
-        self._set_support(*sparsity.replaced(mu, self.mu_index, gradient, count))
+        self.set_support(*sparsity.replaced(mu, self.mu_index, gradient, count))
         return self
 
     def _require_support(self, what: str, gradient: Tensor) -> nn.Parameter:
@@ -188,7 +188,9 @@ class FactorizedLayer(nn.Module):
             raise ValueError(f"{what}: gradient has shape {list(gradient.shape)}, must be {list(self.size)}")
         return mu
 
-    def _set_support(self, values: Tensor, index: Tensor) -> None:
+    @torch.no_grad()
+    def set_support(self, values: Tensor, index: Tensor) -> None:
+        """Make μ compact with these values [nnz] at these ascending flat positions int32 [nnz]."""
         self.mu.grad = None
         self.mu.data = values.contiguous()
         sparsity.change_support(self.mu)
@@ -200,7 +202,7 @@ class FactorizedLayer(nn.Module):
             if saved is None:
                 self.expand()
             elif not self.is_compact or saved.shape != self.mu_index.shape:
-                self._set_support(self.mu.new_zeros(saved.shape), saved.to(self.mu.device))
+                self.set_support(self.mu.new_zeros(saved.shape), saved.to(self.mu.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _factored(self, x: Tensor) -> bool:
@@ -238,7 +240,8 @@ class FactorizedLayer(nn.Module):
         return None
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return self.u, self.v, self._parameters.get("mu"), self._buffers.get(INDEX), self.bias
+        index = self._buffers.get(INDEX) if self.is_compact else None
+        return self.u, self.v, self._parameters.get("mu"), index, self.bias
 
     def _nonzeros(self) -> int:
         return len(self.mu) if self.is_compact else 0

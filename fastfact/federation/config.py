@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from fastfact.sparsity import Schedule
+
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ValueError, naming it, for a setting of `Federation` out of range."""
@@ -39,6 +41,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     values = settings["store_values"]
     require("store_values", values in ("exact", "bfloat16"), "must be exact or bfloat16")
     require("store", settings["store"] != "", 'must be "memory" or a directory')
+    sparse = settings.get("sparsity")
+    if not isinstance(sparse, dict | None):
+        raise ValueError(f"Federation(sparsity={sparse!r}): must be an ff.sparsity.Schedule, or None")
+    if sparse is not None:
+        Schedule(**sparse)
     limit = settings["max_norm"]
     require("max_norm", limit is None or limit > 0, "must be above 0, or None")
 

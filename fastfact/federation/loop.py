@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastfact import sparsity
-from fastfact.federation import checkpoint, mixing, newcomers, setup, strategy, train
+from fastfact.federation import checkpoint, mixing, newcomers, setup, sparse, strategy, train
 from fastfact.federation import store as files
 from fastfact.federation.client import Client
 from fastfact.federation.cohort import Models, State, describe, generator_for, stack, take, tensors_of
@@ -32,6 +31,7 @@ from fastfact.federation.newcomers import Newcomers
 from fastfact.federation.states import MEMORY, Codec, Database, Records, Stacked, States
 from fastfact.federation.strategy import Strategy, Uploads
 from fastfact.federation.wire import Ledger, Wire
+from fastfact.sparsity import Schedule, penalized
 
 log = logging.getLogger("fastfact")
 
@@ -71,6 +71,10 @@ class Federation:
         its nonzeros in any case where the store is a directory, the model float32 or the values are bfloat16.
     l1: λ, in place of the method's own.
     wire: the numbers on the wire: "exact", "bfloat16" or "int8"; the server computes with what arrives.
+    sparsity: periods are rounds. After those of the warm-up, μ of every layer is pruned to the target density and
+        trains on its support, without L1 penalty, by the sparse kernels. Each client has a support of its own, the
+        largest magnitudes it has (or gets: a mixed μ is cut down again), which changes before the rounds that follow a
+        change of the schedule; a client that is absent is pruned when it takes part next.
     max_norm: clients whose upload has a larger Euclidean norm are left out of the round; None for no limit.
     device: where the model and the data are; by default where `model` puts itself.
     graphs: on a GPU, replay the step of clients that train together as a CUDA graph; False runs it as it is.
@@ -81,6 +85,8 @@ class Federation:
 
     Raises ValueError, before any work, for settings out of range, clients that do not fit together or the model.
     """
+
+    graphs = True
 
     def __init__(
         self,
@@ -102,6 +108,7 @@ class Federation:
         l1: float | None = None,
         wire: str = "exact",
         max_norm: float | None = None,
+        sparsity: Schedule | None = None,
         device: str | torch.device | None = None,
         graphs: bool = True,
         source: Mapping[str, Any] | None = None,
@@ -119,6 +126,7 @@ class Federation:
             "store_values": store_values,
             "wire": wire,
             "max_norm": max_norm,
+            "sparsity": dataclasses.asdict(sparsity) if isinstance(sparsity, Schedule) else sparsity,
         }
         check_settings(settings)
         if augment is not None and not callable(augment):
@@ -144,7 +152,7 @@ class Federation:
         self.infos = describe(self.template, self.method.classifier)
         self.method.bind(self.infos)
         self.method.phases(self.settings["epochs"])
-        self.sparse = [name for name, param in self.template.named_parameters() if sparsity.penalized(param)]
+        self.sparse = [name for name, param in self.template.named_parameters() if penalized(param)]
         self.device = next(self.template.parameters()).device
         self.clients: list[Client] | None = None
 
@@ -162,6 +170,8 @@ class Federation:
         shape, dtype = self.identity["sample"]
         self.initial = self._initial()
         """The state [1, …] every client starts from."""
+        if self.schedule is not None:
+            sparse.check(self.schedule, self.method, self.template, self.initial)
         self._exchange = Exchange(
             self.method,
             self.infos,
@@ -230,6 +240,20 @@ class Federation:
                 graphs=self.graphs,
             ),
         )
+
+    @functools.cached_property
+    def schedule(self) -> Schedule | None:
+        """When μ becomes sparse, see `sparsity`."""
+        recorded = self.settings.get("sparsity")
+        return None if recorded is None else Schedule(**recorded)
+
+    @functools.cached_property
+    def _compact_trainer(self) -> sparse.CompactTrainer:
+        return sparse.CompactTrainer(self.template, self.method.classifier, self._trainer.settings, self.schedule)
+
+    def _trainer_of(self, round: int) -> train.Trainer | sparse.CompactTrainer:
+        """What trains in a round."""
+        return self._compact_trainer if self.schedule and self.schedule.is_sparse(round) else self._trainer
 
     @functools.cached_property
     def cohort(self) -> int:
@@ -354,6 +378,8 @@ class Federation:
         before = [None] * len(clients) if downloads is None else self._evaluate(round, clients, work)
         losses, seconds = self._train(round, clients, work, on_client)
         left_out = not_finite(clients, work)
+        if self.schedule and round == self.schedule.warmup:
+            sparse.prune_(work, self.sparse, self.schedule)
         if self.uploaded:
             sent = self._exchange.upload(round, clients, work, done.memory, done.ledger)
             left_out |= self._exchange.unusable(clients, sent, self.settings["max_norm"], left_out)
@@ -426,7 +452,7 @@ class Federation:
         if any(phase.adapts for phase in self.method.phases(self.settings["epochs"])):
             work = take(work, range(len(clients)))
             self._train(round, clients, work, None, adapts=True)
-        return self._trainer.evaluate(work, [self._data[k].test for k in clients])
+        return self._trainer_of(round).evaluate(work, [self._data[k].test for k in clients])
 
     def _train(
         self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
@@ -438,7 +464,7 @@ class Federation:
             chunk = clients[begin : begin + self.cohort]
             rows = {name: tensor[begin : begin + len(chunk)] for name, tensor in work.items()}
             data = [self._data[k].train for k in chunk]
-            loss, took = self._trainer.train(rows, data, round, chunk, phases, purpose)
+            loss, took = self._trainer_of(round).train(rows, data, round, chunk, phases, purpose)
             losses += loss
             seconds += took
             if on_client:

@@ -1,0 +1,123 @@
+"""Sparse training of clients (`sparsity.Schedule`): μ is dense at rest and on the wire, zeros included, and compact
+where it trains.
+
+A client's support are its largest magnitudes, so a state says all there is to know: after a mix, which leaves the union
+of the supports, each client trains on the largest of what it got. Every client keeps as many numbers of a layer, so
+that compact μ stacks over a cohort: `…mu` [k, nnz] and `…mu_index` int32 [k, nnz].
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastfact import sparsity
+from fastfact.convert import factorized_layers
+from fastfact.federation.client import Samples
+from fastfact.federation.cohort import State, describe
+from fastfact.federation.strategy import Phase, Strategy
+from fastfact.federation.train import EVALUATION_BATCH, Settings, Trainer
+from fastfact.nn import INDEX, FactorizedLayer
+from fastfact.sparsity import Schedule
+
+
+def layers_of(model: nn.Module) -> dict[str, FactorizedLayer]:
+    """The name of each μ → its layer."""
+    layers = {f"{path}.mu" if path else "mu": layer for path, layer in factorized_layers(model).items()}
+    return {name: layer for name, layer in layers.items() if "mu" in layer._parameters}
+
+
+def check(schedule: Schedule, method: Strategy, model: nn.Module, initial: State) -> None:
+    """Raise ValueError for a schedule that this model or method cannot follow."""
+    layers = layers_of(model)
+    if schedule.target_density is None:
+        raise ValueError("Federation(sparsity=): needs target_density, so that every client keeps as many numbers of μ")
+    if schedule.warmup < 1:
+        raise ValueError("Federation(sparsity=): needs a warmup of at least 1, μ starts at zero")
+    if not layers:
+        raise ValueError(f"Federation(sparsity=): no layer of the model has a μ; {method.name} does not make any")
+    if any(layer.is_compact for layer in layers.values()):
+        raise ValueError("Federation(sparsity=): the model is compact already, must start with a dense μ")
+    if extra := sorted(method.extra(initial)):
+        raise ValueError(
+            f"Federation(sparsity=): {method.name} keeps tensors of its own ({extra[0]}), which may follow a dense μ"
+        )
+
+
+def prune_(state: State, names: Sequence[str], schedule: Schedule) -> None:
+    """Set to zero what each dense μ [k, …] will not keep, in place."""
+    for name in names:
+        sparsity.prune_(state[name], schedule.target_density, clients=True)
+
+
+class CompactTrainer:
+    """`train.Trainer` on states with dense μ, of which it trains and evaluates the compact form, without penalty."""
+
+    def __init__(self, template: nn.Module, classifier: str | None, settings: Settings, schedule: Schedule):
+        model = copy.deepcopy(template)
+        for layer in layers_of(model).values():
+            keep = schedule.kept(torch.Size(layer.size).numel())
+            layer.set_support(layer.mu.new_zeros(keep), torch.arange(keep, dtype=torch.int32, device=layer.mu.device))
+        settings = dataclasses.replace(settings, l1=0.0, graphs=False)
+        self.inner, self.schedule = Trainer(model, describe(model, classifier), settings), schedule
+        self.layers = layers_of(model)
+
+    def _compact(self, state: State) -> State:
+        """The same states with compact μ; all other tensors are the same objects."""
+        small = dict(state)
+        for name in self.layers:
+            mu = state[name].reshape(len(state[name]), -1)
+            small[name], small[_index(name)] = sparsity.largest(mu, self.schedule.kept(mu.shape[1]))
+        return small
+
+    def train(
+        self,
+        state: State,
+        data: Sequence[Samples],
+        round: int,
+        clients: Sequence[int],
+        phases: Sequence[Phase],
+        purpose: str = "order",
+    ) -> tuple[list[float], list[float]]:
+        """`Trainer.train`; the support changes first in the rounds after those the schedule says."""
+        small = self._compact(state)
+        if self.schedule.regrows(round - 1) and purpose == "order":
+            for row, samples in enumerate(data):
+                self._regrow(small, row, self._dense_gradients(small, row, samples))
+        result = self.inner.train(small, data, round, clients, phases, purpose)
+        for name in self.layers:
+            rows = torch.zeros_like(state[name].reshape(len(state[name]), -1))
+            state[name].copy_(rows.scatter_(1, small[_index(name)].long(), small[name]).reshape(state[name].shape))
+        return result
+
+    def evaluate(self, state: State, data: Sequence[Samples]) -> list[float]:
+        """`Trainer.evaluate`."""
+        return self.inner.evaluate(self._compact(state), data)
+
+    def _dense_gradients(self, small: State, row: int, data: Samples) -> dict[str, Tensor]:
+        """The gradient of one row's mean cross-entropy on `data` by the dense form of each μ, in eval mode."""
+        model = self.inner.model.eval()
+        self.inner.bind(small, row)
+        (x, y), sums = data, None
+        for some, labels in zip(x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True):
+
+            def loss(some=some, labels=labels) -> Tensor:
+                return F.cross_entropy(model(some), labels, reduction="sum") / len(y)
+
+            parts = sparsity.dense_gradients(self.layers.values(), loss)
+            sums = parts if sums is None else [a + b for a, b in zip(sums, parts, strict=True)]
+        return dict(zip(self.layers, sums, strict=True))
+
+    def _regrow(self, small: State, row: int, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            values, index = small[name][row], small[_index(name)][row]
+            new = sparsity.replaced(values, index, gradient, round(self.schedule.replace * len(values)))
+            for tensor, changed in zip((values, index), new, strict=True):
+                tensor.copy_(changed)
+
+
+def _index(name: str) -> str:
+    return name.removesuffix("mu") + INDEX
