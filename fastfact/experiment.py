@@ -33,6 +33,7 @@ from fastfact.backends import backends
 from fastfact.cost import processor
 from fastfact.federation import Client, Federation, Strategy, store
 from fastfact.federation.strategy import STRATEGIES
+from fastfact.sparsity import Schedule
 from fastfact.specs import Hadamard
 
 HELP = {
@@ -48,6 +49,9 @@ HELP = {
     "momentum": "Momentum.",
     "weight_decay": "Weight decay.",
     "l1": "λ, the L1 penalty on μ of factorized layers [default: the method's].",
+    "warmup": "Rounds with dense μ; after them it is pruned and trains on its support [default: all rounds].",
+    "target_density": "Fraction of μ of each layer that is kept after --warmup.",
+    "regrow_every": "Rounds between changes of the support after --warmup [default: never].",
     "participation": "Fraction of the clients that take part in a round.",
     "model": "Network, see `fastfact info`.",
     "width": "Width multiplier of the network.",
@@ -83,6 +87,9 @@ class Config:
     momentum: float = 0.9
     weight_decay: float = 1e-6
     l1: float | None = None
+    warmup: int | None = None
+    target_density: float | None = None
+    regrow_every: int | None = None
     participation: float = 1.0
     model: str = "resnet9"
     width: float = 0.25
@@ -114,6 +121,12 @@ class Config:
                 raise ValueError(f"method={method!r}, must be one of {', '.join(methods.names())}")
         if self.cohort != "auto" and not (self.cohort.isdigit() and int(self.cohort) > 0):
             raise ValueError(f"cohort={self.cohort!r}, must be auto or a number of at least 1")
+        if (self.warmup is None) != (self.target_density is None):
+            raise ValueError(
+                f"warmup={self.warmup}, target_density={self.target_density}: must be given together, or neither"
+            )
+        if self.warmup is None and self.regrow_every is not None:
+            raise ValueError(f"regrow_every={self.regrow_every}: needs warmup and target_density")
         if self.rounds < 1:
             raise ValueError(f"rounds={self.rounds}, must be at least 1")
         for name in ("shift", "samples"):
@@ -130,6 +143,7 @@ _KINDS = {
     int: "an integer",
     float: "a number",
     float | None: "a number",
+    int | None: "an integer",
     str: "a string",
     str | None: "a string",
     dict: "a table",
@@ -250,6 +264,13 @@ def _augment(config: Config, dataset: data.Dataset) -> Callable | None:
     return data.Augment(shift=config.shift, scale=dataset.scale, **AUGMENT[config.augment])
 
 
+def schedule(config: Config) -> Schedule | None:
+    """When μ becomes sparse, if the configuration says so."""
+    if config.warmup is None:
+        return None
+    return Schedule(config.warmup, target_density=config.target_density, regrow_every=config.regrow_every or 0)
+
+
 def federation(config: Config) -> Federation:
     """The federation of a configuration, before its first round. Raises ValueError for anything out of range."""
     return Federation(
@@ -260,6 +281,7 @@ def federation(config: Config) -> Federation:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         participation=config.participation,
+        sparsity=schedule(config),
         cohort=config.cohort if config.cohort == "auto" else int(config.cohort),
         seed=config.seed,
         source=_identity(config),

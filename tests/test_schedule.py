@@ -1,6 +1,7 @@
 """The schedule of sparse training: when μ becomes compact, how its support changes, and where that leads."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -151,3 +152,20 @@ def test_step_says_what_it_needs():
     with pytest.raises(ValueError, match="needs loss="):
         Schedule(warmup=0, l1=0.1, regrow_every=1).step(layer, 1)
     assert not layer.is_compact
+
+
+def test_the_command_line_trains_on_the_support(tmp_path):
+    from test_cli import SMALL, call
+
+    options = ["--model", "mlp", "--clients", "3", "--rounds", "3", "--epochs", "1", "--width", "0.1"]
+    options += ["--warmup", "1", "--target-density", "0.2", "--regrow-every", "1", "--batch-size", "64"]
+    assert set(SMALL[::2]) <= set(options)
+    code, _, error = call("run", *options, "--out", tmp_path / "run")
+    assert code == 0, error
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    densities = {(row := json.loads(line))["round"]: row["density"] for line in rows}
+    assert 0.15 < densities[3] <= densities[1] and densities[3] < 0.21
+    code, _, error = call("run", *options, "--out", tmp_path / "run", "--resume")
+    assert code == 0, error
+    code, _, error = call("run", "--warmup", "2", "--out", tmp_path / "other")
+    assert code == 2 and "target_density=None" in error and not (tmp_path / "other").exists()
