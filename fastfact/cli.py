@@ -11,9 +11,9 @@ import torch
 import typer
 from rich.table import Table
 
-from fastfact import experiment, report
+from fastfact import cli_papers, experiment, report
 from fastfact.experiment import Config
-from fastfact.terminal import Display, Json, Out, console, outcome, show, write_json
+from fastfact.terminal import Display, Json, Out, console, jobs_of, outcome, show, write_json
 
 app = typer.Typer(
     help="Factorized neural-network weights, and personalized federated learning with them.",
@@ -74,14 +74,6 @@ def _merge(given: dict[str, Any], *also: str) -> tuple[Config, dict[str, Any]]:
     return experiment.with_settings(Config(**values), settings, extra.get("methods")), extra
 
 
-def _jobs(text: str) -> int:
-    if text == "auto":
-        return experiment.jobs_here()
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"jobs={text!r}, must be auto or a number of at least 1")
-    return int(text)
-
-
 @app.command()
 @_with_config()
 def run(
@@ -97,8 +89,8 @@ def run(
     experiment.check_directory(config, out, resume)
     if note := experiment.sharing_note(config):
         console.print(note)
-    with Display(config.rounds, cells=1) as display:
-        name = f"{config.method}, seed {config.seed}"
+    name = f"{config.method}, seed {config.seed}"
+    with Display({name: config.rounds}) as display:
         result = experiment.run(config, out, lambda *event: display.round(name, *event), resume)
         display.end(name, outcome(result))
     rows = show(out, report.read(out))
@@ -109,7 +101,7 @@ def run(
 @_with_config("method")
 def compare(
     out: Out,
-    methods: Annotated[str | None, typer.Option(help="Methods, separated by commas.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Methods, separated by commas, or all.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Number of seeds, counted up from --seed. [default: 3]")] = None,
     jobs: Annotated[str, typer.Option(help="Cells trained at once; the numbers do not depend on it.")] = "auto",
     json_file: Json = None,
@@ -122,24 +114,15 @@ def compare(
     config, extra = _merge(given, "methods", "seeds")
     if "methods" not in extra:
         raise ValueError("methods: name one or more, separated by commas")
-    comparison = experiment.Comparison(config, tuple(extra["methods"]), extra.get("seeds", 3))
-    workers = _jobs(jobs)
+    names = experiment.methods.names() if list(extra["methods"]) == ["all"] else extra["methods"]
+    comparison = experiment.Comparison(config, tuple(names), extra.get("seeds", 3))
+    workers = jobs_of(jobs)
     comparison.check(out)
     if note := experiment.sharing_note(config):
         console.print(note)
     cells = comparison.cells()
-    with Display(config.rounds, len(cells)) as display:
-
-        def on_event(name: str, kind: str, first: Any, second: Any) -> None:
-            if kind == "round":
-                display.round(name, first, second)
-            elif kind == "found":
-                display.skip(config.rounds)
-                display.end(name, f"{outcome(first)}, finished earlier")
-            else:
-                display.end(name, outcome(first) if kind == "done" else f"failed: {first}")
-
-        failed = comparison.run(out, workers, on_event)
+    with Display({name: cell.rounds for name, cell in cells.items()}) as display:
+        failed = comparison.run(out, workers, display.event)
     if len(failed) < len(cells):
         rows = show(out, report.read(out))
         write_json(json_file, {"config": comparison.describe(), "table": rows, "failed": failed})
@@ -209,6 +192,10 @@ def bench_clients(
     write_json(json_file, {"rows": rows})
     if json_file and (growth := [row for row in rows if row["work"] == "growth"]):
         clients.draw(growth, json_file.with_suffix(".png"))
+
+
+app.command("reproduce")(cli_papers.reproduce_command)
+app.command("methods")(cli_papers.methods_command)
 
 
 def main() -> None:

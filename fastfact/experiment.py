@@ -5,6 +5,7 @@ comparison gives the same numbers however many of them run at once.
 """
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -15,9 +16,8 @@ import sys
 import tomllib
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from importlib import metadata
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,13 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import fastfact
-from fastfact import data, methods, models, report
+from fastfact import data, methods, models, record, report
 from fastfact.backends import backends
 from fastfact.cost import processor
 from fastfact.federation import Client, Federation, Strategy, store
+from fastfact.federation.newcomers import HOW as JOIN
 from fastfact.federation.strategy import STRATEGIES
+from fastfact.methods.fedfac import communalities, shared_mask
 from fastfact.sparsity import Schedule
 from fastfact.specs import Hadamard
 
@@ -64,9 +67,16 @@ HELP = {
     "augment": "More augmentation: none, flip (mirrored), or full (cropped, mirrored, colours changed).",
     "cohort": "How many clients train together: a number, or auto.",
     "seed": "Seed of the partition, the initial weights and the training; compare counts up from it.",
+    "newcomers": "Fraction of the clients that are kept out of training and join at the end.",
+    "pretrain": "Epochs on the pooled training samples that make the initial model; 0 for a random one.",
+    "only": "Of the clients the scenario makes only these, counted from 1: 1,3.",
+    "record": "More to keep of every round, see `fastfact info`: similarity,matching.",
 }
 """The options of the command line, with their help; in a file there is also `settings`, a table for each method."""
 
+
+SIMULATION = "simulation"
+"""FedFac's simulated clients as a data set, whatever the scenario; `Config.simulation` are its settings."""
 
 AUGMENT = {"none": {}, "flip": {"flip": True}, "full": {"crop": True, "flip": True, "jitter": True}}
 
@@ -102,6 +112,11 @@ class Config:
     augment: str = "none"
     cohort: str = "auto"
     seed: int = 0
+    newcomers: float = 0.0
+    pretrain: int = 0
+    only: str = ""
+    record: str = ""
+    simulation: dict = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -113,7 +128,11 @@ class Config:
                 object.__setattr__(self, item.name, str(value))
             elif isinstance(value, bool) or not isinstance(value, item.type):
                 raise ValueError(f"{item.name}={value!r}, must be {_KINDS[item.type]}")
-        for name, known in (("dataset", data.DATASETS), ("scenario", data.SCENARIOS), ("model", models.MODELS)):
+        for name, known in (
+            ("dataset", (*data.DATASETS, SIMULATION)),
+            ("scenario", data.SCENARIOS),
+            ("model", models.MODELS),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}, must be one of {', '.join(known)}")
         for method in (self.method, *self.settings):
@@ -129,14 +148,25 @@ class Config:
             raise ValueError(f"regrow_every={self.regrow_every}: needs warmup and target_density")
         if self.rounds < 1:
             raise ValueError(f"rounds={self.rounds}, must be at least 1")
-        for name in ("shift", "samples"):
+        if not 0 <= self.newcomers < 1:
+            raise ValueError(f"newcomers={self.newcomers}, must be at least 0 and below 1")
+        for name in ("shift", "samples", "pretrain"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}, must not be negative")
         if self.augment not in AUGMENT:
             raise ValueError(f"augment={self.augment!r}, must be one of {', '.join(AUGMENT)}")
+        self.kept()
+        record.names_of(self.record)
         for method, settings in self.settings.items():
             if not isinstance(settings, dict):
                 raise ValueError(f"settings.{method}={settings!r}, must be a table: settings.METHOD.KEY = VALUE")
+
+    def kept(self) -> list[int]:
+        """The places of the clients of `only`, from 0; empty for all."""
+        numbers = [part.strip() for part in self.only.split(",") if part.strip()]
+        if not all(part.isdigit() and 1 <= int(part) <= self.clients for part in numbers):
+            raise ValueError(f"only={self.only!r}, must be numbers of clients, 1 … {self.clients}, separated by commas")
+        return [int(part) - 1 for part in numbers]
 
 
 _KINDS = {
@@ -228,27 +258,76 @@ def sharing_note(config: Config) -> str | None:
 
 
 def _parts(config: Config) -> dict[str, Any]:
-    dataset = data.load(config.dataset, config.data_dir)
-    made = data.make_clients(
-        dataset,
-        config.scenario,
-        config.clients,
-        config.seed,
-        alpha=config.alpha,
-        test_fraction=config.test_fraction,
-        classes_per_client=config.classes_per_client,
-        samples=config.samples or None,
-    )
+    """What a federation is made of; `newcomers` are the clients that join at its end."""
+    method = strategy(config)
+    if config.dataset == SIMULATION:
+        made, method = _simulated(config, method)
+        augment, words = None, {}
+    else:
+        dataset = data.load(config.dataset, config.data_dir)
+        made = data.make_clients(
+            dataset,
+            config.scenario,
+            config.clients,
+            config.seed,
+            alpha=config.alpha,
+            test_fraction=config.test_fraction,
+            classes_per_client=config.classes_per_client,
+            samples=config.samples or None,
+        )
+        augment = _augment(config, dataset)
+        words = {} if dataset.vocabulary is None else {"vocabulary": dataset.vocabulary}
     shape, classes = list(made[0].train[0].shape[1:]), made[0].num_classes
-    words = {} if dataset.vocabulary is None else {"vocabulary": dataset.vocabulary}
     if config.init_from is not None:
         words["weights"] = config.init_from
+    here = config.kept() or list(range(len(made)))
+    order = np.random.default_rng([config.seed, 3]).permutation(here)
+    late = sorted(order[: round(config.newcomers * len(here))].tolist())
+    clients = {k: Client(train=made[k].train, test=made[k].test) for k in here}
+    model = functools.partial(models.build, config.model, shape, classes, config.width, **words)
+    trained = [clients[k] for k in here if k not in late]
     return {
-        "model": partial(models.build, config.model, shape, classes, config.width, **words),
-        "clients": [Client(train=client.train, test=client.test) for client in made],
-        "method": strategy(config),
-        "augment": _augment(config, dataset),
+        "model": functools.partial(_pretrained, model, trained, config) if config.pretrain else model,
+        "clients": trained,
+        "newcomers": [clients[k] for k in late],
+        "method": method,
+        "augment": augment,
     }
+
+
+def _pretrained(build: Callable[[], nn.Module], clients: Sequence[Client], config: Config) -> nn.Module:
+    """The model after `config.pretrain` epochs of plain training on the training samples of all clients."""
+    model = build()
+    x, y = (torch.cat([client.train[part] for client in clients]) for part in (0, 1))
+    momentum = {"momentum": config.momentum, "weight_decay": config.weight_decay}
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, **momentum)
+    draw = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.pretrain):
+        for batch in torch.randperm(len(y), generator=draw).split(config.batch_size):
+            if len(batch) > 1:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+                optimizer.step()
+    return model
+
+
+def _simulated(config: Config, method: Strategy) -> tuple[list[data.ClientData], Strategy]:
+    """FedFac's clients, and the method: shared_channels "true" of FedSplit are those of the network that made the
+    labels, "oracle" those that factor analysis finds in its weights (§4.3.1), units of the hidden layer of mlp1."""
+    try:
+        made = data.fedfac_simulation(
+            config.clients, config.seed, test_fraction=config.test_fraction, **config.simulation
+        )
+    except TypeError as error:
+        raise ValueError(f"simulation={config.simulation!r}: {error}") from None
+    asked = getattr(method, "shared_channels", None)
+    if asked in ("true", "oracle"):
+        shared = made.shared
+        if asked == "oracle":
+            columns = made.weight.permute(0, 2, 1).flatten(0, 1)
+            shared = shared_mask(communalities(columns, 0.85), 1 - float(shared.double().mean()))
+        method = replace(method, shared_channels={"fc1": shared.nonzero().flatten().tolist()})
+    return made.clients, method
 
 
 def _augment(config: Config, dataset: data.Dataset) -> Callable | None:
@@ -258,7 +337,7 @@ def _augment(config: Config, dataset: data.Dataset) -> Callable | None:
         name = "shift" if config.shift else "augment"
         raise ValueError(f"{name}={getattr(config, name)!r}: the samples of {dataset.name} are no images")
     if config.augment == "none":
-        return partial(data.random_shift, pixels=config.shift)
+        return functools.partial(data.random_shift, pixels=config.shift)
     if config.augment == "full" and dataset.scale is None:
         raise ValueError(f"augment='full': changes colours, {dataset.name} has none; there is flip, or shift")
     return data.Augment(shift=config.shift, scale=dataset.scale, **AUGMENT[config.augment])
@@ -273,8 +352,12 @@ def schedule(config: Config) -> Schedule | None:
 
 def federation(config: Config) -> Federation:
     """The federation of a configuration, before its first round. Raises ValueError for anything out of range."""
+    return _federation(config, _parts(config))
+
+
+def _federation(config: Config, parts: Mapping[str, Any]) -> Federation:
     return Federation(
-        **_parts(config),
+        **{name: part for name, part in parts.items() if name != "newcomers"},
         epochs=config.epochs,
         batch_size=config.batch_size,
         lr=config.lr,
@@ -301,7 +384,8 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
         return
     if not resume or not directory.is_dir():
         raise ValueError(f"{directory} exists and is not empty; choose another --out, or --resume the run in it")
-    there = store.read_config(directory)["source"]
+    # A run of a version that did not know a field has its default.
+    there = _identity(Config()) | store.read_config(directory)["source"]
     different = [
         f"{name} is {there.get(name)!r} there, {value!r} now"
         for name, value in _identity(config).items()
@@ -318,7 +402,8 @@ def finished(config: Config, directory: Path) -> bool:
     """Whether `directory` holds this run with all its rounds."""
     if not (directory / report.RESULT).is_file():
         return False
-    return report.read_cell(directory).result["config"] == json.loads(json.dumps(asdict(config)))
+    there = asdict(Config()) | report.read_cell(directory).result["config"]
+    return json.loads(json.dumps(there)) == json.loads(json.dumps(asdict(config)))
 
 
 def run(
@@ -329,18 +414,26 @@ def run(
     on_round(round, mean accuracy) after each round. Checkpoints ten times on the way, the newest is kept.
     """
     check_directory(config, directory, resume)
+    recorders = record.names_of(config.record)
+    parts = _parts(config)
+    newcomers = parts.pop("newcomers")
     if store.checkpoints(directory):
-        parts = _parts(config)
         fed = Federation.load(directory, **parts)
+        record.forget(directory, fed.round)
     else:
-        fed = federation(config)
+        fed = _federation(config, parts)
+
+    def keep() -> None:
+        record.write(fed, recorders, config.rounds, directory)
 
     def after_round(number: int, rows: list[dict[str, Any]]) -> None:
+        keep()
         for _, path in list(store.checkpoints(directory).items())[:-1]:
             path.unlink()
         if on_round:
             on_round(number, float(np.mean([row["accuracy"] for row in rows])))
 
+    keep()
     fed.fit(config.rounds - fed.round, directory, checkpoint_every=-(-config.rounds // 10), on_round=after_round)
     similarity = _similarity(fed)
     if similarity:
@@ -355,16 +448,34 @@ def run(
         "config": asdict(config),
         "summary": {
             **{key: mean(key) for key in ("accuracy", "accuracy_before", "density")},
+            "parameters": _parameters(fed),
             "client_std": float(np.std([row["accuracy"] for row in last])),
             "uplink": fed.ledger.up,
             "downlink": fed.ledger.down,
             "formula": fed.ledger.formula(),
             "seconds": fed.history.total("seconds"),
         },
+        "newcomers": _join(fed, newcomers),
         "layers": {name: float(np.mean(values)) for name, values in fed.density().items()},
     }
     store.write_text(directory / report.RESULT, json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _join(fed: Federation, newcomers: Sequence[Client]) -> dict[str, float]:
+    """Mean accuracy of clients that join now, by how they do it; only what the method allows."""
+    found = {}
+    for how in JOIN if newcomers else ():
+        with contextlib.suppress(ValueError):
+            found[how] = float(np.mean(fed.join(newcomers, how).accuracy))
+    return found
+
+
+def _parameters(fed: Federation) -> float:
+    """How many numbers a client's model has, of μ only the nonzeros; mean over clients."""
+    dense = sum(info.numel for name, info in fed.infos.items() if not info.buffer and name not in fed.sparse)
+    state = fed.states.load(range(len(fed)), names=fed.sparse)
+    return dense + sum(tensor.count_nonzero().item() for tensor in state.values()) / len(fed)
 
 
 def _similarity(fed: Federation) -> dict[str, torch.Tensor]:
@@ -508,6 +619,24 @@ def run_cells(
     return failed
 
 
+def run_missing(
+    cells: Mapping[str, Config], directory: Path, jobs: int, on_event: Callable[[str, str, Any, Any], None]
+) -> dict[str, str]:
+    """Run those of the cells, by directory name, that are not finished below `directory`; name → reason of failed ones.
+
+    on_event(name, kind, …): what `run_cells` says, or ("found", result, None) for one that is finished.
+    """
+    waiting = []
+    for name, config in cells.items():
+        path = directory / report.CELLS / name
+        if finished(config, path):
+            on_event(name, "found", report.read_cell(path).result, None)
+        else:
+            waiting.append((config, path))
+    failed = run_cells(waiting, jobs, lambda path, *event: on_event(path.name, *event))
+    return {path.name: reason for path, reason in failed.items()}
+
+
 def about() -> dict[str, dict[str, Any]]:
     """What `fastfact info` shows, part by part."""
     served = {name: f"{'serves' if b.available else 'does not serve'}: {b.detail}" for name, b in backends().items()}
@@ -519,6 +648,7 @@ def about() -> dict[str, dict[str, Any]]:
         "scenarios": {name: scenario.summary for name, scenario in data.SCENARIOS.items()},
         "models": {name: model.summary for name, model in models.MODELS.items()},
         "methods": {name: _summary(STRATEGIES[name]) for name in methods.names()},
+        "recorders": {name: recorder.summary for name, recorder in record.RECORDERS.items()},
     }
 
 
@@ -580,16 +710,9 @@ class Comparison:
         cells = self.cells()
         (directory / report.CELLS).mkdir(parents=True, exist_ok=True)
         store.write_text(directory / report.COMPARISON, json.dumps(self.describe(), indent=1) + "\n")
-        paths = {name: directory / report.CELLS / name for name in cells}
-        waiting = []
-        for name, config in cells.items():
-            if finished(config, paths[name]):
-                on_event(name, "found", report.read_cell(paths[name]).result, None)
-            else:
-                waiting.append((config, paths[name]))
-        failed = run_cells(waiting, jobs, lambda path, *event: on_event(path.name, *event))
+        failed = run_missing(cells, directory, jobs, on_event)
         if len(failed) < len(cells):
             done = report.read(directory)
             rows = [{"method": cell.method, "seed": cell.seed, **row} for cell in done for row in cell.rows]
             store.write_rows(directory / report.METRICS, rows)
-        return {path.name: reason for path, reason in failed.items()}
+        return failed

@@ -6,6 +6,7 @@ All weights but those of embeddings and norms belong to `nn.Conv2d` and `nn.Line
 client axis (`vmap`) work on each: the recurrent and attention layers are written with linear layers for that reason.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,22 @@ def _check(model: str, num_classes: int, width: float) -> None:
         raise ValueError(f"{model}: width={width}, must be positive")
 
 
+HEADS = ("", "2fc", "2fc-bn")
+
+
+def _head(features: int, num_classes: int, head: str) -> nn.Module:
+    """The classifier: one linear layer; two with ReLU between them ("2fc"); also with batch-norm ("2fc-bn").
+
+    The last two are those of Factorized-FL's Figure 8 (h), which does not say how wide: as wide as the input.
+    """
+    if head not in HEADS:
+        raise ValueError(f"head={head!r}, must be one of {', '.join(map(repr, HEADS))}")
+    if not head:
+        return nn.Linear(features, num_classes)
+    norm = [nn.BatchNorm1d(features)] if head == "2fc-bn" else []
+    return nn.Sequential(nn.Linear(features, features), *norm, nn.ReLU(), nn.Linear(features, num_classes))
+
+
 class ResNet9(nn.Module):
     """ResNet-9 of Factorized-FL (arXiv version, Table 3): eight bias-free convolutions and a linear classifier.
 
@@ -52,7 +69,7 @@ class ResNet9(nn.Module):
     10 classes, besides 2,944 of batch-norm and the classifier's bias.
     """
 
-    def __init__(self, in_channels: int, num_classes: int, width: float = 1.0):
+    def __init__(self, in_channels: int, num_classes: int, width: float = 1.0, head: str = ""):
         super().__init__()
         _check("resnet9", num_classes, width)
         a, b, c = (_channels(base, width) for base in (64, 128, 256))
@@ -61,7 +78,7 @@ class ResNet9(nn.Module):
         for index, (i, o, kernel, stride) in enumerate(plan, 1):
             self.add_module(f"conv{index}", nn.Conv2d(i, o, kernel, stride, padding=kernel // 2, bias=False))
             self.add_module(f"norm{index}", nn.BatchNorm2d(o))
-        self.fc = nn.Linear(c, num_classes)
+        self.fc = _head(c, num_classes, head)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm1(self.conv1(x)))
@@ -75,9 +92,10 @@ class ResNet9(nn.Module):
         return self.fc(F.adaptive_max_pool2d(x, 1).flatten(1))
 
 
-def resnet9(in_channels: int, num_classes: int, width: float = 1.0) -> ResNet9:
-    """`ResNet9`; `width` multiplies 64, 128 and 256 channels, rounded to multiples of 8 and at least 8."""
-    return ResNet9(in_channels, num_classes, width)
+def resnet9(in_channels: int, num_classes: int, width: float = 1.0, head: str = "") -> ResNet9:
+    """`ResNet9`; `width` multiplies 64, 128 and 256 channels, rounded to multiples of 8 and at least 8. head: "", or
+    "2fc" and "2fc-bn" of Factorized-FL's Figure 8 (h), two linear layers without and with batch-norm between them."""
+    return ResNet9(in_channels, num_classes, width, head)
 
 
 class CNN2(nn.Module):
@@ -163,7 +181,15 @@ class ResNet(nn.Module):
     second stage on the first block has stride 2. The classifier follows global average pooling: any image size works.
     """
 
-    def __init__(self, in_channels: int, num_classes: int, blocks: tuple[int, ...], stem: str, width: float = 1.0):
+    def __init__(
+        self,
+        in_channels: int,
+        num_classes: int,
+        blocks: tuple[int, ...],
+        stem: str,
+        width: float = 1.0,
+        head: str = "",
+    ):
         super().__init__()
         _check("resnet", num_classes, width)
         if stem not in ("wide", "narrow"):
@@ -179,7 +205,7 @@ class ResNet(nn.Module):
                 made.append(BasicBlock(last, o, 2 if stage and not index else 1))
                 last = o
         self.blocks = nn.Sequential(*made)
-        self.fc = nn.Linear(last, num_classes)
+        self.fc = _head(last, num_classes, head)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.conv(x)))
@@ -206,9 +232,11 @@ def resnet10(shape: tuple[int, int, int], num_classes: int, width: float = 1.0) 
     return _resnet_of_feddecomp(shape, num_classes, width, name="resnet10", blocks=(1, 1, 1, 1))
 
 
-def resnet18(shape: tuple[int, int, int], num_classes: int, width: float = 1.0) -> ResNet:
-    """ResNet-18 for small images (Factorized-FL Figure 8, FedFac): a 3×3 stem; 11,173,962 parameters, 10 classes."""
-    return ResNet(_image_shape("resnet18", shape, 3)[0], num_classes, (2, 2, 2, 2), "narrow", width)
+def resnet18(shape: tuple[int, int, int], num_classes: int, width: float = 1.0, head: str = "") -> ResNet:
+    """ResNet-18 for small images (Factorized-FL Figure 8, FedFac): a 3×3 stem; 11,173,962 parameters, 10 classes.
+
+    head: see `resnet9`."""
+    return ResNet(_image_shape("resnet18", shape, 3)[0], num_classes, (2, 2, 2, 2), "narrow", width, head)
 
 
 class VGG16(nn.Module):
@@ -444,6 +472,19 @@ MODELS = {
         input="tokens",
         whole=("blocks.*.expand", "blocks.*.contract"),
     ),
+    **{
+        f"resnet9-{head}": Model(
+            lambda shape, classes, width, head=head: resnet9(
+                _image_shape("resnet9", shape, 3)[0], classes, width, head
+            ),
+            f"ResNet-9, {what}",
+        )
+        for head, what in (("2fc", "two linear layers"), ("2fc-bn", "two linear layers, batch-norm between"))
+    },
+    **{
+        f"resnet18-{head}": Model(functools.partial(resnet18, head=head), f"ResNet-18, {what}")
+        for head, what in (("2fc", "two linear layers"), ("2fc-bn", "two linear layers, batch-norm between"))
+    },
 }
 
 

@@ -143,19 +143,21 @@ def per_round(cell: Cell, name: str, reduce=np.mean) -> np.ndarray:
     return np.array([reduce(rounds[number]) for number in sorted(rounds)])
 
 
-def _axes(width: float, height: float, columns: int = 1):
+def new_axes(width: float, height: float, columns: int = 1, lines: int = 1):
+    """A figure of so many inches and its axes, line by line."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
-    for ax in axes[0]:
+    figure, axes = pyplot.subplots(lines, columns, figsize=(width, height), layout="constrained", squeeze=False)
+    for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
+    return figure, axes.ravel().tolist()
 
 
-def _save(figure, path: Path) -> Path:
+def save(figure, path: Path) -> Path:
+    """Write a figure and close it."""
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=150)
@@ -183,7 +185,7 @@ def _label(cells: Sequence[Cell]) -> str:
 
 def plot_accuracy_over_rounds(cells: Sequence[Cell], path: Path) -> Path:
     """Mean personalized test accuracy over rounds, a line a method, one standard deviation over seeds shaded."""
-    figure, (ax,) = _axes(7, 4.4)
+    figure, (ax,) = new_axes(7, 4.4)
     for method, look, accuracy, _ in _curves(cells):
         mean, rounds = accuracy.mean(0), np.arange(1, accuracy.shape[1] + 1)
         ax.plot(rounds, mean, label=method, **look)
@@ -194,12 +196,12 @@ def plot_accuracy_over_rounds(cells: Sequence[Cell], path: Path) -> Path:
     ax.grid(alpha=0.3)
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(frameon=False, loc="lower right")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def plot_accuracy_over_bytes(cells: Sequence[Cell], path: Path) -> Path:
     """The same over all bytes sent so far, both ways and by all clients; a method that sends none is a level line."""
-    figure, (ax,) = _axes(7, 5)
+    figure, (ax,) = new_axes(7, 5)
     for method, look, accuracy, moved in _curves(cells):
         mean = accuracy.mean(0)
         if moved[-1] == 0:
@@ -213,12 +215,12 @@ def plot_accuracy_over_bytes(cells: Sequence[Cell], path: Path) -> Path:
     ax.xaxis.set_major_formatter(lambda value, _: size(value).replace(".00", ""))
     ax.grid(alpha=0.3)
     figure.legend(frameon=False, loc="outside lower center", ncols=2)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def plot_similarity(cell: Cell, path: Path) -> Path:
     """Cosine similarity of every pair of clients, of all u and of all v [K, K], at the end of one run."""
-    figure, axes = _axes(10, 4.6, columns=2)
+    figure, axes = new_axes(10, 4.6, columns=2)
     similarity = load_file(cell.directory / SIMILARITY)
     for ax, name in zip(axes, ("u", "v"), strict=True):
         matrix = similarity[name]
@@ -233,13 +235,13 @@ def plot_similarity(cell: Cell, path: Path) -> Path:
         ax.spines[:].set_visible(False)
         figure.colorbar(image, ax=ax, label="Cosine similarity", shrink=0.9, extend="max")
     figure.suptitle(f"Similarity of clients, {cell.method}, seed {cell.seed}, {_label([cell]).rsplit(',', 1)[0]}")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def plot_density(cells: Sequence[Cell], path: Path) -> Path:
     """Share of nonzero μ of each layer at the end, a bar a method, one standard deviation over seeds as whiskers."""
     factorized = {m: runs for m, runs in _by_method(cells).items() if runs[0].result["layers"]}
-    figure, (ax,) = _axes(8, 4.2)
+    figure, (ax,) = new_axes(8, 4.2)
     layers = list(dict.fromkeys(name for runs in factorized.values() for name in runs[0].result["layers"]))
     methods = list(_by_method(cells))
     width = 0.8 / len(factorized)
@@ -253,7 +255,7 @@ def plot_density(cells: Sequence[Cell], path: Path) -> Path:
     ax.grid(axis="y", alpha=0.3)
     ax.set_axisbelow(True)
     figure.legend(frameon=False, loc="outside lower center", ncols=min(4, len(factorized)))
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def pictures(cells: Sequence[Cell], directory: Path) -> list[Path]:

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,9 +26,10 @@ Out = Annotated[Path, typer.Option(metavar="DIR", help="Directory for the result
 class Display:
     """Live bars in a terminal; elsewhere a line when a cell ends and, in between, one every ten seconds."""
 
-    def __init__(self, rounds: int, cells: int):
-        self.total, self.cells, self.done, self.ended = rounds * cells, cells, 0, 0
-        self.rounds, self.last = rounds, time.monotonic()
+    def __init__(self, rounds: Mapping[str, int]):
+        """rounds: of each cell, by name."""
+        self.rounds, self.total, self.done, self.ended = dict(rounds), sum(rounds.values()), 0, 0
+        self.last = time.monotonic()
         self.tasks: dict[str, Any] = {}
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -54,7 +56,7 @@ class Display:
 
     def round(self, name: str, number: int, accuracy: float) -> None:
         if name not in self.tasks:
-            self.tasks[name] = self.progress.add_task(name, total=self.rounds, accuracy="", completed=number - 1)
+            self.tasks[name] = self.progress.add_task(name, total=self.rounds[name], accuracy="", completed=number - 1)
             self.skip(number - 1)
         self.skip(1)
         self.progress.update(self.tasks[name], completed=number, accuracy=f"{100 * accuracy:5.1f} %")
@@ -66,7 +68,17 @@ class Display:
         self.ended += 1
         if name in self.tasks:
             self.progress.remove_task(self.tasks.pop(name))
-        console.print(f"[{self.ended}/{self.cells}] {name}: {line}", markup=False)
+        console.print(f"[{self.ended}/{len(self.rounds)}] {name}: {line}", markup=False)
+
+    def event(self, name: str, kind: str, first: Any, second: Any) -> None:
+        """What `experiment.run_missing` says."""
+        if kind == "round":
+            self.round(name, first, second)
+        elif kind == "found":
+            self.skip(self.rounds[name])
+            self.end(name, f"{outcome(first)}, finished earlier")
+        else:
+            self.end(name, outcome(first) if kind == "done" else f"failed: {first}")
 
 
 def comparison_table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -121,3 +133,12 @@ def show(directory: Path, cells: list[report.Cell]) -> list[dict[str, Any]]:
     for path in report.pictures(cells, directory):
         console.print(f"picture: {path}", markup=False, soft_wrap=True)
     return rows
+
+
+def jobs_of(text: str) -> int:
+    """How many cells at once: a number, or auto. Raises ValueError."""
+    if text == "auto":
+        return experiment.jobs_here()
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"jobs={text!r}, must be auto or a number of at least 1")
+    return int(text)

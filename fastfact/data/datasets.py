@@ -313,6 +313,18 @@ def _shakespeare(root: Path) -> Dataset:
     return Dataset("shakespeare", x, y, tuple(CHARACTERS), vocabulary=len(CHARACTERS), owner=owner, owners=owners)
 
 
+def _mnist_cifar10(root: Path) -> Dataset:
+    """MNIST and CIFAR-10 as one pool of 20 classes, as three channels of 32×32: MNIST padded and repeated."""
+    digits, pictures = _mnist(root), _cifar10(root)
+    x = torch.nn.functional.pad(digits.x, (2, 2, 2, 2)).expand(-1, 3, -1, -1)
+    names = tuple(f"digit {name}" for name in digits.classes) + pictures.classes
+    groups = {"mnist": tuple(range(10)), "cifar10": tuple(range(10, 20))}
+    y = torch.cat([digits.y, pictures.y + 10])
+    return Dataset(
+        "mnist-cifar10", torch.cat([x, pictures.x]), y, names, scale=((0.5,) * 3, (0.25,) * 3), domains=groups
+    )
+
+
 WORDS, LENGTH = 30_000, 64
 """AG_NEWS: the most frequent words that are told apart, and how many words of an article are read."""
 
@@ -354,6 +366,7 @@ DATASETS: dict[str, Callable[[Path], Dataset]] = {
     "svhn": _svhn,
     "cifar10": _cifar10,
     "cifar100": _cifar100,
+    "mnist-cifar10": _mnist_cifar10,
     "tiny-imagenet": _tiny_imagenet,
     "femnist": _femnist,
     "shakespeare": _shakespeare,

@@ -152,7 +152,7 @@ class Scenario:
     """partition: which samples each client holds. permutes: whether each client's labels are permuted in its own way.
 
     groups: "domains" or "superclasses" of the data set; each group has as many clients as the others, one after
-    another, is dealt out evenly to them, and its labels are numbered within it.
+    another, is dealt out evenly to them, and its labels are numbered within it. "halves": the twins, see `_twins`.
     owned: the data set must say whose each sample is; the test samples are drawn regardless of class.
     """
 
@@ -177,6 +177,9 @@ SCENARIOS = {
     "pathological": Scenario(pathological, "every client with S classes"),
     "domains": Scenario(iid, "groups of clients with classes of their own, labels permuted", True, "domains"),
     "superclasses": Scenario(iid, "groups of clients with one superclass each", groups="superclasses"),
+    "twins": Scenario(
+        iid, "1 and 2: partitions of half of the labels; 3: 2 with labels permuted; 4: the other half", groups="halves"
+    ),
     "natural": Scenario(natural, "every client one writer or speaker", owned=True),
 }
 
@@ -190,6 +193,9 @@ def groups_of(data: Dataset, scenario: str) -> Groups | None:
     kind = SCENARIOS[scenario].groups
     if kind is None:
         return None
+    if kind == "halves":
+        half = len(data.classes) // 2
+        return {"first half": tuple(range(half)), "second half": tuple(range(half, 2 * half))}
     groups: Groups = getattr(data, kind)
     if not groups:
         raise ValueError(f"scenario={scenario!r}: the data set {data.name} has no {kind}")
@@ -229,6 +235,8 @@ def _shares(
     groups = groups_of(data, scenario)
     if groups is None:
         return chosen.partition(data, clients, rng, options), [tuple(range(len(data.classes)))] * clients
+    if chosen.groups == "halves":
+        return _twins(data, clients, rng, groups)
     each, rest = divmod(clients, len(groups))
     if rest or not each:
         raise ValueError(f"clients={clients}, must be a multiple of {len(groups)}, the {chosen.groups} of {data.name}")
@@ -237,6 +245,28 @@ def _shares(
         members = np.flatnonzero(np.isin(y, labels))
         shares += [members[part] for part in _deal(y[members], each, rng)]
     return shares, [labels for labels in groups.values() for _ in range(each)]
+
+
+def _twins(
+    data: Dataset, clients: int, rng: np.random.Generator, groups: Groups
+) -> tuple[list[np.ndarray], list[tuple[int, ...]]]:
+    """The four clients behind Factorized-FL's Figures 1 and 4 (2 and 4 of the arXiv version): partitions 1 and 2 of one
+    domain, partition 2 again (its labels will be permuted), and as many samples of another domain.
+
+    The domains are the first and the second half of the labels: those of MNIST and CIFAR-10 in mnist-cifar10.
+    """
+    if clients != 4:
+        raise ValueError(f"clients={clients}, must be 4 in the scenario 'twins'")
+    y = data.y.numpy()
+    first, second = (np.flatnonzero(np.isin(y, labels)) for labels in groups.values())
+    one, two = (first[part] for part in _deal(y[first], 2, rng))
+    other = second[_deal(y[second], 2, rng)[0]]
+    near, far = groups.values()
+    return [one, two, two, other], [near, near, near, far]
+
+
+TWIN = 2
+"""Which of the twins has its labels permuted."""
 
 
 def make_clients(
@@ -298,7 +328,9 @@ def make_clients(
             )
         new = torch.zeros(len(data.classes), dtype=torch.int64)
         new[list(labels)] = torch.tensor(
-            label_permutation(client, len(labels)) if chosen.permutes else range(len(labels))
+            label_permutation(client, len(labels))
+            if chosen.permutes or (chosen.groups == "halves" and client == TWIN)
+            else range(len(labels))
         )
         stratum = np.zeros(len(share)) if chosen.owned else y[share]
         parts = hold_out(stratum, test_fraction, np.random.default_rng([seed, 1, client]))

@@ -217,6 +217,11 @@ class Federation:
         return self._exchange.uploaded
 
     @property
+    def keys(self) -> list[str]:
+        """The names of what similarity is measured on."""
+        return self._exchange.keys
+
+    @property
     def wire(self) -> Wire:
         """How tensors are encoded between clients and server."""
         return self._exchange.wire
@@ -533,6 +538,32 @@ class Federation:
                 f" (layers 1 … {layers})"
             )
         return mixing.cosine(self.states.load(range(len(self)), names=[roles[name]])[roles[name]])
+
+    def key(self) -> Tensor:
+        """What the method compares of each client as one vector, [K, d]; d is 0 for a method without similarity."""
+        names = None if self._exchange.measured else self.keys
+        state = self._exchange.keyed(self.states.load(range(len(self)), names=names))
+        return torch.cat([torch.empty(len(self), 0), *(state[name].flatten(1).cpu() for name in self.keys)], dim=1)
+
+    def mixing_matrix(self) -> Tensor:
+        """The weights `Strategy.weights` gives the next download, float64 [K, K]; a client that did not report last is
+        a row and a column of zeros. Methods that mix by other means (see `Strategy.mix`) may not use it."""
+        matrix = torch.zeros(len(self), len(self), dtype=torch.float64)
+        if self.shared and self.last is not None:
+            at = torch.tensor(self.last.clients)
+            matrix[at[:, None], at] = (
+                self.method.weights(self._uploads(self.last, None, dict(self.memory))).double().cpu()
+            )
+        return matrix
+
+    def encode(self, x: Tensor, client: int | None = None) -> Tensor:
+        """What the classifier of each client (or of one) gets to see of x [n, …], in eval mode: [K or 1, n, d]."""
+        rows = range(len(self)) if client is None else [client]
+        return self._exchange.encoder(self.states.load(rows), x.to(self.device))
+
+    def accuracies(self, state: State) -> list[float]:
+        """The accuracy of other tensors [K, …] in place of the clients' own, on the test samples of each."""
+        return self._trainer.evaluate(state, [one.test for one in self._data])
 
     def save(self, directory: str | Path) -> None:
         """Write the run directory: configuration, rows, ledger and a checkpoint of this round.
