@@ -1,8 +1,8 @@
 """FedFac's simulation (§4.3): how well each way to split the hidden units does, and whether the split is found.
 
 `python bench/simulation.py FILE [--clients 100 --rounds 20 --seeds 3]` runs the settings of Figures 6 and 7 and writes
-FILE as JSON: test accuracy of the five decompositions, the share of units that dynamic FedFac leaves in their state from
-round to round, and how much of the true split factor analysis finds in the true parameters (the oracle).
+FILE as JSON: test accuracy of the five decompositions, the share of units that dynamic FedFac leaves in their state
+from round to round, and how much of the true split factor analysis finds in the true parameters (the oracle).
 """
 
 import argparse
@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ def run(p: float, alpha: float, seed: int, options: argparse.Namespace) -> dict:
         rounds = [fed.history.of(r) for r in range(1, options.rounds + 1)]
         row["accuracy"][name] = [statistics.mean(r["accuracy"] for r in rows) for rows in rounds]
         if name == "dynamic":
-            row["unchanged"] = [agreement(a, b) for a, b in zip(masks, masks[1:], strict=False)]
+            row["unchanged"] = [agreement(a, b) for a, b in pairwise(masks)]
     return row
 
 

@@ -454,7 +454,7 @@ class Federation:
 
     def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
         """The accuracy of each client on its own test set, after the adaptation the strategy asks for (on a copy)."""
-        if any(phase.adapts for phase in self.method.phases(self.settings["epochs"])):
+        if self.method.schedule(self.settings["epochs"], adapts=True):
             work = take(work, range(len(clients)))
             self._train(round, clients, work, None, adapts=True)
         return self._trainer_of(round).evaluate(work, [self._data[k].test for k in clients])
@@ -463,7 +463,7 @@ class Federation:
         self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
     ) -> tuple[list[float], list[float]]:
         losses, seconds = [], []
-        phases = [phase for phase in self.method.phases(self.settings["epochs"]) if phase.adapts == adapts]
+        phases = self.method.schedule(self.settings["epochs"], adapts)
         purpose = "adapt" if adapts else "order"
         for begin in range(0, len(clients), self.cohort):
             chunk = clients[begin : begin + self.cohort]

@@ -53,7 +53,8 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
     ledger, first, round = Ledger(), len(fed), fed.round + 1
     places = range(first, first + len(clients))
     work = take(fed.initial, [0] * len(clients))
-    phases = fed.method.phases(epochs or fed.settings["epochs"])
+    epochs = epochs or fed.settings["epochs"]
+    phases = fed.method.schedule(epochs, adapts=False)
     memory = _download(fed, round, list(places), work, ledger, data)
     got = take(work, range(len(clients)))
     if how == "local-train":
@@ -63,9 +64,9 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
             stays = masks[name].view(-1, *[1] * (work[name].dim() - 2)) if name in masks else torch.tensor(True)
             work[name] = torch.where(stays.to(fed.device), got[name], work[name])
     elif how == "fine-tune":
-        _train(fed, work, data, round, places, [phase for phase in phases if not phase.adapts])
+        _train(fed, work, data, round, places, phases)
     evaluated = take(work, range(len(clients)))
-    if adapting := [phase for phase in phases if phase.adapts]:
+    if adapting := fed.method.schedule(epochs, adapts=True):
         _train(fed, evaluated, data, round, places, adapting, "adapt")
     up, down = ledger.by_client("up"), ledger.by_client("down")
     return Newcomers(
@@ -117,8 +118,6 @@ def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Te
     shared, kept = set(fed.shared), []
     masks = {name: mask.to(fed.device) for name, mask in masks.items()}
     for phase in phases:
-        if phase.adapts:
-            continue
 
         def trains(info, phase=phase):
             return phase.trains(info) and (info.name not in shared or info.name in masks)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastfact.convert import factorize, factorized_layers
-from fastfact.federation import mixing
+from fastfact.federation import mixing, statistics
 from fastfact.federation.cohort import State, TensorInfo
 from fastfact.specs import Spec
 
@@ -93,6 +93,9 @@ class Strategy:
     l1: λ on μ; method "proximal" (soft threshold) or "subgradient" (see `ff.optim.ProxSGD`).
     after_mix: what happens to μ after a mix, which leaves the union of supports: "none"; "support", each client keeps
     only the positions of its own upload; "threshold", entries with |μ| < l1 are set to zero.
+    recalibrate: before each evaluation, batch-norm's running statistics are computed anew from the client's training
+    samples, on the copy that is evaluated (see `statistics.recalibrate`). Where weights are mixed and the statistics
+    stay with the client, they lag behind the mixed weights unless a round has some fifty local steps.
     classifier: path of the classifier if it is not the last layer with a weight.
     whole: paths of layers that `spec` leaves as they are (shell wildcards, see `ff.factorize`).
     """
@@ -109,6 +112,7 @@ class Strategy:
     l1: float = 0.0
     l1_method: str = "proximal"
     after_mix: str = "none"
+    recalibrate: bool = False
     classifier: str | None = None
     whole: Sequence[str] = ()
 
@@ -183,6 +187,13 @@ class Strategy:
         Raises ValueError for a number of epochs the method's settings do not fit.
         """
         return [Phase(epochs)]
+
+    def schedule(self, epochs: int, adapts: bool) -> list[Phase]:
+        """The phases of local training, or those that adapt the copies that are evaluated."""
+        some = [phase for phase in self.phases(epochs) if phase.adapts == adapts]
+        if adapts and self.recalibrate:
+            some.append(Phase(0, update=statistics.recalibrate, adapts=True))
+        return some
 
     def weights(self, uploads: Uploads) -> Tensor:
         """The row-stochastic mixing matrix [m, m] over the clients that reported."""
