@@ -78,7 +78,8 @@ class Build(BuildExtension):
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
         extension.include_dirs += cpp_extension.include_paths(device_type="cuda")
         extension.library_dirs += cpp_extension.library_paths(device_type="cuda")
-        extension.libraries += ["torch_cpu", "c10", "cudart"]
+        # linked statically, as nvcc does: the library must not need the toolkit's libcudart at run time
+        extension.libraries += ["torch_cpu", "c10", "cudart_static", "rt", "dl", "pthread"]
         extension.define_macros += [("USE_CUDA", None)]
         extension.extra_link_args += ["-Wl,--no-as-needed", "-ltorch_cuda"]
         extension.extra_compile_args = {"cxx": CXX, "nvcc": ["-O3"]}

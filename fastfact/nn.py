@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastfact import cost, ops, sparsity
-from fastfact.ops.common import is_mapped, transforming
+from fastfact.ops.common import is_channels_last, is_mapped, transforming
 from fastfact.specs import LowRank, Rank1, Spec
 
 PATHS = ("auto", "reconstruct", "factored")
@@ -34,8 +34,8 @@ class FactorizedLayer(nn.Module):
     "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
     convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
-    σ serves them all, and only A and B take part in each client's own. "auto" takes it on a GPU: for clients, and for
-    `Rank1(sparse=False)`, which there is a depthwise and a 1×1 convolution in one kernel.
+    σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
+    is two smaller convolutions. "auto" takes it on a GPU, for clients and for `Rank1(sparse=False)`.
     """
 
     spec: Spec
@@ -224,7 +224,7 @@ class FactorizedLayer(nn.Module):
         )
         if transforming():
             return cost.factored_nominal(*self._work(None, False, training, x.dtype))
-        return cost.factored(self._work(tuple(x.shape), _is_channels_last(x), training, x.dtype))
+        return cost.factored(self._work(tuple(x.shape), is_channels_last(x), training, x.dtype))
 
     def _work(
         self, shape: tuple[int, ...] | None, channels_last: bool, training: bool, dtype: torch.dtype
@@ -351,7 +351,7 @@ class FactorizedConv2d(FactorizedLayer):
             if not own.is_cuda or torch.compiler.is_compiling():
                 return False
             mapped = any(p is not None and is_mapped(p) for p in self._parameters.values())
-            two_parts = isinstance(self.spec, Rank1) and self.spec.layout == "spatial" and not self.spec.sparse
+            two_parts = isinstance(self.spec, Rank1) and self.spec.layout != "view" and not self.spec.sparse
             return (mapped or two_parts) and self._why_not_fused() is None
         if self.path == "fused" and (why_not := self._why_not_fused()):
             raise ValueError(f'path="fused": {why_not}')
@@ -368,22 +368,37 @@ class FactorizedConv2d(FactorizedLayer):
         if not fused:
             return ops.factored_conv2d(x, *self._parts(), size=self.size, **how)
         spec = self.spec
+        if isinstance(spec, Rank1) and spec.layout == "kernel" and not spec.sparse:
+            return ops.separable_conv2d(x, self.u, self.v, bias=self.bias, size=self.size, **how)
         if isinstance(spec, Rank1):
             return ops.fused_conv2d(x, *self._parts(), layout=spec.layout, size=self.size, **how)
-        separable = isinstance(spec, LowRank) and spec.layout == "separable" and self.groups == 1
-        if separable and is_mapped(self.A) and not is_mapped(self.sigma):
+        if self._shares_sigma(x):
             o, i, kh, kw = self.size
             down, across = self.B.mT.unflatten(-1, (i, kh)), (spec.scaling * self.A).unflatten(-1, (o, kw))
             y = F.conv2d(x, self.sigma, None, **how) + ops.separable_conv2d(x, down, across, size=self.size, **how)
             return y if self.bias is None else y + self.bias[:, None, None]
-        return ops.fused_conv2d(x, mu=self._weight(_is_channels_last(x)), bias=self.bias, size=self.size, **how)
+        return ops.fused_conv2d(x, mu=self._weight(is_channels_last(x)), bias=self.bias, size=self.size, **how)
+
+    def _shares_sigma(self, x: Tensor) -> bool:
+        """Whether clients of `vmap` share σ, and σ and BA apart cost less than each client's own W.
+
+        In units of one convolution with W, forward and backward: W made costs 3, and 3 r / m to make it and to reduce
+        its gradient, for m pixels; σ costs 2 as it has no gradient, and the factors 3 r (1 / (o kw) + 1 / (i kh)).
+        """
+        if not isinstance(self.spec, LowRank) or self.spec.layout != "separable" or self.groups > 1:
+            return False
+        if not is_mapped(self.A) or is_mapped(self.sigma):
+            return False
+        o, i, kh, kw = self.size
+        pixels = x.shape[0] * x.shape[2] * x.shape[3] / (self.stride[0] * self.stride[1])
+        return self.A.shape[0] * (1 / (o * kw) + 1 / (i * kh) - 1 / pixels) < 1 / 3
 
     def forward(self, x: Tensor) -> Tensor:
         fused = self._fused()
         if fused or self._factored(x):
             y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
             return y if x.dim() == 4 else y.squeeze(0)
-        weight = self._weight(None if self.spec.dense in self._parameters else _is_channels_last(x))
+        weight = self._weight(None if self.spec.dense in self._parameters else is_channels_last(x))
         if self.padding_mode != "zeros":
             return nn.Conv2d._conv_forward(self, x, weight, self.bias)
         return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
@@ -440,10 +455,6 @@ class FactorizedLinear(FactorizedLayer):
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")

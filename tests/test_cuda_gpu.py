@@ -120,7 +120,15 @@ def clients_of(layer, k, x_shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "spec",
-    [ff.Rank1(), ff.Rank1(layout="kernel", rank=2), ff.Rank1(sparse=False), ff.LowRank(0.3), ff.Hadamard()],
+    [
+        ff.Rank1(),
+        ff.Rank1(layout="kernel", rank=2),
+        ff.Rank1(sparse=False),
+        ff.Rank1(layout="kernel", sparse=False),
+        ff.LowRank(0.05),
+        ff.LowRank(0.6),
+        ff.Hadamard(),
+    ],
     ids=str,
 )
 def test_layers_of_many_clients(spec, dtype):

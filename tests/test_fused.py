@@ -135,14 +135,15 @@ def test_where_there_is_no_fused_path():
         layer.path = "fused"
 
 
-def test_low_rank_layers_that_share_sigma_run_it_once(monkeypatch):
-    """Under vmap with σ not mapped, σ meets all clients in one ungrouped convolution."""
+@pytest.mark.parametrize(("ratio", "once"), [(0.1, True), (0.9, False)])
+def test_low_rank_layers_that_share_sigma_run_it_once(ratio, once):
+    """Under vmap with σ not mapped, σ meets all clients in one ungrouped convolution, unless B A costs more than W."""
     torch.manual_seed(0)
-    layer = ff.nn.FactorizedConv2d(4, 6, 3, padding=1, bias=False, spec=ff.LowRank(0.5)).double()
+    layer = ff.nn.FactorizedConv2d(8, 10, 3, padding=1, spec=ff.LowRank(ratio)).double()
     layer.path = "fused"
     factors = {name: p.detach() for name, p in layer.named_parameters()}
     personal = {name: torch.randn(3, *factors[name].shape, dtype=torch.float64) for name in ("A", "B")}
-    x = torch.randn(3, 2, 4, 5, 5, dtype=torch.float64)
+    x = torch.randn(3, 2, 8, 5, 5, dtype=torch.float64)
     seen = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -156,7 +157,21 @@ def test_low_rank_layers_that_share_sigma_run_it_once(monkeypatch):
 
     with Watch():
         y = torch.func.vmap(run)(personal, x)
-    assert ((6, 4, 5, 5), 1) in seen
+    assert (((6, 8, 5, 5), 1) in seen) == once
     for k in range(3):
         weight = ops.lowrank_weight(factors["sigma"], personal["A"][k], personal["B"][k], layer.size)
-        torch.testing.assert_close(y[k], F.conv2d(x[k], weight, padding=1))
+        torch.testing.assert_close(y[k], F.conv2d(x[k], weight, layer.bias, padding=1))
+
+
+@pytest.mark.parametrize("spec", [ff.Rank1(), ff.Rank1(sparse=False), ff.LowRank(), ff.Hadamard()])
+@pytest.mark.parametrize("path", ["reconstruct", "fused"])
+def test_channels_last_layers_under_vmap(spec, path):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedConv2d(4, 6, 3, spec=spec).double().to(memory_format=torch.channels_last)
+    layer.path = path
+    state = {n: torch.stack([p.detach(), 2 * p.detach()]) for n, p in layer.named_parameters()}
+    x = torch.randn(2, 3, 5, 5, 4, dtype=torch.float64).movedim(-1, 2)
+    y = torch.func.vmap(lambda state, x: torch.func.functional_call(layer, state, (x,)))(state, x)
+    for k in range(2):
+        alone = torch.func.functional_call(layer, {n: t[k] for n, t in state.items()}, (x[k],))
+        torch.testing.assert_close(y[k], alone)

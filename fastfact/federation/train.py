@@ -432,11 +432,40 @@ def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
 def cohort_for(model: nn.Module, sample: Tensor, batch_size: int) -> int:
     """How many clients to train together where the user leaves it open; `sample` is one x without the batch axis.
 
-    A rule and not a timing, so that a run repeats. What batching saves is the cost of a call, so it pays while a step
-    is small: measured on one CPU thread 3–7 times faster for 650 to 13,000 parameters, even at 30,000 to 55,000,
-    slower above, as soon as the tensors of the cohort leave the cache.
+    A rule and not a timing, so that a run repeats. What batching saves is the cost of a call, so on a CPU it pays while
+    a step is small: measured on one thread 3–7 times faster for 650 to 13,000 parameters, even at 30,000 to 55,000,
+    slower above, as soon as the tensors of the cohort leave the cache. On a GPU it always pays; there the cohort takes
+    half of the device's memory at most (see `memory_cohort`).
     """
+    device = next((p.device for p in model.parameters()), sample.device)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return memory_cohort(model, sample, batch_size, memory // 2)
     parameters = sum(p.numel() for p in model.parameters())
     if parameters > 20_000 or sample.numel() * batch_size > 1 << 16:
         return 1
     return min(64, (1 << 19) // parameters)
+
+
+def memory_cohort(model: nn.Module, sample: Tensor, batch_size: int, memory: int) -> int:
+    """How many clients, 1 to 256, fit into `memory` bytes in a training step.
+
+    A client takes its state, the download it started from, momentum, gradient, and as much again for the weights made
+    from factors, and twice what autograd keeps of a forward pass: the tensors and their gradients.
+    """
+    kept = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model(sample.to(next(model.parameters()).device).expand(batch_size, *sample.shape))
+    finally:
+        model.train(training)
+    state = sum(t.numel() * t.element_size() for t in tensors_of(model).values())
+    return max(1, min(256, memory // (6 * state + 2 * kept)))

@@ -48,6 +48,22 @@ def is_mapped(tensor: Tensor) -> bool:
     return False
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Whether a tensor of four dimensions lies channels_last in memory, and not contiguous as well.
+
+    By its strides: under `vmap` PyTorch answers no question about memory formats.
+    """
+    if x.dim() != 4 or x.is_contiguous():
+        return False
+    expected = 1
+    for d in (1, 3, 2, 0):
+        if x.shape[d] != 1:
+            if x.stride(d) != expected:
+                return False
+            expected *= x.shape[d]
+    return True
+
+
 def must_be_plain() -> bool:
     """Whether an op must be made of plain PyTorch: torch.compile loses the gradient of an autograd.Function inside
     torch.func.grad (and fuses plain PyTorch there).

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastfact import reference
 from fastfact.backends import implementation
-from fastfact.ops.common import call, check, fold, must_be_plain, transforming, unfold, with_clients
+from fastfact.ops.common import call, check, fold, is_channels_last, must_be_plain, transforming, unfold, with_clients
 from fastfact.reference import LAYOUTS
 
 
@@ -136,10 +136,9 @@ def _layout(op: str, layout: str, allowed: tuple[str, ...]) -> int:
 
 def follows_channels_last(dense: Tensor | None) -> bool:
     """Whether `dense` [(k,) o, i, kh, kw] is laid out channels_last (and not contiguous as well)."""
-    if dense is None or dense.dim() < 4 or dense.is_contiguous():
+    if dense is None or dense.dim() < 4:
         return False
-    one = dense[0] if dense.dim() == 5 else dense
-    return one.is_contiguous(memory_format=torch.channels_last)
+    return is_channels_last(dense[0] if dense.dim() == 5 else dense)
 
 
 def rank1_weight(

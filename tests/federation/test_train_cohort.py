@@ -70,3 +70,16 @@ def test_what_is_frozen_and_shared_goes_in_once(make, monkeypatch):
     for name, tensor in alone.states.state.items():
         torch.testing.assert_close(fed.states.state[name], tensor, msg=name)
     assert isinstance(fed, ff.Federation)
+
+
+def test_the_cohort_that_fits_into_memory(make):
+    model = make.cnn()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    sample = torch.zeros(1, 6, 6, dtype=torch.float64)
+    state = sum(8 * t.numel() for t in model.state_dict().values())
+    fits = [train.memory_cohort(model, sample, batch, 10**7) for batch in (1, 4, 16)]
+    assert 256 >= fits[0] > fits[1] > fits[2] > 1
+    # each convolution keeps at least its input: 36 and 4 · 36 numbers an image
+    assert fits[2] <= 10**7 // (6 * state + 2 * 8 * 16 * 5 * 36)
+    assert train.memory_cohort(model, sample, 16, 1) == 1 and train.memory_cohort(model, sample, 1, 10**12) == 256
+    assert model.training and all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
