@@ -32,6 +32,8 @@ OPS = (
 )
 # Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
 CONV_OPS = tuple(f"{op}{part}" for op in ("factored_conv2d", "fused_conv2d") for part in ("", "_dx", "_dw"))
+# The server's step: the CPU library serves these, and the reference where it is missing.
+SERVER_OPS = ("similarity_sums", "srht")
 NAMES = ("reference", "cpu", "cuda", "triton")
 
 
@@ -72,7 +74,7 @@ def loaded(name: str) -> bool:
 
 def load() -> None:
     """Load the compiled libraries; called once, after the op schemas are defined."""
-    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CONV_OPS})
+    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CONV_OPS + SERVER_OPS})
     _LIBRARIES["cpu"] = _load_library("cpu")
     _LIBRARIES["cuda"] = (
         _load_library("cuda") if torch.version.cuda else Backend(False, "this build of PyTorch has no CUDA")
@@ -144,6 +146,7 @@ def use_backend(name: str) -> Iterator[None]:
     else:
         module = reference if name == "reference" else importlib.import_module("fastfact.kernels")
         table = {op: getattr(module, op) for op in OPS + CONV_OPS}
+        table |= {op: getattr(reference, op) for op in SERVER_OPS}
     before, _serving = _serving, table
     try:
         yield

@@ -55,6 +55,8 @@ HELP = {
     "warmup": "Rounds with dense μ; after them it is pruned and trains on its support [default: all rounds].",
     "target_density": "Fraction of μ of each layer that is kept after --warmup.",
     "regrow_every": "Rounds between changes of the support after --warmup [default: never].",
+    "sketch": "Factorized-FL and SimFed match clients by sketches of so many bytes, 0 for v itself; others ignore it"
+    " [default: the method's].",
     "participation": "Fraction of the clients that take part in a round.",
     "model": "Network, see `fastfact info`.",
     "width": "Width multiplier of the network.",
@@ -100,6 +102,7 @@ class Config:
     warmup: int | None = None
     target_density: float | None = None
     regrow_every: int | None = None
+    sketch: int | None = None
     participation: float = 1.0
     model: str = "resnet9"
     width: float = 0.25
@@ -238,6 +241,8 @@ def strategy(config: Config) -> Strategy:
         own["whole"] = models.MODELS[config.model].whole
     if config.init_from is not None and "init" in {f.name for f in fields(STRATEGIES[config.method])}:
         own["init"] = "svd"
+    if config.sketch is not None and hasattr(STRATEGIES[config.method], "sketch"):
+        own["sketch"] = config.sketch
     if data.SCENARIOS[config.scenario].permuted:
         own |= dict.fromkeys(KEPT, False)
     made = methods.make(config.method, **own | config.settings.get(config.method, {}))

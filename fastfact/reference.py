@@ -328,3 +328,62 @@ def factored_conv2d_dw(
 def separable_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups) -> Tensor:
     """`fused_conv2d` in the layout "kernel", u [k, r, i, kh] and v [k, r, groups·o, kw], μ in compact form or None."""
     return fused_conv2d(x, u, v, values, index, bias, KERNEL, size, False, stride, padding, dilation, groups)
+
+
+def similarity_sums(
+    keys: Tensor,
+    uploads: list[Tensor],
+    valid: Tensor | None,
+    first: int,
+    rows: int,
+    epsilon: float,
+    tau: float,
+    count: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """(Σ_i e_ki x_i for each x [m, n] of `uploads`, the number of i that clients k = first … first + rows − 1 match).
+
+    keys [m, d], σ_ki = cos(keys_k, keys_i), which is 0 for a key of norm 0 and NaN for one that is not finite;
+    e_ki = exp(ε (σ_ki − 1)) for the i ≠ k with σ_ki ≥ τ, else 0. Sums [rows, n] in the dtype of the uploads, counts
+    int64 [rows] (of the `valid` i, bool [m]; without elements unless asked for).
+    """
+    own = torch.arange(first, first + rows, device=keys.device)
+    sums, counts = [x.new_empty(rows, x.shape[1]) for x in uploads], own.new_empty(rows if count else 0)
+    unit = keys.double() if keys.dtype == torch.int8 else keys
+    unit = unit / unit.abs().amax(1, keepdim=True) if keys.shape[1] else unit
+    norm = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
+    unit = torch.where((keys == 0).all(1, keepdim=True), 0.0, unit / norm)
+    # A panel of rows at a time: no K × K matrix.
+    for begin in range(0, rows, 512):
+        k = own[begin : begin + 512]
+        sigma = (unit[k] @ unit.T).clamp(max=1)
+        matched = sigma >= tau
+        matched[torch.arange(len(k)), k] = False
+        weights = torch.where(matched, torch.exp(epsilon * (sigma - 1)), 0.0)
+        for out, x in zip(sums, uploads, strict=True):
+            out[begin : begin + 512] = weights.to(x.dtype) @ x
+        if count:
+            counts[begin : begin + 512] = (matched if valid is None else matched & valid).sum(1)
+    return sums, counts
+
+
+def srht(x: Tensor, signs: Tensor, rows: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
+    """(S x for each x of [k, d], scale): the subsampled randomized Hadamard transform S = (1 / √m) P H D.
+
+    D the diagonal of `signs` (int8 [d], ±1), H the Walsh–Hadamard matrix (natural order, entries ±1) of the next power
+    of two, P the selection of its `rows` (int64 [m]). [k, m] in float32 (float64 of float64). With `quantize` int8, and
+    scale float32 [k] = max|Sx| / 127 to restore it; else scale has no elements.
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    k, d = x.shape
+    n = 1 << max(d - 1, 0).bit_length()
+    y, half = torch.nn.functional.pad(x.to(compute) * signs, (0, n - d)), 1
+    while half < n:
+        low, high = y.view(k, n // (2 * half), 2, half).unbind(2)
+        y = torch.stack((low + high, low - high), 2)
+        half *= 2
+    y = y.reshape(k, n)[:, rows] / len(rows) ** 0.5
+    if not quantize:
+        return y, x.new_empty(0, dtype=torch.float32)
+    scale = y.abs().amax(1).float() / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    return (y * inverse[:, None]).round().clamp(-127, 127).to(torch.int8), scale

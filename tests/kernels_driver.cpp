@@ -311,6 +311,80 @@ void bitmap(Value type) {
   }
 }
 
+template <class T>
+void similarity() {
+  constexpr bool kHalf = sizeof(T) == 2;  // stands for int8 keys: their products are int32
+  using C = Compute<T>;
+  const int64_t rows = pick_int(0, 40), columns = pick_int(0, 90), own = pick_int(-60, 60);
+  const double epsilon = one_of({0, 1, 20}), tau = one_of({-1, 0, 1}) * 0.5;
+  std::vector<C> tile(rows * columns);
+  std::vector<double> row_inverse(rows), column_inverse(columns), wanted(rows * columns);
+  std::vector<uint8_t> row_valid(rows), column_valid(columns);
+  for (double& x : row_inverse) x = pick_int(0, 9) / 300.0;
+  for (double& x : column_inverse) x = pick_int(1, 9) / 300.0;
+  for (uint8_t& x : row_valid) x = pick_int(0, 1);
+  for (uint8_t& x : column_valid) x = pick_int(0, 1);
+  std::vector<int64_t> row_counts(rows, 5), column_counts(columns, 7), rows_true(row_counts),
+      columns_true(column_counts);
+  const bool masked = pick_int(0, 1), mirrored = pick_int(0, 1);
+  bool any = false;
+  for (int64_t at = 0; at < rows * columns; ++at) {
+    const int64_t r = at / columns, c = at % columns;
+    int32_t product = pick_int(-1000, 1000);
+    double cosine = product * row_inverse[r] * column_inverse[c];
+    // so near to tau rounding would decide; 0 is exact
+    if (std::abs(cosine - tau) < 1e-5) product = 0, cosine = 0;
+    if (kHalf) {
+      std::memcpy(&tile[at], &product, 4);
+    } else {
+      tile[at] = product;
+    }
+    const bool matched = r + own != c && cosine >= tau;
+    wanted[at] = matched ? std::exp(epsilon * (std::min(cosine, 1.0) - 1)) : 0;
+    any = any || matched;
+    rows_true[r] += matched && (!masked || column_valid[c]);
+    columns_true[c] += mirrored && matched && (!masked || row_valid[r]);
+  }
+  const bool some = similarity_weights(
+      {kHalf ? Type::f32 : kType<T>, kHalf, rows, columns, tile.data(), row_inverse.data(), column_inverse.data(), own,
+       epsilon, tau, masked ? row_valid.data() : nullptr, masked ? column_valid.data() : nullptr, row_counts.data(),
+       mirrored ? column_counts.data() : nullptr},
+      threads);
+  if (some != any) fail("similarity any", 0, some, any);
+  for (int64_t at = 0; at < rows * columns; ++at) {
+    if (!(std::abs(tile[at] - wanted[at]) <= 1e-5)) fail("similarity", at, tile[at], wanted[at]);
+  }
+  if (row_counts != rows_true || column_counts != columns_true) fail("similarity counts", 0, 0, 0);
+}
+
+template <class T>
+void sketch() {
+  const int64_t clients = pick_int(0, 4), n = one_of({1, 2, 7, 16, 70, 2048, 5000}), m = pick_int(1, 40);
+  int64_t points = 1;
+  while (points < n) points *= 2;
+  Input<T> x(1, clients * n);
+  std::vector<int8_t> signs(n), integers(clients * m);
+  std::vector<int64_t> rows(m);
+  for (int8_t& sign : signs) sign = pick_int(0, 1) ? 1 : -1;
+  for (int64_t& row : rows) row = pick_int(0, points - 1);
+  std::vector<Compute<T>> out(clients * m, NAN);
+  std::vector<float> scale(clients, NAN);
+  std::vector<Sum> wanted(clients * m);
+  for (int64_t at = 0; at < clients * m; ++at) {
+    for (int64_t j = 0; j < n; ++j) {
+      const double sign = __builtin_popcountll(rows[at % m] & j) % 2 ? -1 : 1;
+      wanted[at].add(sign * signs[j] * x(0, at / m * n + j) / std::sqrt(double(m)));
+    }
+  }
+  srht({kType<T>, clients, n, m, x.data.data(), signs.data(), rows.data(), out.data(), nullptr}, threads);
+  compare("srht", out, wanted);
+  srht({kType<T>, clients, n, m, x.data.data(), signs.data(), rows.data(), integers.data(), scale.data()}, threads);
+  for (int64_t at = 0; at < clients * m; ++at) {
+    const double step = scale[at / m], got = integers[at] * step;
+    if (!(std::abs(got - wanted[at].value) <= 0.51 * step + 1e-5)) fail("srht int8", at, got, wanted[at].value);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -326,6 +400,8 @@ int main(int argc, char** argv) {
       bitmap<T, float>(Value::f32);
       bitmap<T, BFloat16>(Value::bf16);
       bitmap<T, int8_t>(Value::i8);
+      similarity<T>();
+      sketch<T>();
     });
   }
   std::printf("%s ok\n", instruction_set());

@@ -236,3 +236,80 @@ def damaged_bitmap(impl, device):
         impl.unpack_bitmap(bits, values[:-1], scale, 12)
     bits[..., 1] |= 0xF0
     assert torch.equal(impl.unpack_bitmap(bits, values, scale, 12), x)
+
+
+def similarity(impl, dtype, device, m, d, widths, epsilon, tau, first, rows, masked, integers=False):
+    """similarity_sums against the reference; its counts exactly."""
+    keys = draw(m, d, dtype=dtype, device=device) + 0.5
+    if integers:
+        keys = (40 * keys).round().clamp(-127, 127).to(torch.int8)
+    if m > 3:
+        keys[3] = 0
+    uploads = [draw(m, n, dtype=dtype, device=device) for n in widths]
+    valid = torch.rand(m, device=device) < 0.7 if masked else None
+    # In the middle of the widest gap: a cosine that falls on the other side of τ by rounding would say nothing.
+    unit = torch.nn.functional.normalize(keys.double())
+    near = torch.cat([(unit @ unit.T).flatten(), keys.new_tensor([tau - 0.02, tau + 0.02], dtype=F64)]).sort().values
+    near = near[(near - tau).abs() < 0.021]
+    gap = near.diff().argmax()
+    tau = max(-1.0, (near[gap : gap + 2].sum() / 2).item())
+    settings = (valid, first, rows, epsilon, tau, True)
+    truths, counts = reference.similarity_sums(
+        keys if integers else keys.double(), [x.double() for x in uploads], *settings
+    )
+    plains, _ = reference.similarity_sums(keys, uploads, *settings)
+    bounds, _ = reference.similarity_sums(
+        keys if integers else keys.double(), [x.double().abs() for x in uploads], *settings
+    )
+    outs, counted = impl.similarity_sums(keys, uploads, *settings)
+    assert torch.equal(counted, counts)
+    for out, truth, plain, bound in zip(outs, truths, plains, bounds, strict=True):
+        assert out.shape == truth.shape and out.dtype == dtype and not out.isnan().any()
+        if out.numel():
+            # ε (σ − 1) carries the rounding of σ, which the plain cosine of few numbers may happen not to have.
+            allowed = 2 * (plain.double() - truth).abs().max() + (1 + epsilon) * ATOL[dtype] * bound.max()
+            assert (out.double() - truth).abs().max() <= allowed
+    assert impl.similarity_sums(keys, uploads, valid, first, rows, epsilon, tau, False)[1].numel() == 0
+
+
+# (m, d, widths, epsilon, tau, first, rows, masked)
+SIMILARITIES = [
+    (1, 4, (3,), 1.0, 0.0, 0, 1, False),
+    (37, 5, (1, 33), 1.0, -1.0, 0, 37, False),
+    (70, 19, (16,), 20.0, 0.31, 0, 70, True),
+    (131, 40, (7, 130), 5.0, 0.2, 30, 71, True),
+    (90, 64, (20,), 3.0, 0.2, 0, 17, False),
+    (66, 33, (), 3.0, 0.2, 50, 16, False),
+    (20, 300, (40,), 3.0, 0.2, 4, 0, False),
+]
+BIG_SIMILARITIES = [
+    (1500, 96, (90, 1100), 4.0, 0.15, 0, 1500, True),
+    (2300, 30, (17,), 1.0, -1.0, 600, 1200, False),
+]
+
+
+def sketch(impl, dtype, device, k, d, m):
+    """srht against the reference; integers up to a tie that a sum in another order decides differently."""
+    x = draw(k, d, dtype=dtype, device=device)
+    if k > 1:
+        x[1] = 0
+    points = 1 << (d - 1).bit_length()
+    signs = (2 * torch.randint(2, (d,), device=device) - 1).to(torch.int8)
+    rows = torch.randperm(points, device=device)[:m]
+    out, scale = impl.srht(x, signs, rows, False)
+    truth, _ = reference.srht(x.double(), signs, rows, False)
+    plain, _ = reference.srht(x, signs, rows, False)
+    assert out.shape == (k, m) and out.dtype == plain.dtype and scale.numel() == 0
+    # Each output sums d numbers: rounding is bounded by their magnitudes.
+    bound = torch.finfo(plain.dtype).eps * x.double().abs().sum(1).max() / m**0.5
+    assert (out.double() - truth).abs().max() <= 2 * (plain.double() - truth).abs().max() + 4 * bound
+    out, scale = impl.srht(x, signs, rows, True)
+    expected, right = reference.srht(x, signs, rows, True)
+    assert out.dtype == torch.int8 and scale.dtype == torch.float32
+    torch.testing.assert_close(scale, right, rtol=1e-5, atol=0)
+    different = (out.int() - expected.int()).abs()
+    assert different.max() <= 1 and different.float().mean() < 0.01
+
+
+# (k, d, m)
+SKETCHES = [(2, 1, 1), (3, 2, 2), (2, 5, 3), (3, 20, 32), (2, 100, 64), (2, 5000, 128), (1, 9000, 1000)]

@@ -202,6 +202,20 @@ def test_gradcheck_rank1(layout):
     assert torch.autograd.gradcheck(lambda u, v, mu: ops.rank1_weight(u, v, mu, layout=layout), tensors)
 
 
+@pytest.mark.parametrize("case", op_cases.SIMILARITIES + op_cases.BIG_SIMILARITIES, ids=str)
+@pytest.mark.parametrize("dtype", [F64, F32], ids=["f64", "f32"])
+def test_similarity_sums(dtype, case):
+    op_cases.similarity(Compiled(), dtype, CPU, *case)
+    if dtype == F32:
+        op_cases.similarity(Compiled(), dtype, CPU, *case, integers=True)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", op_cases.SKETCHES, ids=str)
+def test_srht(case, dtype):
+    op_cases.sketch(Compiled(), dtype, CPU, *case)
+
+
 def error(op, *args):
     with pytest.raises((ValueError, RuntimeError), match=op) as caught:
         getattr(torch.ops.fastfact, op)(*args)
@@ -232,6 +246,17 @@ def test_the_raw_ops_refuse_what_does_not_fit():
     assert "a momentum has shape" in error("prox_sgd_step", [u], [u], [v], [0.0], 0.1, 0.9, 0.0, True)
     assert "must have 3 dimensions" in error("pack_bitmap", u, 0)
     assert "value_type=3" in error("pack_bitmap", mu[0, 0], 3)
+    keys, valid = torch.zeros(4, 3), torch.ones(4, dtype=torch.bool)
+    assert "2 dimensions" in error("similarity_sums", keys[0], [], None, 0, 1, 1.0, 0.0, False)
+    assert "keys must be float32" in error("similarity_sums", keys.long(), [], None, 0, 4, 1.0, 0.0, False)
+    assert "uploads must be [4, n]" in error("similarity_sums", keys, [keys[1:]], None, 0, 4, 1.0, 0.0, False)
+    assert "uploads must be [4, n]" in error("similarity_sums", keys, [keys.double()], None, 0, 4, 1.0, 0.0, False)
+    assert "valid must be bool [4]" in error("similarity_sums", keys, [], valid[1:], 0, 4, 1.0, 0.0, False)
+    assert "first=2, rows=3 of 4" in error("similarity_sums", keys, [], None, 2, 3, 1.0, 0.0, False)
+    signs = torch.ones(3, dtype=torch.int8)
+    assert "signs must be int8 [3]" in error("srht", keys, signs[1:], torch.tensor([0]), True)
+    assert "rows has 4, must be 0 to 3" in error("srht", keys, signs, torch.tensor([0, 4]), True)
+    assert "x must be float32" in error("srht", keys.int(), signs, torch.tensor([0]), True)
     bits = torch.zeros(1, 2, 2, dtype=torch.uint8)
     assert "n=17" in error("unpack_bitmap", bits, torch.zeros(0), torch.zeros(0), 17)
     assert "scale has shape [3]" in error("unpack_bitmap", bits, torch.zeros(0), torch.zeros(3), 16)
@@ -250,6 +275,10 @@ def test_on_lesser_processors(capability, tmp_path):
         "        case.values[0](Compiled(), dtype, CPU)\n"
         "    op_cases.prox(Compiled(), dtype, CPU, 0.9, True)\n"
         "    op_cases.bitmap(Compiled(), dtype, CPU, torch.int8, 9001, 0.4)\n"
+        "    op_cases.sketch(Compiled(), dtype, CPU, *op_cases.SKETCHES[-1])\n"
+        "    if dtype.itemsize > 2:\n"
+        "        op_cases.similarity(Compiled(), dtype, CPU, *op_cases.SIMILARITIES[3])\n"
+        "op_cases.similarity(Compiled(), torch.float32, CPU, *op_cases.SIMILARITIES[3], integers=True)\n"
     )
     root = Path(__file__).parents[1]
     environment = {"ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": f"{root}:{root / 'tests'}", "PATH": "/usr/bin:/bin"}

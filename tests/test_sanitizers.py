@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-KERNELS = ("rank1", "lowrank", "hadamard", "prox", "bitmap", "isa")
+KERNELS = ("rank1", "lowrank", "hadamard", "prox", "bitmap", "similarity", "srht", "isa")
 SOURCES = [ROOT / "tests" / "kernels_driver.cpp", *(ROOT / "csrc" / "cpu" / f"{name}.cpp" for name in KERNELS)]
 FLAGS = [
     "-std=c++20",

@@ -125,6 +125,35 @@ void count_bits(const uint8_t* bits, int64_t rows, int64_t n, int64_t* offsets, 
 void unpack_values(const uint8_t* bits, const int64_t* offsets, int64_t rows, int64_t n, Value value,
                    const void* values, const float* scale, float* x, ParallelFor);
 
+// Products of keys [rows, columns] that become mixing weights in place.
+struct Similarity {
+  Type type;      // f32 or f64, of the weights
+  bool integers;  // the products are int32, of int8 keys, the weights f32
+  int64_t rows, columns;
+  void* tile;
+  const double *row_inverse, *column_inverse;  // 1 / norm of the keys
+  int64_t own;                                 // (r, r + own) is a client and itself, which has weight 0
+  double epsilon, tau;
+  const uint8_t *row_valid, *column_valid;  // null: all
+  int64_t *row_counts, *column_counts;      // the matches of each are added to these, where they are not null
+};
+// Returns whether any weight is not 0.
+bool similarity_weights(const Similarity& op, ParallelFor);
+// Σ x² of each row of keys [rows, n], of the type or int8.
+void squared_norms(Type type, bool integers, const void* keys, int64_t rows, int64_t n, double* out, ParallelFor);
+
+// Subsampled randomized Hadamard transforms of x [clients, n], n signs, of which m rows are kept.
+struct Srht {
+  Type type;  // of x
+  int64_t clients, n, m;
+  const void* x;
+  const int8_t* signs;
+  const int64_t* rows;
+  void* out;     // [clients, m]: int8 with a scale, else f32 (f64 where x is)
+  float* scale;  // [clients], or null
+};
+void srht(const Srht& op, ParallelFor);
+
 // Which instruction set the kernels use: "x86-64-v4", "x86-64-v3" or "baseline".
 const char* instruction_set();
 

@@ -103,7 +103,9 @@ class Exchange:
         }
         if limit is None:
             return reasons
-        norms = torch.stack([torch.linalg.vector_norm(t.flatten(1).double(), dim=1) for t in sent.values()]).norm(dim=0)
+        # A sketch in integers has no norm of its own.
+        floats = [t.flatten(1).double() for t in sent.values() if t.is_floating_point()]
+        norms = torch.stack([torch.linalg.vector_norm(t, dim=1) for t in floats]).norm(dim=0)
         return reasons | {
             k: f"the norm of its upload is {norm:.6g}, above {limit:g}"
             for k, norm in zip(clients, norms.tolist(), strict=True)

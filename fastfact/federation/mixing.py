@@ -1,10 +1,14 @@
-"""Aggregation as a row-stochastic matrix [k, m] applied to stacked uploads [m, …]."""
+"""Aggregation as a row-stochastic matrix [k, m] applied to stacked uploads [m, …], by the ops of `fastfact.ops.mixing`.
+
+The matrix of a softmax over similar clients is made only where it is asked for: `similarity_mix` applies it without.
+"""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fastfact import ops
 from fastfact.federation.cohort import State
 
 
@@ -73,20 +77,19 @@ def softmax_matrix(similarity: Tensor, epsilon: float, tau: float = -1.0, min_ma
 
 
 def mix(matrix: Tensor, stacked: State) -> State:
-    """Σ_i w[k, i] x_i for each tensor x [m, …], in its own dtype: [k, …]. Integer tensors are rounded to the nearest.
+    """Σ_i w[k, i] x_i for each tensor x [m, …]: [k, …], see `ops.mix`."""
+    return {name: ops.mix(matrix, tensor) for name, tensor in stacked.items()}
 
-    A matrix that is one row expanded (stride 0) is applied once and its result expanded.
-    """
-    once = matrix.dim() == 2 and matrix.stride(0) == 0
-    rows = matrix[:1] if once else matrix
-    mixed = {}
-    for name, tensor in stacked.items():
-        dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
-        compute = torch.promote_types(dtype, torch.float32)
-        flat = tensor.reshape(len(tensor), -1).to(compute)
-        out = rows.to(flat) @ flat
-        if not tensor.is_floating_point():
-            out = out.round()
-        out = out.to(tensor.dtype).reshape(len(rows), *tensor.shape[1:])
-        mixed[name] = out.expand(len(matrix), *tensor.shape[1:]) if once else out
-    return mixed
+
+def similarity_mix(
+    keys: Tensor,
+    stacked: State,
+    epsilon: float,
+    tau: float = -1.0,
+    min_matches: int = 1,
+    valid: Tensor | None = None,
+    rows: range | None = None,
+) -> State:
+    """`mix` with the matrix `softmax_matrix(cosine(keys), …)`, which is never made, see `ops.similarity_mix`."""
+    mixed = ops.similarity_mix(keys, list(stacked.values()), epsilon, tau, min_matches, valid, rows)
+    return dict(zip(stacked, mixed, strict=True))

@@ -70,7 +70,8 @@ class Uploads:
 
     def key(self) -> Tensor:
         """What similarity is measured on: the key tensors of each client as one vector, [m, d]."""
-        return torch.cat([self.state[name].reshape(len(self.clients), -1) for name in self.keys], dim=1)
+        keys = [self.state[name].reshape(len(self.clients), -1) for name in self.keys]
+        return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
 
 
 @dataclass(kw_only=True)

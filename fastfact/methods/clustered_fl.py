@@ -99,12 +99,14 @@ class ClusteredFL(Strategy):
                 count += 1
         mine = cluster[uploads.clients]
         samples = torch.tensor(uploads.samples, dtype=torch.float64)
-        matrix = (mine[:, None] == mine[None]) * samples
+        # The mixing matrix is constant in each block: a row a cluster.
+        present, place = mine.unique(return_inverse=True)
+        matrix = (present[:, None] == mine) * samples
         mixed = mixing.mix(matrix / matrix.sum(1, keepdim=True), {name: uploads.state[name] for name in names})
         for name, tensor in models.items():
-            models[name] = tensor.index_copy(0, mine.to(tensor.device), mixed[name])
+            models[name] = tensor.index_copy(0, present.to(tensor.device), mixed[name])
         uploads.memory |= {"cluster": cluster} | {f"model/{name}": tensor for name, tensor in models.items()}
-        return mixed
+        return {name: tensor[place.to(tensor.device)] for name, tensor in mixed.items()}
 
     def _split(self, updates: Tensor, samples: list[int]) -> list[int]:
         """Which members [m, d] leave the cluster; empty if it stays."""

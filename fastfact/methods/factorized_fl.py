@@ -3,10 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastfact.federation.cohort import TensorInfo
+import torch
+
+from fastfact.federation.cohort import State, TensorInfo
 from fastfact.federation.strategy import Strategy, register
+from fastfact.federation.train import Encoder
 from fastfact.methods.matching import Matched
 from fastfact.specs import Rank1, Spec
+
+SKETCH = "sketch"
 
 
 @dataclass(kw_only=True)
@@ -55,6 +60,9 @@ class _Matched(_Factorized, Matched):
     epsilon: float = 1.0
     min_matches: int = 1
 
+    sketches_at_client: ClassVar[bool] = False
+    """Whether a sketch takes the place of v on the wire; not where v is shared and travels anyway."""
+
     @property
     def scale(self) -> float:
         return self.epsilon
@@ -69,15 +77,27 @@ class _Matched(_Factorized, Matched):
         self._require("min_matches", self.min_matches >= 1, "must be at least 1")
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
-        if not any(self.compares(info) for info in infos.values()):
+        self._keys = [info for info in infos.values() if self._is_key(info)]
+        if not self._keys:
             layers = max((info.layers for info in infos.values()), default=0)
             raise ValueError(
                 f"{self.name}: the layer before the classifier (layer {layers - 1} of {layers}) has no v;"
                 " it must be a factorized convolution or linear layer"
             )
 
-    def compares(self, info: TensorInfo) -> bool:
+        numbers = sum(info.numel for info in self._keys)
+        self._require("sketch", self.sketch < numbers, f"v of layer L − 1 has {numbers} numbers, must be fewer")
+
+    def _is_key(self, info: TensorInfo) -> bool:
         return info.role == "v" and info.layer == info.layers - 1 and not info.norm
+
+    def compares(self, info: TensorInfo) -> bool:
+        return self._is_key(info) and not (self.sketch and self.sketches_at_client)
+
+    def key(self, state: State, encoder: Encoder) -> State:
+        if not (self.sketch and self.sketches_at_client):
+            return {}
+        return {SKETCH: self.sketched(torch.cat([state[info.name].flatten(1) for info in self._keys], dim=1))}
 
 
 @register
@@ -85,10 +105,11 @@ class _Matched(_Factorized, Matched):
 class FactorizedFLAlpha(_Matched):
     """Factorized-FL α (eq. 5, Algorithm 1): u^l of layers l ≤ L − 1 is mixed over matched clients; v, μ are personal.
 
-    Up: u of those layers and v^{L−1}. Down: u.
+    Up: u of those layers and v^{L−1}, or its sketch (see `sketch`). Down: u.
     """
 
     name: ClassVar[str] = "factorized-fl-alpha"
+    sketches_at_client: ClassVar[bool] = True
 
     def shares(self, info: TensorInfo) -> bool:
         if info.norm:

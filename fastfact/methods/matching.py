@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastfact import ops
 from fastfact.federation import mixing
 from fastfact.federation.cohort import State, generator_for
 from fastfact.federation.strategy import Strategy, Uploads
@@ -22,6 +23,10 @@ class Matched(Strategy):
     weighted. Here they and the client itself count alike: exp(scale · σ) would give the dissimilar next to nothing, and
     the ablation would be one of not aggregating.
 
+    sketch: m > 0 compares sketches of m int8 numbers (`ops.srht`) in place of the keys: σ_ki then has an rms error of
+    (1 − σ_ki²) / √m. A key that is uploaded for nothing else is sketched at the client, and m bytes travel in its
+    place; the server sketches what it has anyway.
+
     A client that missed the last round is matched with those that were in it by the key it has (the algorithms match
     within F^(r), for which the server would have to keep every client's last upload).
     """
@@ -29,6 +34,7 @@ class Matched(Strategy):
     tau: float = 0.0
     matching: str = "best"
     matches: int = 3
+    sketch: int = 0
 
     @property
     def scale(self) -> float:
@@ -46,6 +52,8 @@ class Matched(Strategy):
         self._require("matching", self.matching in MATCHING, f"must be one of {', '.join(MATCHING)}")
         whole = isinstance(self.matches, int) and self.matches >= 1
         self._require("matches", whole, "must be an integer of at least 1")
+        whole = isinstance(self.sketch, int) and not isinstance(self.sketch, bool) and self.sketch >= 0
+        self._require("sketch", whole, "must be an integer of at least 0 (0: no sketch)")
 
     def matrix(self, similarity: Tensor, clients: list[int], uploads: Uploads) -> Tensor:
         """The mixing weights [k, m] of `clients`, which are also the first k columns of `similarity`."""
@@ -55,15 +63,39 @@ class Matched(Strategy):
         chosen = mixing.choose(similarity, self.matching, self.matches, draws).double()
         return chosen / chosen.sum(1, keepdim=True)
 
+    def sketched(self, key: Tensor) -> Tensor:
+        """What stands for keys [k, d]: their sketches int8 [k, m]; the keys themselves if sketches are not asked for or
+        they are sketches already. Raises ValueError for a sketch that is no shorter than the key.
+        """
+        if not self.sketch or key.dtype == torch.int8:
+            return key
+        if self.sketch >= key.shape[1]:
+            raise ValueError(f"{self.name}(sketch={self.sketch}): the key has {key.shape[1]} numbers, must be fewer")
+        # One transform for all clients and rounds, known to everybody: its seed need not travel.
+        return ops.srht(key, self.sketch)[0]
+
     def weights(self, uploads: Uploads) -> Tensor:
-        return self.matrix(mixing.cosine(uploads.key()), uploads.clients, uploads)
+        return self.matrix(mixing.cosine(self.sketched(uploads.key())), uploads.clients, uploads)
+
+    def mix(self, uploads: Uploads, names: list[str]) -> State:
+        if self.matching != "best":
+            return super().mix(uploads, names)
+        stacked = {name: uploads.state[name] for name in names}
+        return mixing.similarity_mix(self.sketched(uploads.key()), stacked, self.scale, self.tau, self.least)
 
     def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
+        keys = self.sketched(torch.cat([own.key(), last.key()]))
+        n, m = len(own.clients), len(last.clients)
+        if self.matching == "best":
+            # The newcomers are matched with the clients of the last round, and by nobody.
+            both = {name: torch.cat([own.state[name], last.state[name]]) for name in names}
+            valid = torch.arange(n + m, device=keys.device) >= n
+            return mixing.similarity_mix(keys, both, self.scale, self.tau, self.least, valid, range(n))
         mixed = []
         for row, client in enumerate(own.clients):
             # The newcomer itself first, as `matrix` wants it, then the clients of the last round.
-            key = own.key()[row : row + 1]
-            matrix = self.matrix(mixing.cosine(key, torch.cat([key, last.key()])), [client], last)
+            places = [row, *range(n, n + m)]
+            matrix = self.matrix(mixing.cosine(keys[row : row + 1], keys[places]), [client], last)
             both = {name: torch.cat([own.state[name][row : row + 1], last.state[name]]) for name in names}
             mixed.append(mixing.mix(matrix, both))
         return {name: torch.cat([one[name] for one in mixed]) for name in names}

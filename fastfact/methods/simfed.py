@@ -84,4 +84,4 @@ class SimFed(Matched):
             raise ValueError(
                 f"{self.name}: x is {encoder.dtype} and the model has no embedding; there is no criteria input for it"
             )
-        return {KEY: encoder(state, x.to(encoder.device, encoder.dtype)).flatten(1)}
+        return {KEY: self.sketched(encoder(state, x.to(encoder.device, encoder.dtype)).flatten(1))}

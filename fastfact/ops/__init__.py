@@ -2,6 +2,7 @@
 
 from fastfact.ops import schema  # noqa: F401  registers the ops
 from fastfact.ops.conv import factored_conv2d, factored_linear, fused_conv2d, separable_conv2d
+from fastfact.ops.mixing import mix, similarity_mix, srht
 from fastfact.ops.sparse import pack_bitmap, prox_sgd_step, unpack_bitmap
 from fastfact.ops.weights import hadamard_weight, lowrank_sides, lowrank_weight, rank1_weight
 
@@ -12,9 +13,12 @@ __all__ = [
     "hadamard_weight",
     "lowrank_sides",
     "lowrank_weight",
+    "mix",
     "pack_bitmap",
     "prox_sgd_step",
     "rank1_weight",
     "separable_conv2d",
+    "similarity_mix",
+    "srht",
     "unpack_bitmap",
 ]

@@ -25,6 +25,9 @@ SCHEMAS = {
     " float momentum, float weight_decay, bool proximal) -> ()",
     "pack_bitmap": "(Tensor x, int value_type) -> (Tensor, Tensor, Tensor)",
     "unpack_bitmap": "(Tensor bits, Tensor values, Tensor scale, int n) -> Tensor",
+    "similarity_sums": "(Tensor keys, Tensor[] uploads, Tensor? valid, int first, int rows, float epsilon, float tau,"
+    " bool count) -> (Tensor[], Tensor)",
+    "srht": "(Tensor x, Tensor signs, Tensor rows, bool quantize) -> (Tensor, Tensor)",
     "factored_conv2d": "(Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index, Tensor? bias, int[] size,"
     " int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
     "factored_conv2d_dx": "(Tensor grad, Tensor? u, Tensor? v, Tensor? values, Tensor? index, int[] image,"
@@ -97,6 +100,17 @@ def _fake_fused_conv2d_dw(grad, x, u, v, index, layout, size, channels_last, *se
     return *present, _empty_weight(x, size, channels_last) if needs >> 2 & 1 else x.new_empty(0)
 
 
+def _fake_similarity_sums(keys, uploads, valid, first, rows, epsilon, tau, count):
+    counts = keys.new_empty(rows if count else 0, dtype=torch.int64)
+    return [x.new_empty(rows, x.shape[1]) for x in uploads], counts
+
+
+def _fake_srht(x, signs, rows, quantize):
+    dtype = torch.int8 if quantize else torch.promote_types(x.dtype, torch.float32)
+    scale = x.new_empty(len(x) if quantize else 0, dtype=torch.float32)
+    return x.new_empty(len(x), len(rows), dtype=dtype), scale
+
+
 _FAKES = {
     "rank1_weight": _fake_rank1_weight,
     "rank1_weight_backward": lambda grad, u, v, layout, needs: _fake_where_needed((u, v), needs),
@@ -109,6 +123,8 @@ _FAKES = {
     "prox_sgd_step": lambda params, grads, momenta, l1, lr, momentum, weight_decay, proximal: None,
     "pack_bitmap": _fake_pack_bitmap,
     "unpack_bitmap": lambda bits, values, scale, n: bits.new_empty(*bits.shape[:2], n, dtype=torch.float32),
+    "similarity_sums": _fake_similarity_sums,
+    "srht": _fake_srht,
     "factored_conv2d": _fake_factored_conv2d,
     "factored_conv2d_dx": lambda grad, u, v, values, index, image, channels_last, *settings: _empty_weight(
         grad, tuple(image), channels_last
