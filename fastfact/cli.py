@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fastfact import cli_papers, experiment, report
 from fastfact.experiment import Config
+from fastfact.federation.group import Group, ProcessLost, in_torchrun
 from fastfact.terminal import Display, Json, Out, console, jobs_of, outcome, show, write_json
 
 app = typer.Typer(
@@ -83,18 +84,26 @@ def run(
     *,
     given: dict[str, Any],
 ) -> None:
-    """Train one method; leaves configuration, metrics, checkpoint and pictures in --out."""
+    """Train one method; leaves configuration, metrics, checkpoint and pictures in --out. Under torchrun the clients are
+    spread over its processes.
+    """
     config, _ = _merge(given)
-    experiment.federation(config)
-    experiment.check_directory(config, out, resume)
-    if note := experiment.sharing_note(config):
-        console.print(note)
-    name = f"{config.method}, seed {config.seed}"
-    with Display({name: config.rounds}) as display:
-        result = experiment.run(config, out, lambda *event: display.round(name, *event), resume)
-        display.end(name, outcome(result))
-    rows = show(out, report.read(out))
-    write_json(json_file, {"config": result["config"], "table": rows})
+    try:
+        with Group.of_torchrun() as group:
+            console.quiet = group.rank > 0
+            experiment.federation(config, group)
+            group.root(lambda: experiment.check_directory(config, out, resume))
+            if note := experiment.sharing_note(config):
+                console.print(note)
+            name = f"{config.method}, seed {config.seed}"
+            with Display({name: config.rounds}) as display:
+                result = experiment.run(config, out, lambda *event: display.round(name, *event), resume, group)
+                display.end(name, outcome(result))
+    except ProcessLost as error:
+        raise ProcessLost(f"{error}; what was saved in {out} is kept, --resume goes on from it") from error
+    if group.rank == 0:
+        rows = show(out, report.read(out))
+        write_json(json_file, {"config": result["config"], "table": rows})
 
 
 @app.command()
@@ -109,6 +118,8 @@ def compare(
     given: dict[str, Any],
 ) -> None:
     """Train several methods on several seeds and print one table. The same command again continues where it stopped."""
+    if in_torchrun():
+        raise ValueError("compare: spreads its cells over processes itself (--jobs), run it without torchrun")
     given["methods"] = methods.split(",") if methods else None
     given["seeds"] = seeds
     config, extra = _merge(given, "methods", "seeds")

@@ -33,6 +33,7 @@ from fastfact import data, methods, models, record, report
 from fastfact.backends import backends
 from fastfact.cost import processor
 from fastfact.federation import Client, Federation, Strategy, store
+from fastfact.federation.group import Group
 from fastfact.federation.newcomers import HOW as JOIN
 from fastfact.federation.strategy import STRATEGIES
 from fastfact.methods.fedfac import communalities, shared_mask
@@ -355,12 +356,12 @@ def schedule(config: Config) -> Schedule | None:
     return Schedule(config.warmup, target_density=config.target_density, regrow_every=config.regrow_every or 0)
 
 
-def federation(config: Config) -> Federation:
+def federation(config: Config, group: Group | None = None) -> Federation:
     """The federation of a configuration, before its first round. Raises ValueError for anything out of range."""
-    return _federation(config, _parts(config))
+    return _federation(config, _parts(config), group)
 
 
-def _federation(config: Config, parts: Mapping[str, Any]) -> Federation:
+def _federation(config: Config, parts: Mapping[str, Any], group: Group | None) -> Federation:
     return Federation(
         **{name: part for name, part in parts.items() if name != "newcomers"},
         epochs=config.epochs,
@@ -373,6 +374,7 @@ def _federation(config: Config, parts: Mapping[str, Any]) -> Federation:
         cohort=config.cohort if config.cohort == "auto" else int(config.cohort),
         seed=config.seed,
         source=_identity(config),
+        group=group,
     )
 
 
@@ -412,28 +414,36 @@ def finished(config: Config, directory: Path) -> bool:
 
 
 def run(
-    config: Config, directory: Path, on_round: Callable[[int, float], None] | None = None, resume: bool = False
+    config: Config,
+    directory: Path,
+    on_round: Callable[[int, float], None] | None = None,
+    resume: bool = False,
+    group: Group | None = None,
 ) -> dict[str, Any]:
     """Train, leave a complete run directory, and return what its result.json says. Continues one if `resume`.
 
     on_round(round, mean accuracy) after each round. Checkpoints ten times on the way, the newest is kept.
+    group: see `Federation`; its root alone writes.
     """
-    check_directory(config, directory, resume)
+    group = group or Group()
     recorders = record.names_of(config.record)
+    if recorders and group.size > 1:
+        raise ValueError(f"record={config.record!r}: needs all clients in one process; here are {group.size}")
+    group.root(lambda: check_directory(config, directory, resume))
     parts = _parts(config)
     newcomers = parts.pop("newcomers")
-    if store.checkpoints(directory):
-        fed = Federation.load(directory, **parts)
-        record.forget(directory, fed.round)
+    if group.root(lambda: bool(store.checkpoints(directory))):
+        fed = Federation.load(directory, **parts, group=group)
+        group.root(lambda: record.forget(directory, fed.round))
     else:
-        fed = _federation(config, parts)
+        fed = _federation(config, parts, group)
 
     def keep() -> None:
         record.write(fed, recorders, config.rounds, directory)
 
     def after_round(number: int, rows: list[dict[str, Any]]) -> None:
         keep()
-        for _, path in list(store.checkpoints(directory).items())[:-1]:
+        for _, path in list(store.checkpoints(directory).items())[:-1] if group.rank == 0 else ():
             path.unlink()
         if on_round:
             on_round(number, float(np.mean([row["accuracy"] for row in rows])))
@@ -441,7 +451,7 @@ def run(
     keep()
     fed.fit(config.rounds - fed.round, directory, checkpoint_every=-(-config.rounds // 10), on_round=after_round)
     similarity = _similarity(fed)
-    if similarity:
+    if similarity and group.rank == 0:
         save_file(similarity, directory / report.SIMILARITY)
     last = fed.history.last()
 
@@ -463,7 +473,7 @@ def run(
         "newcomers": _join(fed, newcomers),
         "layers": {name: float(np.mean(values)) for name, values in fed.density().items()},
     }
-    store.write_text(directory / report.RESULT, json.dumps(result, indent=1) + "\n")
+    group.root(lambda: store.write_text(directory / report.RESULT, json.dumps(result, indent=1) + "\n"))
     return result
 
 
@@ -479,8 +489,8 @@ def _join(fed: Federation, newcomers: Sequence[Client]) -> dict[str, float]:
 def _parameters(fed: Federation) -> float:
     """How many numbers a client's model has, of μ only the nonzeros; mean over clients."""
     dense = sum(info.numel for name, info in fed.infos.items() if not info.buffer and name not in fed.sparse)
-    state = fed.states.load(range(len(fed)), names=fed.sparse)
-    return dense + sum(tensor.count_nonzero().item() for tensor in state.values()) / len(fed)
+    state = fed.states.load(fed.here, names=fed.sparse)
+    return dense + sum(fed.group.each(sum(mu.count_nonzero().item() for mu in state.values()))) / len(fed)
 
 
 def _similarity(fed: Federation) -> dict[str, torch.Tensor]:

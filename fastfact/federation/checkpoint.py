@@ -15,8 +15,9 @@ from fastfact.federation import store, strategy
 from fastfact.federation.cohort import State
 from fastfact.federation.config import check_settings, resolve
 from fastfact.federation.exchange import Report
+from fastfact.federation.group import Group
 from fastfact.federation.history import History
-from fastfact.federation.states import DATABASE, Database, Records, about_database, totals
+from fastfact.federation.states import DATABASE, Database, Records, about_database, rows_of, totals
 from fastfact.federation.states import MEMORY as IN_MEMORY
 from fastfact.federation.store import RunDirectoryError
 from fastfact.federation.wire import Ledger
@@ -46,6 +47,12 @@ def open_directory(fed: "Federation", directory: Path) -> Path:
     return directory
 
 
+def append(directory: Path, rows: list[dict], ledger: Ledger, sync: bool) -> None:
+    """Add the rows and the ledger of a round."""
+    store.append_rows(directory / store.METRICS, rows, sync=sync)
+    store.append_rows(directory / store.LEDGER, ledger.rows(), sync=sync)
+
+
 def commit(fed: "Federation") -> None:
     """Make what the round stored the clients' state; a database keeps what the server knows beside it."""
     if isinstance(fed.states, Database):
@@ -69,20 +76,30 @@ def save(fed: "Federation", directory: Path | None) -> None:
         return
     if directory is None:
         return
-    metadata, tensors = _metadata(fed), {MEMORY + name: tensor for name, tensor in fed.memory.items()}
+    metadata = _metadata(fed)
     if isinstance(fed.states, Records):
         packed, table = fed.states.packed()
-        tensors |= {RECORDS + name: tensor for name, tensor in packed.items()}
+        tensors = {RECORDS + name: tensor for name, tensor in packed.items()}
         metadata["records"] = json.dumps(table)
     else:
         clients = fed.states.touched()
-        tensors |= {CLIENT + name: tensor for name, tensor in fed.states.load(clients).items()}
-        if len(clients) < len(fed):
-            tensors["clients"] = torch.tensor(clients, dtype=torch.int64)
-    store.save_checkpoint(store.checkpoint_path(directory, fed.round), tensors, metadata)
+        tensors = {CLIENT + name: tensor for name, tensor in fed.states.load(clients).items()}
+        tensors["clients"] = torch.tensor(clients, dtype=torch.int64)
+    lengths = fed.group.each({name: len(tensor) for name, tensor in tensors.items()})
+    tensors = {name: fed.group.to_root(tensor, [n[name] for n in lengths]) for name, tensor in tensors.items()}
+
+    def write() -> None:
+        if len(tensors.get("clients", ())) == len(fed):
+            del tensors["clients"]
+        memory = {MEMORY + name: tensor for name, tensor in fed.memory.items()}
+        store.save_checkpoint(store.checkpoint_path(directory, fed.round), tensors | memory, metadata)
+
+    fed.group.root(write)
 
 
-def load(cls: type["Federation"], directory: Path, model, clients, method, augment, device, place) -> "Federation":
+def load(
+    cls: type["Federation"], directory: Path, model, clients, method, augment, device, place, group: Group
+) -> "Federation":
     """See `Federation.load`."""
     config = store.read_config(directory)
     try:
@@ -105,6 +122,7 @@ def load(cls: type["Federation"], directory: Path, model, clients, method, augme
     if model is None:
         raise RunDirectoryError(f"{directory}: the model {recorded!r} cannot be found again, pass model=")
     fed = cls.__new__(cls)
+    fed.group = group
     fed.method, fed.settings, fed.source = copy.copy(method), settings, config.get("source", {})
     fed.identity = {"model": recorded, "augment": used, "samples": samples, "sample": sample}
     fed.augment = augment or (used and (resolve({"factory": used}) or used))
@@ -121,6 +139,8 @@ def load(cls: type["Federation"], directory: Path, model, clients, method, augme
         _restore_database(fed, directory)
     else:
         _restore_checkpoint(fed, directory, round, path)
+    # Nobody writes into the directory before all have read it.
+    group.each(None)
     return fed
 
 
@@ -134,15 +154,18 @@ def _restore_checkpoint(fed: "Federation", directory: Path, round: int, path: Pa
         raise RunDirectoryError(f"{path}: it is of round {metadata.get('round')}")
     memory = {n.removeprefix(MEMORY): t for n, t in tensors.items() if n.startswith(MEMORY)}
     _restore_server(fed, directory, path, metadata, memory)
+    here = fed._shard.block
     if not packed:
-        clients = tensors["clients"].tolist() if "clients" in tensors else list(range(m))
-        fed.states.store(clients, {name: tensors[CLIENT + name] for name in fed.states.initial})
+        clients = tensors["clients"] if "clients" in tensors else torch.arange(m)
+        rows = ((clients >= here.start) & (clients < here.stop)).nonzero().flatten()
+        own = {name: rows_of(tensors[CLIENT + name], rows) for name in fed.states.initial}
+        fed.states.store(clients[rows].tolist(), own)
         fed.states.commit()
         return
     try:
         if not isinstance(fed.states, Records) or json.loads(about["records"]) != fed.states.codec.table:
             raise ValueError("its records are those of another model")
-        fed.states.unpack({name: tensors[RECORDS + name] for name in ("client", "length", "nonzeros", "records")})
+        fed.states.unpack({name: tensors[RECORDS + name] for name in ("client", "length", "nonzeros", "records")}, here)
     except (KeyError, ValueError) as error:
         raise RunDirectoryError(f"{path}: {error}") from error
 

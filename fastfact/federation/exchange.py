@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastfact.federation.cohort import State, TensorInfo
+from fastfact.federation.group import Shard
 from fastfact.federation.strategy import Strategy, Uploads
 from fastfact.federation.train import Encoder
 from fastfact.federation.wire import Ledger, Wire, reply
@@ -21,6 +22,12 @@ class Report:
     clients: list[int]
     samples: list[int]
     losses: list[float]
+
+    @classmethod
+    def of_parts(cls, parts: Sequence["Report"]) -> "Report":
+        """The report of a round from those of several processes about their clients."""
+        lists = ([item for part in parts for item in getattr(part, name)] for name in ("clients", "samples", "losses"))
+        return cls(parts[0].round, *lists)
 
 
 class Exchange:
@@ -64,6 +71,11 @@ class Exchange:
 
     def keyed(self, state: State) -> State:
         """The clients' tensors [k, …] and the keys computed from them."""
+        if self.measured and not len(next(iter(state.values()))):
+            return state | {
+                name: torch.empty(0, *info.shape, dtype=info.dtype, device=self.device)
+                for name, info in self.measured.items()
+            }
         return state | self.method.key(state, self.encoder) if self.measured else state
 
     def upload(self, round: int, clients: list[int], state: State, memory: State, ledger: Ledger) -> State:
@@ -72,9 +84,9 @@ class Exchange:
         ledger.add(round, "up", clients, sizes)
         return sent
 
-    def uploads(self, report: Report, state: State, memory: State) -> Uploads:
-        """What the server has of a round: what its clients sent is what they hold, `state` [m, …]."""
-        sent, _ = self.wire.send(self.keyed(state), self.uploaded)
+    def uploads(self, report: Report, state: State, memory: State, shard: Shard) -> Uploads:
+        """What the server has of a round: what its clients sent is what they hold, `state` of those in `shard`."""
+        sent = shard.stacked(self.wire.send(self.keyed(state), self.uploaded)[0], report.clients)
         return Uploads(report.round, report.clients, sent, report.samples, report.losses, self.keys, memory, self.seed)
 
     def mix(self, uploads: Uploads) -> State:

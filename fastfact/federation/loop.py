@@ -26,6 +26,7 @@ from fastfact.federation.client import Client
 from fastfact.federation.cohort import Models, State, describe, generator_for, stack, take, tensors_of
 from fastfact.federation.config import check_settings, name_of, record, round_half_up
 from fastfact.federation.exchange import Downloads, Exchange, Report, not_finite
+from fastfact.federation.group import Group, Shard
 from fastfact.federation.history import History
 from fastfact.federation.newcomers import Newcomers
 from fastfact.federation.states import MEMORY, Codec, Database, Records, Stacked, States
@@ -79,6 +80,9 @@ class Federation:
     device: where the model and the data are; by default where `model` puts itself.
     graphs: on a GPU, replay the step of clients that train together as a CUDA graph; False runs it as it is.
     source: anything JSON can hold that says where the clients came from; kept in config.json as it is.
+    group: the processes that share the clients, see `federation.group`. Each makes the federation with the same
+        arguments and calls the same methods in the same order. `states`, `models`, `mixed` and `encode` know only the
+        training of its own clients (`here`), all else is everybody's.
 
     A client whose new state has NaN or inf, or whose upload is too large, is left out of the round: it keeps its
     previous state, its row says why (`left_out`), the log warns.
@@ -112,6 +116,7 @@ class Federation:
         device: str | torch.device | None = None,
         graphs: bool = True,
         source: Mapping[str, Any] | None = None,
+        group: Group | None = None,
     ):
         settings = {
             "epochs": epochs,
@@ -137,7 +142,7 @@ class Federation:
         # Its own copy: a method may keep what `bind` told it about the model.
         self.method = copy.copy(method) if l1 is None else dataclasses.replace(method, l1=l1)
         self.settings, self.augment, self.source = settings, augment, dict(source or {})
-        self.graphs = graphs
+        self.graphs, self.group = graphs, group or Group()
         self._setup_model(model, device)
         self._setup_clients(clients)
         self.identity = {"model": record(model), "augment": name_of(augment), "samples": self._samples()}
@@ -148,6 +153,8 @@ class Federation:
             raise files.RunDirectoryError(f"{store}: holds the clients of a run; go on with Federation.load")
 
     def _setup_model(self, factory, device) -> None:
+        self._check_group()
+        device = self.group.device if device is None else device
         self.template = setup.template_of(factory, self.method, self.settings["seed"], device)
         self.infos = describe(self.template, self.method.classifier)
         self.method.bind(self.infos)
@@ -155,6 +162,16 @@ class Federation:
         self.sparse = [name for name, param in self.template.named_parameters() if penalized(param)]
         self.device = next(self.template.parameters()).device
         self.clients: list[Client] | None = None
+
+    def _check_group(self) -> None:
+        n = self.group.size
+        if n > 1 and self.method.clients_mix:
+            raise ValueError(
+                f"Federation(method={self.method.name!r}): its clients try each other's models, which must all be in"
+                f" one process; here are {n}"
+            )
+        if n > 1 and self.settings["store"] != MEMORY:
+            raise ValueError(f"Federation(store={self.settings['store']!r}): must be memory in {n} processes")
 
     def _setup_clients(self, clients) -> None:
         self.clients = list(clients) if isinstance(clients, list | tuple) else clients
@@ -181,7 +198,7 @@ class Federation:
             self.settings["wire"],
             self.settings["seed"],
         )
-        self.states = self._make_states(k)
+        self.states, self._shard = self._make_states(k), Shard(self.group, k)
         self.round = 0
         self.history, self.ledger = History(), Ledger()
         everybody = {name: tensor.expand(k, *tensor.shape[1:]) for name, tensor in self.initial.items()}
@@ -273,6 +290,11 @@ class Federation:
         """The number of clients."""
         return len(self.states)
 
+    @property
+    def here(self) -> range:
+        """The clients of this process."""
+        return self._shard.block
+
     def fit(
         self,
         rounds: int,
@@ -300,7 +322,7 @@ class Federation:
             raise ValueError("fit: this federation was loaded without clients, pass Federation.load(DIR, clients=)")
         if isinstance(self.augment, str):
             raise ValueError(f"fit: the run used augment={self.augment}, pass Federation.load(DIR, augment=)")
-        directory = None if out is None else checkpoint.open_directory(self, Path(out))
+        directory = None if out is None else self.group.root(lambda: checkpoint.open_directory(self, Path(out)))
         for step in range(rounds):
             last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
             try:
@@ -308,8 +330,7 @@ class Federation:
                 if directory is not None:
                     # What can be gone on from must not know more than the rows.
                     sync = last or self.settings["store"] != MEMORY
-                    files.append_rows(directory / files.METRICS, done.rows, sync=sync)
-                    files.append_rows(directory / files.LEDGER, done.ledger.rows(), sync=sync)
+                    self.group.root(functools.partial(checkpoint.append, directory, done.rows, done.ledger, sync))
             except BaseException:
                 self.states.rollback()
                 raise
@@ -346,10 +367,11 @@ class Federation:
         return sorted(order[:count].tolist())
 
     def _run_round(self, round: int, on_client) -> Round:
-        clients = self.select(round)
+        clients = self._shard.mine(self.select(round))
         done = Round(round, Ledger(), dict(self.memory), self.last)
         size = self._block(len(clients))
-        blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)]
+        # A process without a client in this round takes part in the mix.
+        blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)] or [[]]
         downloads, report = None, Report(round, [], [], [])
         for number, block in enumerate(blocks):
             work = self._work if self._work is not None and _length(self._work) == len(block) else None
@@ -358,17 +380,23 @@ class Federation:
                 self.states.ahead(blocks[number + 1])
             if not number:
                 downloads = self._downloads(round, clients, work if len(blocks) == 1 else None, done)
+            if not block:
+                break
             self._data.keep(block)
             begin = number * size
             progress = on_client and (lambda r, k, n, _, begin=begin: on_client(r, k, begin + n, len(clients)))
             self._run_block(block, work, downloads, done, report, progress)
+        up, down = done.ledger.by_client("up"), done.ledger.by_client("down")
+        for row in done.rows:
+            row["bytes_up"], row["bytes_down"] = up.get(row["client"], 0), down.get(row["client"], 0)
+        parts = self.group.each((done.rows, done.ledger.entries, report))
+        done.rows = [row for rows, _, _ in parts for row in rows]
+        done.ledger = Ledger(entry for _, entries, _ in parts for entry in entries)
+        report = Report.of_parts([part for _, _, part in parts])
         if report.clients:
             done.last = report
         else:
             done.memory = self.memory
-        up, down = done.ledger.by_client("up"), done.ledger.by_client("down")
-        for row in done.rows:
-            row["bytes_up"], row["bytes_down"] = up.get(row["client"], 0), down.get(row["client"], 0)
         return done
 
     def _run_block(
@@ -419,20 +447,22 @@ class Federation:
         """How many of the n clients of a round have their states in memory at once: whole cohorts."""
         each = sum(tensor[0].numel() * tensor.element_size() for tensor in self.states.initial.values())
         cohorts = max(1, BLOCK_BYTES // (each * self.cohort))
-        return min(n, cohorts * self.cohort)
+        return max(1, min(n, cohorts * self.cohort))
 
     def _downloads(self, round: int, clients: list[int], work: State | None, done: Round) -> Downloads | None:
         """The mix of the last round's uploads; None where there is nothing to mix. work: all `clients`, if loaded."""
         if not self.shared or self.last is None:
             return None
-        uploads = self._uploads(self.last, work if self.last.clients == clients else None, done.memory)
+        same = self._shard.mine(self.last.clients) == clients
+        uploads = self._uploads(self.last, work if same else None, done.memory)
         return Downloads(self._exchange, uploads, round, clients, done.ledger, self._samples_of, self._loss_of)
 
     def _uploads(self, last: Report, state: State | None, memory: State) -> Uploads:
         """What the server has of a round (`state` if the clients' are already loaded)."""
         if state is None:
-            state = self.states.load(last.clients, names=None if self._exchange.measured else self.uploaded)
-        return self._exchange.uploads(last, state, memory)
+            clients = self._shard.mine(last.clients)
+            state = self.states.load(clients, names=None if self._exchange.measured else self.uploaded)
+        return self._exchange.uploads(last, state, memory, self._shard)
 
     def _samples_of(self, client: int) -> int:
         """How many samples a client trains on; of a federation loaded without clients, how many it has."""
@@ -515,12 +545,13 @@ class Federation:
 
     def density(self) -> dict[str, list[float]]:
         """Layer path → the fraction of nonzeros of its μ for each client; empty for a model without μ."""
-        counts = {name: [] for name in self.sparse}
-        for begin in range(0, len(self), 64):
-            state = self.states.load(range(begin, min(begin + 64, len(self))), names=self.sparse)
+        here, counts = self.here, {name: [] for name in self.sparse}
+        for begin in range(here.start, here.stop, 64):
+            state = self.states.load(range(begin, min(begin + 64, here.stop)), names=self.sparse)
             for name, tensor in state.items():
                 counts[name] += (tensor.flatten(1).count_nonzero(1) / self.infos[name].numel).tolist()
-        return {name.rpartition(".")[0]: densities for name, densities in counts.items()}
+        parts = self.group.each(counts)
+        return {name.rpartition(".")[0]: [density for part in parts for density in part[name]] for name in self.sparse}
 
     def similarity(self, name: str | None = None, layer: int | None = None) -> Tensor:
         """Cosine of one tensor between all pairs of clients, float64 [K, K] (Factorized-FL eq. 4, Figure 7).
@@ -537,12 +568,14 @@ class Federation:
                 f"similarity(name={name!r}, layer={layer}): must be one of {', '.join(roles) or 'none'} in that layer"
                 f" (layers 1 … {layers})"
             )
-        return mixing.cosine(self.states.load(range(len(self)), names=[roles[name]])[roles[name]])
+        own = self.states.load(self.here, names=[roles[name]])
+        return mixing.cosine(self._shard.stacked(own, range(len(self)))[roles[name]])
 
     def key(self) -> Tensor:
         """What the method compares of each client as one vector, [K, d]; d is 0 for a method without similarity."""
         names = None if self._exchange.measured else self.keys
-        state = self._exchange.keyed(self.states.load(range(len(self)), names=names))
+        own = self._exchange.keyed(self.states.load(self.here, names=names))
+        state = self._shard.stacked({name: own[name] for name in self.keys}, range(len(self)))
         return torch.cat([torch.empty(len(self), 0), *(state[name].flatten(1).cpu() for name in self.keys)], dim=1)
 
     def mixing_matrix(self) -> Tensor:
@@ -570,7 +603,7 @@ class Federation:
 
         Raises RunDirectoryError if `directory` holds another run.
         """
-        checkpoint.save(self, checkpoint.open_directory(self, Path(directory)))
+        checkpoint.save(self, self.group.root(lambda: checkpoint.open_directory(self, Path(directory))))
 
     def config(self) -> dict[str, Any]:
         """What config.json holds."""
@@ -604,6 +637,7 @@ class Federation:
         augment: Callable | None = None,
         device: str | torch.device | None = None,
         store: str | Path | None = None,
+        group: Group | None = None,
     ) -> "Federation":
         """The federation as its newest checkpoint in `directory` has it; `fit` goes on from there, bit for bit.
 
@@ -611,12 +645,13 @@ class Federation:
         functools.partial of a model class or of `fastfact.models.build` (nothing is imported by a name in a file).
         clients: the same as before, in the same order; without them the federation has models, similarity, ledger and
         history, but `fit` raises. method: needed for a Strategy that is not registered. augment: as model.
-        store: where the clients' states are now, if they were in a directory that has moved.
+        store: where the clients' states are now, if they were in a directory that has moved. group: as in the
+        constructor, whatever it was when the checkpoint was written; every process reads `directory`.
         `fed.source` is what was recorded when the federation was made.
 
         Raises RunDirectoryError (a ValueError) naming what is missing or does not fit.
         """
-        return checkpoint.load(cls, Path(directory), model, clients, method, augment, device, store)
+        return checkpoint.load(cls, Path(directory), model, clients, method, augment, device, store, group or Group())
 
 
 def _length(state: State) -> int:

@@ -38,6 +38,8 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
         raise ValueError(f"join(how={how!r}): must be one of {', '.join(HOW)}")
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
         raise ValueError(f"join(epochs={epochs!r}): must be an integer of at least 1, or None")
+    if how == "ensemble" and fed.group.size > 1:
+        raise ValueError(f"join(how='ensemble'): needs all clients' models in one process; here are {fed.group.size}")
     if fed.last is None:
         raise ValueError("join: the federation has not run a round yet, there is nothing to get from it")
     clients = list(clients)

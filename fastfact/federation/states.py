@@ -116,7 +116,7 @@ class Stacked:
     def store(self, clients: Sequence[int], state: State) -> None:
         rows = self._rows(len(clients))
         for name, tensor in state.items():
-            if bool((rows[1:] - rows[:-1] == 1).all()):
+            if len(rows) and bool((rows[1:] - rows[:-1] == 1).all()):
                 self.stack[name][int(rows[0]) : int(rows[-1]) + 1] = tensor
             else:
                 self.stack[name][rows.to(tensor.device)] = tensor
@@ -244,18 +244,21 @@ class Records:
             "client": torch.tensor(clients, dtype=torch.int64),
             "length": torch.tensor([len(record) for record, _ in parts], dtype=torch.int64),
             "nonzeros": torch.tensor([nonzeros for _, nonzeros in parts], dtype=torch.int64),
-            "records": torch.frombuffer(bytearray(b"".join(record for record, _ in parts) or b"\0"), dtype=torch.uint8),
+            "records": torch.empty(0, dtype=torch.uint8),
         }
+        if clients:
+            tensors["records"] = torch.frombuffer(bytearray().join(record for record, _ in parts), dtype=torch.uint8)
         return tensors, self.codec.table
 
-    def unpack(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `packed`. Raises ValueError for records that are none."""
+    def unpack(self, tensors: Mapping[str, Tensor], only: range) -> None:
+        """The inverse of `packed`, for some of the clients. Raises ValueError for records that are none."""
         data, at = tensors["records"].numpy().tobytes(), 0
         parts = (tensors[name].tolist() for name in ("client", "length", "nonzeros"))
         for client, length, nonzeros in zip(*parts, strict=True):
             if not 0 <= client < self.k or at + length > len(data):
                 raise ValueError(f"record of client {client} of {self.k} is cut short")
-            self.records[client] = data[at : at + length], nonzeros
+            if client in only:
+                self.records[client] = data[at : at + length], nonzeros
             at += length
 
 

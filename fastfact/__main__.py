@@ -1,0 +1,5 @@
+"""`python -m fastfact`, also under torchrun."""
+
+from fastfact.cli import main
+
+main()
