@@ -18,7 +18,7 @@ test: setup
 	$(PY) -m pytest
 
 bench: setup
-	$(PY) -m bench.bench_weights --json bench/results/weights.json
+	$(PY) -m fastfact.cli bench layers --only reconstruct,weight --json bench/results/weights.json
 
 # Uses $(PYTHON) as it is, installs nothing. STEPS: part1 … part4, or single steps (see bench/gpu_check.py).
 gpu-check:

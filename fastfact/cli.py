@@ -178,12 +178,23 @@ def _measure(rows: list[dict[str, Any]], title: str, json_file: Path | None) -> 
 
 
 @bench.command("layers")
-def bench_layers(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
+def bench_layers(
+    json_file: Json = None,
+    quick: Quick = False,
+    threads: Threads = None,
+    only: Annotated[str | None, typer.Option(metavar="SECTIONS", help="Only these, separated by commas.")] = None,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")
+    ] = "wall",
+) -> None:
     """The factored layers against the dense layer and other rivals; milliseconds, ratio = dense / ours."""
     from fastfact.bench import layers
 
     torch.set_num_threads(threads or torch.get_num_threads())
-    _measure(layers.run(quick), "layers: milliseconds, medians; ratio = dense / ours", json_file)
+    rows = layers.run(quick, only, clock)
+    for op in dict.fromkeys(row["op"] for row in rows):
+        _measure([row for row in rows if row["op"] == op], f"{op}: milliseconds, medians; ratio = dense / ours", None)
+    write_json(json_file, {"rows": rows})
 
 
 @bench.command("clients")

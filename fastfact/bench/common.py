@@ -1,6 +1,5 @@
 """What the benchmarks share: the layers they measure, and interleaved timing."""
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -25,13 +24,22 @@ def name_of(shape) -> str:
     return f"{i}→{o} {kernel}×{kernel} s{stride} @{side}"
 
 
-def medians(sides: dict[str, Callable], rounds: int, warmup: int = 1) -> dict[str, float]:
-    """Median milliseconds of each side, run in turn, so that noise meets all of them alike."""
-    times = {name: [] for name in sides}
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def interleaved(
+    sides: dict[str, Callable], rounds: int, warmup: int = 1, clock: str = "wall"
+) -> dict[str, list[float]]:
+    """Milliseconds of each turn of each side, run in turn, so that noise meets all of them alike.
+
+    clock: "cpu" counts the processor time of all threads, for a machine that others use too (with several threads, set
+    OMP_WAIT_POLICY=passive, or waiting counts).
+    """
+    times, now = {name: [] for name in sides}, CLOCKS[clock]
     for turn in range(rounds + warmup):
         for name, side in sides.items():
-            start = time.perf_counter()
+            start = now()
             side()
             if turn >= warmup:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(t) for name, t in times.items()}
+                times[name].append(1e3 * (now() - start))
+    return times
