@@ -220,6 +220,18 @@ app.command("reproduce")(cli_papers.reproduce_command)
 app.command("methods")(cli_papers.methods_command)
 
 
+@bench.command("server")
+def bench_server(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
+    """Similarity matching and mixing: exact beside numpy, sketched beside its products alone, growth with clients."""
+    from fastfact.bench import server
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    rows = server.run(quick)
+    for name in dict.fromkeys(row["work"] for row in rows):
+        _measure([row for row in rows if row["work"] == name], name, None)
+    write_json(json_file, {"rows": rows})
+
+
 def main() -> None:
     """Entry point: bad input is one line on stderr and exit code 2, Ctrl-C exit code 130."""
     try:

@@ -43,3 +43,18 @@ def test_a_wrong_side_is_found_before_it_is_timed():
 def test_bad_options(options, message):
     code, _, error = call("bench", "layers", *options)
     assert code == 2 and message in error
+
+
+def test_server_quick(tmp_path):
+    file, threads = tmp_path / "server.json", torch.get_num_threads()
+    try:
+        code, out, err = call("bench", "server", "--quick", "--threads", "1", "--json", file)
+    finally:
+        torch.set_num_threads(threads)
+    assert code == 0, err
+    rows = {row["work"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["exact"]["cpu_ratio"] > 1 and rows["exact"]["ratio"] > 0
+    assert 0 < rows["growth"]["memory_mib"] < 100 and rows["growth"]["cpu_slowdown"] > 0
+    assert abs(rows["sketch"]["rms_error"] / rows["sketch"]["predicted"] - 1) < 0.5
+    assert rows["uplink"]["bytes"] <= rows["uplink"]["goal"]
+    assert "numpy_seconds" in out
