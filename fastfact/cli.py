@@ -153,8 +153,24 @@ def report_command(
 
 
 @app.command()
-def info(json_file: Json = None) -> None:
+def info(
+    plan: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Which compute path each layer of a network or run takes.")
+    ] = None,
+    density: Annotated[float | None, typer.Option(help="Of μ, for --plan [default: 0.1, or the run's].")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size, for --plan.")] = 64,
+    shape: Annotated[str, typer.Option("--input", metavar="CxHxW", help="Shape of a sample, for --plan.")] = "3x32x32",
+    json_file: Json = None,
+) -> None:
     """Backends and why they serve or not, versions, hardware, data sets, scenarios, models, methods."""
+    if plan is not None:
+        from fastfact import plan as planning
+
+        rows = planning.plan(*planning.subject(plan, density, shape), batch)
+        table_of(rows, f"{plan}: predicted milliseconds, {torch.get_num_threads()} threads")
+        table_of(planning.totals(rows), "all layers that have a choice: predicted milliseconds")
+        write_json(json_file, {"threads": torch.get_num_threads(), "layers": rows})
+        return
     about = experiment.about()
     for part, content in about.items():
         table = Table(title=part, title_justify="left", show_header=False)
@@ -164,17 +180,16 @@ def info(json_file: Json = None) -> None:
     write_json(json_file, about)
 
 
-def _measure(rows: list[dict[str, Any]], title: str, json_file: Path | None) -> None:
-    """Print the rows of a benchmark, a column for each name that any of them has, and write them with --json."""
+def table_of(rows: list[dict[str, Any]], title: str) -> None:
+    """Print rows, a column for each name that any of them has."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(title=title, title_justify="left")
     for name in names:
         table.add_column(name, justify="right" if isinstance(rows[0].get(name, 0.0), float) else "left")
     for row in rows:
-        cells = [row.get(name, "") for name in names]
+        cells = ["" if row.get(name) is None else row[name] for name in names]
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
     console.print(table)
-    write_json(json_file, {"rows": rows})
 
 
 @bench.command("layers")
@@ -193,7 +208,7 @@ def bench_layers(
     torch.set_num_threads(threads or torch.get_num_threads())
     rows = layers.run(quick, only, clock)
     for op in dict.fromkeys(row["op"] for row in rows):
-        _measure([row for row in rows if row["op"] == op], f"{op}: milliseconds, medians; ratio = dense / ours", None)
+        table_of([row for row in rows if row["op"] == op], f"{op}: milliseconds, medians; ratio = dense / ours")
     write_json(json_file, {"rows": rows})
 
 
@@ -210,7 +225,7 @@ def bench_clients(
     torch.set_num_threads(threads or torch.get_num_threads())
     rows = clients.run(quick, only)
     for name in dict.fromkeys(row["work"] for row in rows):
-        _measure([row for row in rows if row["work"] == name], f"{name}: ratio = its time of a round / ours", None)
+        table_of([row for row in rows if row["work"] == name], f"{name}: ratio = its time of a round / ours")
     write_json(json_file, {"rows": rows})
     if json_file and (growth := [row for row in rows if row["work"] == "growth"]):
         clients.draw(growth, json_file.with_suffix(".png"))

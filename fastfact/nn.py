@@ -209,12 +209,14 @@ class FactorizedLayer(nn.Module):
         """Whether the forward takes the factored path. Raises ValueError where it is asked for and cannot be taken."""
         path = self.path
         if path == "auto":
-            return self._can_factor() and x.device.type == "cpu" and self._faster_factored(x)
+            return self.can_factor and x.device.type == "cpu" and self._faster_factored(x)
         if path == "factored" and (why_not := self._why_not_factored()):
             raise ValueError(f'path="factored": {why_not}')
         return path == "factored"
 
-    def _can_factor(self) -> bool:
+    @property
+    def can_factor(self) -> bool:
+        """Whether there is a factored path for the layer as it is: compact μ or none, and a spec that has one."""
         return (self.is_compact or "mu" not in self._parameters) and self._why_not_factored() is None
 
     def _faster_factored(self, x: Tensor) -> bool:
@@ -224,7 +226,11 @@ class FactorizedLayer(nn.Module):
         )
         if transforming():
             return cost.factored_nominal(*self._work(None, False, training, x.dtype))
-        return cost.factored(self._work(tuple(x.shape), is_channels_last(x), training, x.dtype))
+        return cost.factored(self.work(tuple(x.shape), x, training))
+
+    def work(self, shape: tuple[int, ...], like: Tensor, training: bool) -> cost.Work:
+        """What the cost model is asked about for an input of `shape`, in the memory format and dtype of `like`."""
+        return self._work(shape, is_channels_last(like), training, like.dtype)
 
     def _work(
         self, shape: tuple[int, ...] | None, channels_last: bool, training: bool, dtype: torch.dtype

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fastfact as ff
+import fastfact.models
 from fastfact import cost
 
 TABLE = "conv-forward-contiguous-float32"
@@ -193,3 +194,46 @@ def test_threads_ask_at_the_same_time(kept):
 def test_too_small_an_image_is_pytorchs_error_or_the_ops():
     with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match=r"too small|Kernel size can't be greater"):
         layer(0.05)(torch.randn(64, 64, 0, 0))
+
+
+def test_the_plan_of_a_network_shows_the_path_of_each_layer(tmp_path):
+    from test_cli import call
+
+    file = tmp_path / "plan.json"
+    code, out, error = call("info", "--plan", "resnet9", "--density", "0.3", "--batch", "8", "--json", file)
+    assert code == 0, error
+    rows = json.loads(file.read_text())["layers"]
+    assert len(rows) == 2 * 9 and {row["step"] for row in rows} == {"forward", "training"}
+    assert {row["path"] for row in rows} == {"factored", "reconstruct"}
+    for row in rows:
+        assert row["density"] == pytest.approx(0.3, abs=0.01) and row["input"].startswith("8×")
+        faster = row["factored"] < cost.MARGIN * row["reconstruct"]
+        assert row["path"] == ("factored" if faster else "reconstruct")
+    assert rows[0]["layer"] in out and "all layers" in out
+
+
+def test_the_plan_of_a_run(tmp_path):
+    from functools import partial
+
+    from test_cli import call
+
+    samples = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])
+    model = partial(ff.models.build, "resnet9", (1, 8, 8), 2, 0.1)
+    ff.Federation(model, [ff.Client(samples, samples)], "factorized-fl-alpha").save(tmp_path / "run")
+    code, out, error = call("info", "--plan", tmp_path / "run", "--batch", "16")
+    assert code == 0 and "16×1×8×8" in out, error
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("no-such-model",), "must be a run directory or one of"),
+        (("resnet9", "--density", "2"), "density=2.0"),
+        (("resnet9", "--input", "3x32x"), "input='3x32x'"),
+    ],
+)
+def test_a_plan_of_nothing_there_is(arguments, message):
+    from test_cli import call
+
+    code, _, error = call("info", "--plan", *arguments)
+    assert code == 2 and message in error
