@@ -483,6 +483,9 @@ def _blocks(dtype: torch.dtype, m: int, n: int, inner: int) -> tuple[int, int, i
     depth = 64 if inner > 32 else depth
     if m >= 8192 and n > 64:
         return 128, 128, depth, 8
+    if depth == 16:
+        # a first layer: the addresses of all taps are kept, in fewer registers where more threads share them
+        return 64, 32 if n <= 32 else 64, depth, 8
     return (128 if m >= 8192 else 64), 32 if n <= 32 else 64, depth, 4
 
 
