@@ -115,7 +115,7 @@ class Strategy:
     after_mix: str = "none"
     recalibrate: bool = False
     classifier: str | None = None
-    whole: Sequence[str] = ()
+    whole: Sequence[str] = field(default_factory=list)
 
     def __post_init__(self):
         self.check()
@@ -127,6 +127,7 @@ class Strategy:
         self._require("after_mix", self.after_mix in AFTER_MIX, f"must be one of {', '.join(AFTER_MIX)}")
         paths = isinstance(self.whole, list | tuple) and all(isinstance(path, str) for path in self.whole)
         self._require("whole", paths, "must be a list of paths")
+        self.whole = list(self.whole)
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

