@@ -26,8 +26,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -59,6 +59,7 @@ DENSE_CLIENT_BYTES = 2 * 4 * 2_571_338
 """Dense ResNet-9 with momentum, float32."""
 
 Sides = dict[str, Callable[[], object]]
+Rows = Iterator[dict]
 
 
 class Bench:
@@ -160,11 +161,20 @@ def check(name: str, outs: Iterable[Tensor], truths: Iterable[Tensor], plains: I
         assert error <= allowed, f"{name}: result {position} is off by {error:.2e}, allowed {allowed:.2e}"
 
 
+def row(common: dict, measure: Callable[[], dict]) -> dict:
+    """`common` with what `measure` finds, or with the error that it ends in: one row stops no other."""
+    try:
+        return common | measure()
+    except Exception as error:
+        traceback.print_exc()
+        return common | {"error": f"{type(error).__name__}: {error}"}
+
+
 # weights
 
 
-def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tuple[int, Sides]]:
-    """op → (bytes of the floor, sides by implementation), each over all layers."""
+def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tuple[int, dict, list]]:
+    """op → (bytes of the floor, implementations by name, a call (op, arguments) for each layer)."""
 
     def draw(*shape):
         return torch.randn(*shape, device=bench.device, dtype=torch.float32).to(dtype)
@@ -204,23 +214,15 @@ def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tupl
         add("hadamard_weight", n * size + product, "hadamard_weight", *pairs, True)
         add("hadamard_weight_backward", n * size + 2 * product, "hadamard_weight_backward", dense, *pairs, 15)
         flat = dense.permute(0, 1, 3, 4, 2).reshape(clients, 1, -1)
-        add("prox_sgd_step", 5 * n * size, "prox_sgd_step", [flat], [flat], [flat], [1e-3], 1e-9, 0.9, 0.0, True)
+        state = [flat.clone()], [flat], [torch.zeros_like(flat)]
+        add("prox_sgd_step", 5 * n * size, "prox_sgd_step", *state, [1e-3], 1e-4, 0.9, 0.0, True)
         sparse = torch.where(torch.rand(flat.shape, device=bench.device) < 0.1, flat, 0)
         packed = torch.ops.fastfact.pack_bitmap(sparse, VALUE_TYPES[torch.bfloat16])
         stored = sum(t.numel() * t.element_size() for t in packed)
         add("pack_bitmap 10 %", n * size + stored, "pack_bitmap", sparse, VALUE_TYPES[torch.bfloat16])
         add("unpack_bitmap 10 %", 4 * n + stored, "unpack_bitmap", *packed, flat.shape[-1])
 
-    def side(implementation, name):
-        bound = [(getattr(implementation, op), args) for op, args in calls[name]]
-        return lambda: [function(*args) for function, args in bound]
-
-    found = {}
-    for name, floor in floors.items():
-        for op, args in calls[name][:2]:
-            check_weight_op(name, implementations, op, args)
-        found[name] = floor, {key: side(implementation, name) for key, implementation in implementations.items()}
-    return found
+    return {name: (floor, implementations, calls[name]) for name, floor in floors.items()}
 
 
 def check_weight_op(name: str, implementations: dict, op: str, args: tuple) -> None:
@@ -239,21 +241,21 @@ def check_weight_op(name: str, implementations: dict, op: str, args: tuple) -> N
         check(f"{name} ({key})", tensors(getattr(implementation, op)(*args)), truth, plain)
 
 
-def weights(bench: Bench) -> list[dict]:
-    rows = []
+def weights(bench: Bench) -> Rows:
     # the interpreter has no bfloat16
     for dtype in bench.pick((torch.bfloat16, torch.float32), (torch.float16, torch.float32)):
         for clients in bench.pick((32, 128), (2,)):
             copied = bench.copy_bandwidth()
-            for name, (floor, sides) in weight_ops(bench, dtype, clients).items():
-                times = bench.medians({**sides, "copy": copied}, rounds=bench.pick(21, 1), warmup=2)
-                copy_rate = 2 * bench.copied / times["copy"]
-                rates = {key: floor / times[key] for key in sides}
-                rows.append(
-                    {
-                        "op": name,
-                        "clients": clients,
-                        "dtype": str(dtype).removeprefix("torch."),
+            for name, (floor, implementations, calls) in weight_ops(bench, dtype, clients).items():
+
+                def measure(name=name, floor=floor, implementations=implementations, calls=calls, copied=copied):
+                    for op, args in calls[:2]:
+                        check_weight_op(name, implementations, op, args)
+                    sides = {key: every_call(impl, calls) for key, impl in implementations.items()}
+                    times = bench.medians({**sides, "copy": copied}, rounds=bench.pick(21, 1), warmup=2)
+                    copy_rate = 2 * bench.copied / times["copy"]
+                    rates = {key: floor / times[key] for key in sides}
+                    return {
                         "floor_bytes": floor,
                         **times,
                         "copy_gb_s": copy_rate / 1e6,
@@ -261,8 +263,13 @@ def weights(bench: Bench) -> list[dict]:
                         "ratio": rates["cuda"] / copy_rate,
                         "goal": 0.85,
                     }
-                )
-    return rows
+
+                yield row({"op": name, "clients": clients, "dtype": str(dtype).removeprefix("torch.")}, measure)
+
+
+def every_call(implementation, calls: list) -> Callable[[], object]:
+    bound = [(getattr(implementation, op), args) for op, args in calls]
+    return lambda: [function(*args) for function, args in bound]
 
 
 # layers
@@ -313,31 +320,29 @@ def layer_sides(bench: Bench, shape, batch: int, compiled: bool, dtype=torch.bfl
     return {name: lambda model=model: step(model) for name, model in built.items()}
 
 
-def layers(bench: Bench) -> list[dict]:
+def layers(bench: Bench) -> Rows:
     """Rows by layer and batch, and the geometric mean over the layers at each batch (shape "all")."""
-    rows = []
     repeats = bench.pick(10, 1)
     for batch in bench.pick((32, 64, 128, 256), (2,)):
         # compiling takes longest; the ends of the range say enough
         compiled = bench.cuda and batch in (32, 256)
-        common = {
-            "op": "convolution forward + backward",
-            "batch": batch,
-            "dtype": "bfloat16",
-            "format": "channels_last",
-        }
+        common = {"op": "convolution forward + backward", "batch": batch, "dtype": "bfloat16"}
         measured: dict[tuple, dict] = {}
-        for number, shape in enumerate(bench.shapes, 1):
+
+        def measure(shape, batch=batch, compiled=compiled, measured=measured):
             if shape not in measured:
                 sides = layer_sides(bench, shape, batch, compiled)
                 graphs = {name: bench.graphed(side, repeats) for name, side in sides.items()}
                 measured[shape] = {name: t / repeats for name, t in bench.medians(graphs).items()}
-            times = measured[shape]
-            rows.append(common | {"layer": number, "shape": name_of(shape), **times} | layer_ratios(times))
-        kinds = [layer_ratios(measured[shape]) for shape in bench.shapes]
-        mean = {key: geometric_mean(ratios[key] for ratios in kinds) for key in kinds[0]}
-        rows.append(common | {"shape": "all", **mean, "goal": {"dense": 0.97, "eager": 1.3, "compiled": 1.05}})
-    return rows
+            return measured[shape] | layer_ratios(measured[shape])
+
+        for number, shape in enumerate(bench.shapes, 1):
+            which = {"format": "channels_last", "layer": number, "shape": name_of(shape)}
+            yield row(common | which, functools.partial(measure, shape))
+        kinds = [layer_ratios(measured[shape]) for shape in bench.shapes if shape in measured]
+        if len(kinds) == len(bench.shapes):
+            mean = {key: geometric_mean(ratios[key] for ratios in kinds) for key in kinds[0]}
+            yield common | {"shape": "all", **mean, "goal": {"dense": 0.97, "eager": 1.3, "compiled": 1.05}}
 
 
 def layer_ratios(times: dict[str, float]) -> dict[str, float]:
@@ -349,37 +354,40 @@ def layer_ratios(times: dict[str, float]) -> dict[str, float]:
 # rank1
 
 
-def rank1(bench: Bench) -> list[dict]:
-    rows = []
-    repeats = bench.pick(10, 1)
+def rank1(bench: Bench) -> Rows:
     channels = bench.pick(256, 16)
     for side in bench.pick((8, 16, 32), (5,)):
         for batch in bench.pick((32, 128, 256), (2,)):
-            torch.manual_seed(0)
-            spec = ff.Rank1(sparse=False)
-            layer = ff.nn.FactorizedConv2d(channels, channels, 3, padding=1, bias=False, spec=spec, device=bench.device)
-            layer = layer.bfloat16()
-            dense = layer.to_dense().to(memory_format=torch.channels_last)
-            layer.path = "fused"
-            x = torch.randn(batch, channels, side, side, device=bench.device).bfloat16()
-            x = x.to(memory_format=torch.channels_last)
+            shape = (channels, channels, 3, 1, side)
+            common = {"op": "rank-1 forward", "shape": name_of(shape), "batch": batch, "dtype": "bfloat16"}
+            yield row(common, functools.partial(rank1_row, bench, shape, batch))
 
-            def split(x=x, layer=layer, channels=channels):
-                # what the algebra gives in plain PyTorch: depthwise, then 1×1
-                depthwise = layer.u.expand(channels, 1, 3, 3)
-                return F.conv2d(F.conv2d(x, depthwise, None, 1, 1, 1, channels), layer.v[0, :, :, None, None])
 
-            sides = {"ours": lambda x=x, m=layer: m(x), "dense": lambda x=x, m=dense: m(x), "split": split}
-            with torch.no_grad():
-                truth = F.conv2d(x.double(), copy.deepcopy(layer).double().weight, None, 1, 1)
-                for name in ("ours", "split"):
-                    check(f"rank-1 {name}", [sides[name]()], [truth], [dense(x)])
-                times = bench.medians({name: bench.graphed(one, repeats) for name, one in sides.items()})
-            times = {name: t / repeats for name, t in times.items()}
-            shape = name_of((channels, channels, 3, 1, side))
-            common = {"op": "rank-1 forward", "shape": shape, "batch": batch, "dtype": "bfloat16"}
-            rows.append(common | times | {"ratio": times["dense"] / times["ours"], "goal": 4})
-    return rows
+def rank1_row(bench: Bench, shape, batch: int) -> dict:
+    channels, *_, side = shape
+    repeats = bench.pick(10, 1)
+    torch.manual_seed(0)
+    spec = ff.Rank1(sparse=False)
+    layer = ff.nn.FactorizedConv2d(channels, channels, 3, padding=1, bias=False, spec=spec, device=bench.device)
+    layer = layer.bfloat16()
+    dense = layer.to_dense().to(memory_format=torch.channels_last)
+    layer.path = "fused"
+    x = torch.randn(batch, channels, side, side, device=bench.device).bfloat16()
+    x = x.to(memory_format=torch.channels_last)
+
+    def split():
+        # what the algebra gives in plain PyTorch: depthwise, then 1×1
+        depthwise = layer.u.expand(channels, 1, 3, 3)
+        return F.conv2d(F.conv2d(x, depthwise, None, 1, 1, 1, channels), layer.v[0, :, :, None, None])
+
+    sides = {"ours": lambda: layer(x), "dense": lambda: dense(x), "split": split}
+    with torch.no_grad():
+        truth = F.conv2d(x.double(), copy.deepcopy(layer).double().weight, None, 1, 1)
+        for name in ("ours", "split"):
+            check(f"rank-1 {name}", [sides[name]()], [truth], [dense(x)])
+        times = bench.medians({name: bench.graphed(one, repeats) for name, one in sides.items()})
+    times = {name: t / repeats for name, t in times.items()}
+    return times | {"ratio": times["dense"] / times["ours"], "goal": 4}
 
 
 # clients
@@ -399,71 +407,74 @@ def trainer(bench: Bench, path: str, dtype: torch.dtype, graphs: bool) -> Traine
     return Trainer(model, infos, settings)
 
 
-def run_together(trainer: Trainer, state: State, data) -> list[float]:
-    """One epoch of every client at once: their mean losses."""
-    return trainer.train(state, data, 0, range(len(data)), [Phase(epochs=1)])[0]
+def run_together(trainer: Trainer, state: State, data, epochs: int) -> list[float]:
+    """Every client at once: their mean losses."""
+    return trainer.train(state, data, 0, range(len(data)), [Phase(epochs=epochs)])[0]
 
 
-def run_loop(trainer: Trainer, state: State, data) -> list[float]:
+def run_loop(trainer: Trainer, state: State, data, epochs: int) -> list[float]:
     """The same, one client after the other."""
     losses = []
-    for row in range(len(data)):
-        mine = {name: tensor[row : row + 1] for name, tensor in state.items()}
-        losses += trainer.train(mine, data[row : row + 1], 0, [row], [Phase(epochs=1)])[0]
+    for at in range(len(data)):
+        mine = {name: tensor[at : at + 1] for name, tensor in state.items()}
+        losses += trainer.train(mine, data[at : at + 1], 0, [at], [Phase(epochs=epochs)])[0]
     return losses
 
 
-def clients(bench: Bench) -> list[dict]:
-    rows = []
-    batch = bench.pick(32, 2)
-    side = bench.pick(32, 8)
-    steps = bench.pick(8, 2)
+def clients(bench: Bench) -> Rows:
     for dtype in bench.pick((torch.bfloat16, torch.float32), (torch.float32,)):
-        for k in bench.pick((100,), (3,)):
-            data = []
-            for _ in range(k):
-                x = torch.randn(batch * steps, 3, side, side, device=bench.device).to(dtype)
-                y = torch.randint(10, (batch * steps,), device=bench.device)
-                data.append((x.to(memory_format=torch.channels_last), y))
-            sides: Sides = {}
-            peaks, losses = {}, {}
-            kinds = {"ours": "fused", "ours, no graph": "fused", "vmap": "reconstruct", "loop": "reconstruct"}
-            for name, path in kinds.items():
-                one = trainer(bench, path, dtype, name == "ours")
-                state = stack(tensors_of(one.model), k)
+        k, batch = bench.pick((100, 32), (3, 2))
+        common = {"op": "training step, ResNet-9", "clients": k, "batch": batch}
+        common["dtype"] = str(dtype).removeprefix("torch.")
+        yield row(common, functools.partial(clients_row, bench, dtype, k, batch))
 
-                run = run_loop if name == "loop" else run_together
-                run = functools.partial(run, one, state, data)
-                losses[name] = torch.tensor(run())
-                peaks[name] = bench.peak_bytes(run)
-                sides[name] = run
-            for name, found in losses.items():
-                # the same batches in the same order: the mean loss of the first epoch agrees
-                limit = 0.1 if dtype == torch.bfloat16 else 0.02
-                assert (found - losses["loop"]).abs().mean() <= limit * losses["loop"].mean(), (name, dtype)
-            times = bench.medians(sides, rounds=bench.pick(5, 1), warmup=1)
-            times = {name: t / steps for name, t in times.items()}
-            rows.append(
-                {
-                    "op": "training step, ResNet-9",
-                    "clients": k,
-                    "batch": batch,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    **times,
-                    "loop/ours": times["loop"] / times["ours"],
-                    "vmap/ours": times["vmap"] / times["ours"],
-                    "peak_bytes": peaks,
-                    "peak ours/vmap": peaks["ours, no graph"] / max(peaks["vmap"], 1),
-                    "goal": {"loop/ours": 12, "vmap/ours": 2, "peak ours/vmap": 0.6},
-                }
-            )
-    return rows
+
+def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
+    side, steps = bench.pick((32, 8), (8, 2))
+    # a recording serves the epochs of a phase; one client after the other takes long enough in one
+    kinds = {
+        "ours": ("fused", True, run_together, 4),
+        "ours, no graph": ("fused", False, run_together, 4),
+        "vmap": ("reconstruct", False, run_together, 1),
+        "loop": ("reconstruct", False, run_loop, 1),
+    }
+    data = []
+    for _ in range(k):
+        x = torch.randn(batch * steps, 3, side, side, device=bench.device).to(dtype)
+        y = torch.randint(10, (batch * steps,), device=bench.device)
+        data.append((x.to(memory_format=torch.channels_last), y))
+    sides: Sides = {}
+    peaks, losses = {}, {}
+    for name, (path, graphs, run, epochs) in kinds.items():
+        one = trainer(bench, path, dtype, graphs)
+        state = stack(tensors_of(one.model), k)
+        losses[name] = torch.tensor(run(one, state, data, 1))
+        sides[name] = functools.partial(run, one, state, data, epochs)
+        peaks[name] = bench.peak_bytes(sides[name])
+    for name, found in losses.items():
+        # the same batches in the same order: the mean loss of the first epoch agrees
+        limit = 0.1 if dtype == torch.bfloat16 else 0.02
+        assert (found - losses["loop"]).abs().mean() <= limit * losses["loop"].mean(), (name, dtype)
+    times = bench.medians(sides, rounds=bench.pick(5, 1), warmup=1)
+    times = {name: t / steps / kinds[name][3] for name, t in times.items()}
+    return {
+        **times,
+        "loop/ours": times["loop"] / times["ours"],
+        "vmap/ours": times["vmap"] / times["ours"],
+        "peak_bytes": peaks,
+        "peak ours/vmap": peaks["ours"] / max(peaks["vmap"], 1),
+        "goal": {"loop/ours": 12, "vmap/ours": 2, "peak ours/vmap": 0.6},
+    }
 
 
 # resident
 
 
-def resident(bench: Bench) -> list[dict]:
+def resident(bench: Bench) -> Rows:
+    yield row({"op": "clients resident, ResNet-9 at 10 % density"}, functools.partial(resident_row, bench))
+
+
+def resident_row(bench: Bench) -> dict:
     """Pack some clients, then hold as many as the goal says, and restore some of them."""
     goal = bench.pick(80_000, 12)
     chunk = bench.pick(500, 4)
@@ -497,17 +508,14 @@ def resident(bench: Bench) -> list[dict]:
     last = torch.ops.fastfact.unpack_bitmap(held[-1][0], held[-1][1], scale, n)
     assert last.count_nonzero() == held[-1][1].count_nonzero()
     capacity = torch.cuda.get_device_properties(0).total_memory if bench.cuda else 0
-    return [
-        {
-            "op": "clients resident, ResNet-9 at 10 % density",
-            "clients": goal,
-            "bytes_a_client": used / goal,
-            "device_bytes": capacity,
-            "clients_that_fit": capacity // max(used // goal, 1),
-            "dense_clients_that_fit": capacity // DENSE_CLIENT_BYTES,
-            "goal": 80_000,
-        }
-    ]
+    return {
+        "clients": goal,
+        "bytes_a_client": used / goal,
+        "device_bytes": capacity,
+        "clients_that_fit": capacity // max(used // goal, 1),
+        "dense_clients_that_fit": capacity // DENSE_CLIENT_BYTES,
+        "goal": 80_000,
+    }
 
 
 SECTIONS = {"weights": weights, "layers": layers, "rank1": rank1, "clients": clients, "resident": resident}
@@ -520,31 +528,31 @@ def show(row: dict) -> str:
     return "  ".join(f"{key}={text(value)}" for key, value in row.items() if key not in ("op", "goal"))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=SECTIONS)
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, after each row")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, any device")
     args = parser.parse_args()
     bench = Bench(args.dry_run)
     began = time.perf_counter()
-    with torch.cuda.device(0) if bench.cuda else nullcontext():
-        rows = SECTIONS[args.section](bench)
-    for row in rows:
-        print(f"{row['op']:38} {show(row)}")
-    if args.json:
-        content = {
-            "command": shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
-            "seconds": round(time.perf_counter() - began, 1),
-            "backends": {name: state.detail for name, state in ff.backends().items()},
-            **provenance(),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "rows": rows,
-        }
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    content = {
+        "command": shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
+        "backends": {name: state.detail for name, state in ff.backends().items()},
+        **provenance(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+    rows = []
+    for found in SECTIONS[args.section](bench):
+        rows.append(found)
+        print(f"{found['op']:38} {show(found)}", flush=True)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            whole = content | {"seconds": round(time.perf_counter() - began, 1), "rows": rows}
+            args.json.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    return int(any("error" in found for found in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -51,7 +51,7 @@ def test_command(dry: bool) -> list[str]:
     command += ["-m", "gpu", "-k", "not interpreter and not ahead_of_time"]
     if importlib.util.find_spec("xdist") and not dry:
         # compiling the Triton kernels takes most of the time
-        command += ["-n", str(min(8, os.cpu_count() or 1))]
+        command += ["-n", str(min(12, os.cpu_count() or 1))]
     return [*command, *TESTS]
 
 

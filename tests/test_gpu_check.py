@@ -3,19 +3,27 @@
 import json
 
 import pytest
+import torch
 
 from bench import gpu, gpu_check
 
 
 @pytest.mark.parametrize("section", list(gpu.SECTIONS))
 def test_every_benchmark_runs(section):
-    rows = gpu.SECTIONS[section](gpu.Bench(dry=True))
-    assert rows and all("op" in row and gpu.show(row) for row in rows)
+    rows = list(gpu.SECTIONS[section](gpu.Bench(dry=True)))
+    assert rows and all("op" in row and "error" not in row and gpu.show(row) for row in rows)
+
+
+def test_a_row_that_fails_stops_no_other(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "check_weight_op", lambda name, *args: 1 / ("hadamard" not in name))
+    monkeypatch.setattr("sys.argv", ["gpu", "weights", "--dry-run", "--json", str(tmp_path / "rows.json")])
+    assert gpu.main() == 1
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    failed = [row["op"] for row in rows if "error" in row]
+    assert len(rows) > len(failed) == 4 and all("hadamard" in op for op in failed)
 
 
 def test_a_wrong_kernel_is_not_timed():
-    import torch
-
     truth = torch.randn(100, dtype=torch.float64)
     gpu.check("right", [truth.float()], [truth], [truth.float()])
     with pytest.raises(AssertionError, match="wrong: result 0 is off"):
