@@ -24,11 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = [f"tests/{name}.py" for name in ("test_cuda_gpu", "test_kernels_triton", "test_kernels_conv")]
 # a sample of every kernel: under the sanitizer a test takes a hundred times as long
 SANITIZED = "(test_weight and plain) or (test_bitmap and 2051) or test_prox_sgd_step"
+SANITIZERS = {
+    "memcheck": ("memcheck", "fastfact_cuda", TESTS[0], SANITIZED),
+    "racecheck": ("racecheck", "fastfact_cuda", TESTS[0], SANITIZED),
+    "memcheck-triton": ("memcheck", "conv_", TESTS[2], "(test_conv2d and 2-2-5-7) or (test_without_mu and 1-3-3-18)"),
+}
+"""step → (tool, part of the names of the kernels watched, test file, tests)."""
 BENCHMARKS = {"weights": 240, "layers": 560, "rank1": 120, "clients": 400, "resident": 120}
-LIMITS = {"environment": 60, "build": 400, "tests": 500, "memcheck": 200, "racecheck": 200, **BENCHMARKS}
+LIMITS = {"environment": 60, "build": 400, "tests": 500, **dict.fromkeys(SANITIZERS, 160), **BENCHMARKS}
 PARTS = {
     "part1": ["environment", "build", "tests"],
-    "part2": ["build", "memcheck", "racecheck", "weights", "rank1", "resident"],
+    "part2": ["build", "weights", "rank1", "resident", *SANITIZERS],
     "part3": ["build", "clients"],
     "part4": ["build", "layers"],
 }
@@ -55,20 +61,21 @@ def test_command(dry: bool) -> list[str]:
     return [*command, *TESTS]
 
 
-def sanitizer_command(tool: str) -> list[str] | None:
-    """None where compute-sanitizer is not installed. Only the kernels of this library are watched."""
+def sanitizer_command(step: str) -> list[str] | None:
+    """None where compute-sanitizer is not installed."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
         return None
-    command = [program, "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=fastfact_cuda"]
-    return [*command, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SANITIZED, TESTS[0]]
+    tool, kernels, file, chosen = SANITIZERS[step]
+    command = [program, "--tool", tool, "--error-exitcode", "9", "--kernel-name", f"kns={kernels}"]
+    return [*command, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, file]
 
 
 def command_of(step: str, out: Path, dry: bool) -> list[str] | None:
     if step in BENCHMARKS:
         flags = ["--dry-run"] if dry else []
         return [sys.executable, "-m", "bench.gpu", step, "--json", str(out / f"gpu-{step}.json"), *flags]
-    if step in ("memcheck", "racecheck"):
+    if step in SANITIZERS:
         return sanitizer_command(step)
     if step == "build":
         return [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
@@ -121,13 +128,13 @@ def main() -> int:
             report[step] = {"state": "left out: no time"}
         else:
             # without it, the sanitizer sees one large block of PyTorch's instead of each tensor
-            extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if step in ("memcheck", "racecheck") else {}
+            extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if step in SANITIZERS else {}
             status, output = run(command, min(LIMITS[step], ends - began), env | extra)
             state = "ok" if status == 0 else f"failed: {'time limit' if status == 124 else f'exit status {status}'}"
             report[step] = {"state": state, "seconds": round(time.monotonic() - began, 1), "tail": output[-TAIL:]}
             print(f"===== {step}: {state}\n{output[-TAIL if status == 0 else -3 * TAIL :]}", flush=True)
         (out / "gpu-check.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    print("\n".join(f"{step:12} {row['state']}  {row.get('seconds', '')}" for step, row in report.items()))
+    print("\n".join(f"{step:15} {row['state']}  {row.get('seconds', '')}" for step, row in report.items()))
     return int(any(row["state"].startswith("failed") for row in report.values()))
 
 

@@ -1,6 +1,7 @@
 """`make gpu-check` without a GPU: every benchmark runs in tiny shapes, and the runner reports what its steps said."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -53,3 +54,11 @@ def test_the_commands():
         assert command is None or all((gpu_check.ROOT / part).exists() for part in command if part.endswith(".py"))
     assert {step for part in gpu_check.PARTS.values() for step in part} == set(gpu_check.LIMITS)
     assert set(gpu_check.BENCHMARKS) == set(gpu.SECTIONS)
+
+
+def test_the_sanitizers_choose_tests_that_are_there():
+    sources = {file: (gpu_check.ROOT / file).read_text() for file in gpu_check.TESTS}
+    sources[gpu_check.TESTS[2]] += (gpu_check.ROOT / "tests" / "triton_conv_cases.py").read_text()
+    for _, _, file, chosen in gpu_check.SANITIZERS.values():
+        names = re.findall(r"test_\w+", chosen)
+        assert names and all(f"def {name}" in sources[file] for name in names)
