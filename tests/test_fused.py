@@ -175,3 +175,18 @@ def test_channels_last_layers_under_vmap(spec, path):
     for k in range(2):
         alone = torch.func.functional_call(layer, {n: t[k] for n, t in state.items()}, (x[k],))
         torch.testing.assert_close(y[k], alone)
+
+
+@pytest.mark.parametrize("path", ["fused", "factored"])
+def test_autocast(path):
+    """The paths without the weight compute in the dtype in which the convolution with it would."""
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedConv2d(4, 6, 3, spec=ff.Rank1(sparse=False))
+    x = torch.randn(2, 4, 7, 7)
+    outs = {}
+    for layer.path in ("reconstruct", path):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outs[layer.path] = layer(layer(x)[:, :4])
+        outs[layer.path].sum().backward()
+    assert outs[path].dtype == outs["reconstruct"].dtype == torch.bfloat16 and layer.u.grad.dtype == torch.float32
+    torch.testing.assert_close(outs[path], outs["reconstruct"], rtol=0.05, atol=0.02)

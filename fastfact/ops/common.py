@@ -38,6 +38,17 @@ def transforming() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in autocast's dtype where it is on, as PyTorch's own convolutions take theirs (float64 stays)."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
 def is_mapped(tensor: Tensor) -> bool:
     """Whether `vmap` maps over `tensor`: inside, each client has its own."""
     functorch = torch._C._functorch

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastfact import reference
 from fastfact.backends import implementation
-from fastfact.ops.common import call, check, fold, is_mapped, must_be_plain, unfold, with_clients
+from fastfact.ops.common import autocast, call, check, fold, is_mapped, must_be_plain, unfold, with_clients
 from fastfact.ops.weights import follows_channels_last
 from fastfact.reference import LAYOUTS
 
@@ -98,6 +98,7 @@ def _checked(op, x, u, v, mu, index, bias, size, stride, padding, dilation, grou
         raise ValueError(f"{op}: size={size}, groups={groups}: must be (o, i, kh, kw), o a multiple of groups")
     if (u is None) != (v is None) or ((mu is None) != (index is None) and not (dense and index is None)):
         raise ValueError(f"{op}: u and v go together, and so do values and index")
+    x, u, v, mu, bias = autocast(x, u, v, mu, bias)
     pairs = [_pair(op, "stride", stride, 1), _pair(op, "padding", padding, 0), _pair(op, "dilation", dilation, 1)]
     name, dims = ("mu", 4) if index is None else ("values", 1)
     named = {"x": (x, 4), "u": (u, 3), "v": (v, 3), name: (mu, dims), "index": (index, 1), "bias": (bias, 1)}
@@ -139,8 +140,9 @@ def factored_conv2d(
     The result [n, o, oh, ow] has the memory format of x; channels_last and contiguous are both served as they are.
 
     float32, float64, float16 and bfloat16, the last two computed in float32. Differentiable once, in x, u, v, values
-    and bias; the gradient of `values` is computed on the support only. Raises ValueError for shapes or dtypes that do
-    not fit, and for positions that are not ascending or not in W.
+    and bias; the gradient of `values` is computed on the support only. Under autocast the tensors are cast as those of
+    PyTorch's convolutions are. Raises ValueError for shapes or dtypes that do not fit, and, on the CPU, for positions
+    that are not ascending or not in W; a GPU does not look at them.
     """
     size, *how, clients, (x, u, v, values, index, bias) = _checked(
         OP, x, u, v, values, index, bias, size, stride, padding, dilation, groups
