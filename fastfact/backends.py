@@ -31,9 +31,11 @@ OPS = (
     "unpack_bitmap",
 )
 # Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
-CONV_OPS = tuple(f"{op}{part}" for op in ("factored_conv2d", "fused_conv2d") for part in ("", "_dx", "_dw"))
-# The server's step: the CPU library serves these, and the reference where it is missing.
-SERVER_OPS = ("similarity_sums", "srht")
+TRITON_OPS = (
+    *(f"{op}{part}" for op in ("factored_conv2d", "fused_conv2d") for part in ("", "_dx", "_dw")),
+    "similarity_sums",
+    "srht",
+)
 NAMES = ("reference", "cpu", "cuda", "triton")
 
 
@@ -74,13 +76,13 @@ def loaded(name: str) -> bool:
 
 def load() -> None:
     """Load the compiled libraries; called once, after the op schemas are defined."""
-    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CONV_OPS + SERVER_OPS})
+    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + TRITON_OPS})
     _LIBRARIES["cpu"] = _load_library("cpu")
     _LIBRARIES["cuda"] = (
         _load_library("cuda") if torch.version.cuda else Backend(False, "this build of PyTorch has no CUDA")
     )
     if torch.version.cuda and _triton_can_compile():
-        for op in CONV_OPS if _LIBRARIES["cuda"].available else OPS + CONV_OPS:
+        for op in TRITON_OPS if _LIBRARIES["cuda"].available else OPS + TRITON_OPS:
             _library.impl(op, _triton_op(op), "CUDA")
 
 
@@ -145,8 +147,7 @@ def use_backend(name: str) -> Iterator[None]:
         table = _dispatched
     else:
         module = reference if name == "reference" else importlib.import_module("fastfact.kernels")
-        table = {op: getattr(module, op) for op in OPS + CONV_OPS}
-        table |= {op: getattr(reference, op) for op in SERVER_OPS}
+        table = {op: getattr(module, op) for op in OPS + TRITON_OPS}
     before, _serving = _serving, table
     try:
         yield

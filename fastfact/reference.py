@@ -348,14 +348,11 @@ def similarity_sums(
     """
     own = torch.arange(first, first + rows, device=keys.device)
     sums, counts = [x.new_empty(rows, x.shape[1]) for x in uploads], own.new_empty(rows if count else 0)
-    unit = keys.double() if keys.dtype == torch.int8 else keys
-    unit = unit / unit.abs().amax(1, keepdim=True) if keys.shape[1] else unit
-    norm = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
-    unit = torch.where((keys == 0).all(1, keepdim=True), 0.0, unit / norm)
+    units = unit(keys.double() if keys.dtype == torch.int8 else keys)
     # A panel of rows at a time: no K × K matrix.
     for begin in range(0, rows, 512):
         k = own[begin : begin + 512]
-        sigma = (unit[k] @ unit.T).clamp(max=1)
+        sigma = (units[k] @ units.T).clamp(max=1)
         matched = sigma >= tau
         matched[torch.arange(len(k)), k] = False
         weights = torch.where(matched, torch.exp(epsilon * (sigma - 1)), 0.0)
@@ -364,6 +361,16 @@ def similarity_sums(
         if count:
             counts[begin : begin + 512] = (matched if valid is None else matched & valid).sum(1)
     return sums, counts
+
+
+def unit(keys: Tensor) -> Tensor:
+    """keys [m, d] divided by their norms; one of zeros stays, one that is not finite becomes NaN."""
+    if keys.shape[1] == 0:
+        return keys
+    # Squares of what is divided by the largest neither overflow nor vanish.
+    scaled = keys / keys.abs().amax(1, keepdim=True)
+    scaled = scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    return torch.where((keys == 0).all(1, keepdim=True), 0.0, scaled)
 
 
 def srht(x: Tensor, signs: Tensor, rows: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
@@ -382,8 +389,11 @@ def srht(x: Tensor, signs: Tensor, rows: Tensor, quantize: bool) -> tuple[Tensor
         y = torch.stack((low + high, low - high), 2)
         half *= 2
     y = y.reshape(k, n)[:, rows] / len(rows) ** 0.5
-    if not quantize:
-        return y, x.new_empty(0, dtype=torch.float32)
+    return quantized(y) if quantize else (y, x.new_empty(0, dtype=torch.float32))
+
+
+def quantized(y: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 [k, m], float32 scale [k] = max|y| / 127): value · scale restores y [k, m]."""
     scale = y.abs().amax(1).float() / 127
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     return (y * inverse[:, None]).round().clamp(-127, 127).to(torch.int8), scale

@@ -19,6 +19,7 @@ from fastfact.kernels.conv import (
     fused_conv2d_dx,
 )
 from fastfact.kernels.sgd import prox_sgd_step
+from fastfact.kernels.similarity import similarity_sums, srht
 from fastfact.kernels.weights import (
     hadamard_weight,
     hadamard_weight_backward,
@@ -48,5 +49,7 @@ __all__ = [
     "prox_sgd_step",
     "rank1_weight",
     "rank1_weight_backward",
+    "similarity_sums",
+    "srht",
     "unpack_bitmap",
 ]

@@ -40,6 +40,13 @@ KERNELS = {
     "count_kernel": lambda k, t: k.pack_bitmap(t(2, 3, 4096), 2),
     "write_kernel": lambda k, t: [k.pack_bitmap(t(2, 3, 4096), code) for code in (1, 2)],
     "popcount_kernel": lambda k, t: k.unpack_bitmap(t(2, 3, 512).to(torch.uint8), t(0), t(0), 4096),
+    "similarity_kernel": lambda k, t: [
+        k.similarity_sums(keys, uploads, torch.ones(90, dtype=torch.bool), 0, 90, 1.0, 0.5, True)
+        for keys in (t(90, 256).float(), t(90, 256).to(torch.int8))
+        for uploads in ([torch.zeros(90, 96)], [torch.zeros(90, 96), torch.zeros(90, 2000)])
+    ],
+    "srht_chunk_kernel": lambda k, t: k.srht(t(2, 5000), torch.ones(5000, dtype=torch.int8), torch.arange(64), True),
+    "srht_keep_kernel": lambda k, t: k.srht(t(2, 5000), torch.ones(5000, dtype=torch.int8), torch.arange(64), True),
     "read_kernel": lambda k, t: k.unpack_bitmap(t(2, 3, 512).to(torch.uint8), t(0), t(0), 4096),
 }
 
@@ -49,7 +56,9 @@ KERNELS = {
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_compiles_ahead_of_time(name, dtype, arch, monkeypatch):
     kernels = importlib.import_module("fastfact.kernels")
-    modules = [importlib.import_module(f"fastfact.kernels.{module}") for module in ("weights", "sgd", "bitmap")]
+    modules = [
+        importlib.import_module(f"fastfact.kernels.{module}") for module in ("weights", "sgd", "bitmap", "similarity")
+    ]
     chosen = stand_in(monkeypatch, modules, name, arch)
     KERNELS[name](kernels, lambda *shape: torch.zeros(*shape, dtype=dtype))
     assert chosen.compiled

@@ -53,6 +53,19 @@ def test_bitmap_without_elements():
     assert kernels.unpack_bitmap(bits, values, scale, 5).shape == (2, 0, 5)
 
 
+@pytest.mark.parametrize("case", op_cases.SIMILARITIES + op_cases.BIG_SIMILARITIES * GPU, ids=str)
+def test_similarity_sums(case):
+    for dtype in [torch.float32] + [torch.float64] * GPU:
+        op_cases.similarity(kernels, dtype, DEVICE, *case)
+    op_cases.similarity(kernels, torch.float32, DEVICE, *case, integers=True)
+
+
+@pytest.mark.parametrize("case", op_cases.SKETCHES, ids=str)
+def test_srht(case):
+    for dtype in DTYPES:
+        op_cases.sketch(kernels, dtype, DEVICE, *case)
+
+
 @pytest.mark.parametrize("layout", ["spatial", "kernel", "separable", "hadamard", "linear"])
 def test_gradcheck(layout):
     def leaf(*shape):

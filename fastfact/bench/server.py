@@ -38,7 +38,7 @@ SKETCH = 1024
 
 
 def numpy_step(v: np.ndarray, uploads: list[np.ndarray], client: int, epsilon: float, tau: float) -> list[np.ndarray]:
-    """One client's aggregate as the official code makes it: each cosine from two vectors, then sums over the matched."""
+    """One client's aggregate as the official code makes it: a cosine from two vectors each, sums over the matched."""
     own, scores = v[client], {}
     for other in range(len(v)):
         cosine = np.dot(own, v[other]) / (np.linalg.norm(own) * np.linalg.norm(v[other]))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastfact.backends import implementation
+from fastfact.reference import unit
 
 # Narrower uploads are multiplied together, as one matrix.
 _WIDE = 1024
@@ -128,9 +129,9 @@ def _fill(sums, keys, matrices, short, first, epsilon, min_matches, valid) -> No
     """Give the rows `short` of matches the most similar clients: those they have matched are among these."""
     m, compute, own = len(keys), matrices[0].dtype, short + first
     sigma = keys.new_empty(len(short), m, dtype=compute)
-    units = _unit(keys[own], compute)
+    units = unit(keys[own].to(compute))
     for start in range(0, m, 1024):
-        sigma[:, start : start + 1024] = units @ _unit(keys[start : start + 1024], compute).T
+        sigma[:, start : start + 1024] = units @ unit(keys[start : start + 1024].to(compute)).T
     sigma.nan_to_num_(nan=-torch.inf).clamp_(max=1)
     if valid is not None:
         sigma[:, ~valid] = -torch.inf
@@ -144,13 +145,6 @@ def _fill(sums, keys, matrices, short, first, epsilon, min_matches, valid) -> No
     else:
         for out, x in zip(sums, matrices, strict=True):
             out[short] = sum(weights[:, j : j + 1] * x[columns[:, j]] for j in range(columns.shape[1]))
-
-
-def _unit(keys: Tensor, compute: torch.dtype) -> Tensor:
-    keys = keys.to(compute)
-    keys = keys / torch.where((largest := keys.abs().amax(1, keepdim=True)) > 0, largest, 1)
-    norm = torch.linalg.vector_norm(keys, dim=1, keepdim=True)
-    return keys / torch.where(norm > 0, norm, 1)
 
 
 def top(similarity: Tensor, count: int) -> tuple[Tensor, Tensor]:
