@@ -158,7 +158,10 @@ def generator_for(seed: int, round: int, client: int, purpose: str, device="cpu"
 @contextlib.contextmanager
 def seeded(seed: int, round: int, client: int, purpose: str, device="cpu") -> Iterator[None]:
     """PyTorch's global generators (dropout, module initialisation) set to one stream inside, put back after."""
-    device = torch.device(device)
+    device, number = torch.device(device), seed_for(seed, round, client, purpose)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed_for(seed, round, client, purpose))
+        # torch.manual_seed would queue a call for every kind of device that is not in use, with a traceback each.
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(number)
         yield

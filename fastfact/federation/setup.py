@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastfact.federation.client import Client, Samples, channels_last, placed
-from fastfact.federation.cohort import generator_for, seeded
+from fastfact.federation.cohort import generator_for, seed_for, seeded
 from fastfact.federation.config import round_half_up
 from fastfact.federation.strategy import Strategy
 
@@ -24,6 +24,7 @@ def template_of(factory: Callable[[], nn.Module], method: Strategy, seed: int, d
             + (", for example lambda: copy.deepcopy(model)" if isinstance(factory, nn.Module) else "")
         )
     with seeded(seed, 0, 0, "model"):
+        torch.manual_seed(seed_for(seed, 0, 0, "model"))
         template = factory()
         if not isinstance(template, nn.Module):
             raise ValueError(f"Federation(model=): returned {type(template).__name__}, must return an nn.Module")
