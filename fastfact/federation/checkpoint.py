@@ -15,6 +15,7 @@ from fastfact.federation import store, strategy
 from fastfact.federation.cohort import State
 from fastfact.federation.config import check_settings, resolve
 from fastfact.federation.exchange import Report
+from fastfact.federation.executor import Plan
 from fastfact.federation.group import Group
 from fastfact.federation.history import History
 from fastfact.federation.states import DATABASE, Database, Records, about_database, rows_of, totals
@@ -33,15 +34,17 @@ def open_directory(fed: "Federation", directory: Path) -> Path:
     config = json.loads(json.dumps(fed.config()))
     if (directory / store.CONFIG).exists():
         there = store.read_config(directory)
-        if different := sorted(key for key in config if there.get(key) != config[key]):
+        if different := sorted(key for key in config if key != "executor" and there.get(key) != config[key]):
             raise RunDirectoryError(f"{directory}: holds another run (its {different[0]} differs)")
         if any(round > fed.round for round in store.checkpoints(directory)):
             raise RunDirectoryError(f"{directory}: has rounds this federation has not run; go on with Federation.load")
+        if there != config:
+            _write_config(directory, config)
     elif directory.exists() and any(directory.iterdir()):
         raise RunDirectoryError(f"{directory}: is not empty and no run directory ({store.CONFIG} is missing)")
     else:
         directory.mkdir(parents=True, exist_ok=True)
-        store.write_text(directory / store.CONFIG, json.dumps(config, indent=2) + "\n")
+        _write_config(directory, config)
     store.write_rows(directory / store.METRICS, fed.history)
     store.write_rows(directory / store.LEDGER, fed.ledger.rows())
     return directory
@@ -51,6 +54,10 @@ def append(directory: Path, rows: list[dict], ledger: Ledger, sync: bool) -> Non
     """Add the rows and the ledger of a round."""
     store.append_rows(directory / store.METRICS, rows, sync=sync)
     store.append_rows(directory / store.LEDGER, ledger.rows(), sync=sync)
+
+
+def _write_config(directory: Path, config: dict[str, Any]) -> None:
+    store.write_text(directory / store.CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def commit(fed: "Federation") -> None:
@@ -105,7 +112,7 @@ def load(
     try:
         settings, k, samples, sample = config["settings"], config["clients"], config["samples"], config["sample"]
         recorded, name, options = config["model"], config["method"]["name"], config["method"]["settings"]
-        used = config["augment"]
+        used, plan = config["augment"], Plan(**config["executor"])
         if place is not None:
             settings["store"] = str(place)
         check_settings(settings)
@@ -126,6 +133,7 @@ def load(
     fed.method, fed.settings, fed.source = copy.copy(method), settings, config.get("source", {})
     fed.identity = {"model": recorded, "augment": used, "samples": samples, "sample": sample}
     fed.augment = augment or (used and (resolve({"factory": used}) or used))
+    fed.graphs, fed.plan = True, plan
     fed._setup_model(model, device)
     if clients is not None:
         fed._setup_clients(clients)

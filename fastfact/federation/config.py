@@ -37,7 +37,10 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     require("participation", isinstance(value, int | float) and 0 < value <= 1, "must be above 0 and at most 1")
     require("seed", isinstance(settings["seed"], int), "must be an integer")
     cohort = settings["cohort"]
-    require("cohort", cohort == "auto" or (isinstance(cohort, int) and cohort > 0), 'must be "auto" or at least 1')
+    holds = cohort in ("auto", "threads") or (isinstance(cohort, int) and cohort > 0)
+    require("cohort", holds, 'must be "auto", "threads" or at least 1')
+    limit = settings["memory_limit"]
+    require("memory_limit", limit is None or (isinstance(limit, int | float) and limit > 0), "must be above 0, or None")
     values = settings["store_values"]
     require("store_values", values in ("exact", "bfloat16"), "must be exact or bfloat16")
     require("store", settings["store"] != "", 'must be "memory" or a directory')

@@ -213,7 +213,9 @@ class Downloads:
 def not_finite(clients: list[int], state: State) -> dict[int, str]:
     """client → which of its tensors in `state` [k, …] has NaN or inf, for those that have one."""
     names = [name for name, tensor in state.items() if tensor.is_floating_point()]
-    finite = torch.stack([state[name].flatten(1).abs().amax(1).isfinite() for name in names]).cpu()
+    # The least and the greatest number need no copy of the states, and are NaN where one is.
+    ends = [torch.stack(torch.aminmax(state[name].flatten(1), dim=1)) for name in names]
+    finite = torch.stack([end.isfinite().all(0) for end in ends]).cpu()
     reasons = {}
     for row in (~finite.all(0)).nonzero().flatten().tolist():
         bad = names[int((~finite[:, row]).nonzero()[0])]

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastfact.federation import checkpoint, mixing, newcomers, setup, sparse, strategy, train
+from fastfact.federation import checkpoint, memory, mixing, newcomers, setup, sparse, strategy, train
 from fastfact.federation import store as files
 from fastfact.federation.client import Client
 from fastfact.federation.cohort import Models, State, describe, generator_for, stack, take, tensors_of
 from fastfact.federation.config import check_settings, name_of, record, round_half_up
 from fastfact.federation.exchange import Downloads, Exchange, Report, not_finite
+from fastfact.federation.executor import BATCHED, ONE, THREADS, Executor, Plan, choose
 from fastfact.federation.group import Group, Shard
 from fastfact.federation.history import History
 from fastfact.federation.newcomers import Newcomers
@@ -64,8 +65,11 @@ class Federation:
     participation: the fraction of the clients that takes part in a round, drawn anew each round, at least one.
     augment: (x, generator) → x on each training batch; draw from the generator alone.
     seed: every random draw derives from it, the round and the client: a run repeats bit for bit on one machine.
-    cohort: how many clients train together over the client axis; 1 is one after another, "auto" decides by the model.
-        The results agree up to rounding (and draws of dropout).
+    cohort: how many clients train together over the client axis; 1 is one after another, each on all cores; "threads"
+        one on each core; "auto" what is fastest for the model, measured before the first round. Results agree up to
+        rounding, dropout included, for models that draw random numbers nowhere else. A run goes on as it began: the
+        choice is in config.json; two runs made with "auto" may choose differently where it makes little difference.
+    memory_limit: GiB of memory this process may take, by estimate; fewer clients are then loaded at once.
     store: where the clients' states are between rounds: "memory", or a directory for them. There each round is saved
         when it ends, whole or not at all, and memory holds only clients at work; see `federation.states`.
     store_values: the numbers of a state between rounds: "exact", or "bfloat16" for those that train; μ is a bitmap and
@@ -107,6 +111,7 @@ class Federation:
         augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
         seed: int = 0,
         cohort: int | str = "auto",
+        memory_limit: float | None = None,
         store: str | Path = MEMORY,
         store_values: str = "exact",
         l1: float | None = None,
@@ -127,6 +132,7 @@ class Federation:
             "participation": participation,
             "seed": seed,
             "cohort": cohort,
+            "memory_limit": memory_limit,
             "store": str(store),
             "store_values": store_values,
             "wire": wire,
@@ -142,7 +148,7 @@ class Federation:
         # Its own copy: a method may keep what `bind` told it about the model.
         self.method = copy.copy(method) if l1 is None else dataclasses.replace(method, l1=l1)
         self.settings, self.augment, self.source = settings, augment, dict(source or {})
-        self.graphs, self.group = graphs, group or Group()
+        self.graphs, self.plan, self.group = graphs, None, group or Group()
         self._setup_model(model, device)
         self._setup_clients(clients)
         self.identity = {"model": record(model), "augment": name_of(augment), "samples": self._samples()}
@@ -161,7 +167,8 @@ class Federation:
         self.method.phases(self.settings["epochs"])
         self.sparse = [name for name, param in self.template.named_parameters() if penalized(param)]
         self.device = next(self.template.parameters()).device
-        self.clients: list[Client] | None = None
+        self.clients: Sequence[Client] | None = None
+        self._draws = "globally"
 
     def _check_group(self) -> None:
         n = self.group.size
@@ -177,10 +184,35 @@ class Federation:
         self.clients = list(clients) if isinstance(clients, list | tuple) else clients
         like = next(self.template.parameters())
         self._data = setup.Data(self.clients, like, self.method, self.settings["seed"])
-        if self.cohort == 1:
-            self.template = setup.in_channels_last(self.template, self._data)
         self.classes = setup.classes_of(self.template, self._data, self.settings["batch_size"])
         self._data.set_classes(self.classes)
+        self._draws = setup.draws_of(self.template, self._data)
+        self._setup_plan()
+
+    def _setup_plan(self) -> None:
+        """How clients are put on the machine, and the memory format that goes with it."""
+        cohort, last = self.settings["cohort"], setup.channels_last_of(self.template, self._data)
+        if isinstance(cohort, int):
+            self.plan = Plan(ONE) if cohort == 1 else Plan(BATCHED, cohort)
+        elif cohort == THREADS:
+            if self._draws == "globally" or self.device.type != "cpu":
+                raise ValueError(
+                    'Federation(cohort="threads"): the model must run on the CPU, and draw from no generator of PyTorch'
+                    " but in dropout"
+                )
+            self.plan = Plan(THREADS)
+        elif self.plan is None:
+            sample = self._data[0].train
+            sides = {
+                ONE: (self._make_trainer(last or self.template), setup.formatted(sample, last is not None)),
+                BATCHED: (self._make_trainer(self.template), sample),
+            }
+            trainers, data = ({how: side[n] for how, side in sides.items()} for n in range(2))
+            count = self._taking_part(len(self.clients))
+            self.plan = self.group.root(lambda: choose(trainers, data, count))
+        if self.plan.how != BATCHED and last is not None:
+            self.template = last
+            self._data.to_channels_last()
 
     def _setup_exchange(self, k: int) -> None:
         """What is sent, and the state of everything before the first round of k clients."""
@@ -245,9 +277,12 @@ class Federation:
 
     @functools.cached_property
     def _trainer(self) -> train.Trainer:
+        return self._make_trainer(self.template)
+
+    def _make_trainer(self, template: nn.Module) -> train.Trainer:
         s = self.settings
         return train.Trainer(
-            self.template,
+            template,
             self.infos,
             train.Settings(
                 batch_size=s["batch_size"],
@@ -259,6 +294,7 @@ class Federation:
                 penalized=frozenset(self.sparse),
                 augment=self.augment,
                 seed=s["seed"],
+                draws=self._draws,
                 graphs=self.graphs,
             ),
         )
@@ -269,22 +305,25 @@ class Federation:
         recorded = self.settings.get("sparsity")
         return None if recorded is None else Schedule(**recorded)
 
-    @functools.cached_property
-    def _compact_trainer(self) -> sparse.CompactTrainer:
-        return sparse.CompactTrainer(self.template, self.method.classifier, self._trainer.settings, self.schedule)
-
-    def _trainer_of(self, round: int) -> train.Trainer | sparse.CompactTrainer:
+    def _executor_of(self, round: int) -> Executor:
         """What trains in a round."""
-        return self._compact_trainer if self.schedule and self.schedule.is_sparse(round) else self._trainer
+        return self._compact_executor if self.schedule and self.schedule.is_sparse(round) else self._executor
 
     @functools.cached_property
+    def _executor(self) -> Executor:
+        return Executor(self._trainer, self.plan)
+
+    @functools.cached_property
+    def _compact_executor(self) -> Executor:
+        settings = self._trainer.settings
+        return Executor(
+            sparse.CompactTrainer(self.template, self.method.classifier, settings, self.schedule), self.plan
+        )
+
+    @property
     def cohort(self) -> int:
-        """How many clients train together, decided for this model if the setting is "auto"."""
-        if self.settings["cohort"] != "auto":
-            return self.settings["cohort"]
-        chosen = train.cohort_for(self.template, self._data.sample(), self.settings["batch_size"])
-        log.info("cohort=auto: %d client%s at a time", chosen, "s" * (chosen > 1))
-        return chosen
+        """How many clients train together over the client axis; 1 is one after another, or one on each core."""
+        return self.plan.cohort
 
     def __len__(self) -> int:
         """The number of clients."""
@@ -360,11 +399,14 @@ class Federation:
     def select(self, round: int) -> list[int]:
         """The clients that take part in a round, ascending."""
         k = len(self)
-        count = max(1, round_half_up(self.settings["participation"] * k))
+        count = self._taking_part(k)
         if count >= k:
             return list(range(k))
         order = torch.randperm(k, generator=generator_for(self.settings["seed"], round, -1, "select"))
         return sorted(order[:count].tolist())
+
+    def _taking_part(self, k: int) -> int:
+        return min(k, max(1, round_half_up(self.settings["participation"] * k)))
 
     def _run_round(self, round: int, on_client) -> Round:
         clients = self._shard.mine(self.select(round))
@@ -445,9 +487,26 @@ class Federation:
 
     def _block(self, n: int) -> int:
         """How many of the n clients of a round have their states in memory at once: whole cohorts."""
-        each = sum(tensor[0].numel() * tensor.element_size() for tensor in self.states.initial.values())
-        cohorts = max(1, BLOCK_BYTES // (each * self.cohort))
-        return max(1, min(n, cohorts * self.cohort))
+        together = max(1, min(n, max(self.cohort, self._executor.threads)))
+        if self.settings["memory_limit"] is None:
+            fits = BLOCK_BYTES // memory.bytes_of(self.initial)
+        else:
+            fits = self._need.clients(self.settings["memory_limit"], together)
+        return max(1, min(n, max(1, fits // together) * together))
+
+    @functools.cached_property
+    def _need(self) -> memory.Need:
+        n, each = self._taking_part(len(self)), memory.bytes_of(self.initial)
+        uploads = sum(memory.bytes_of({name: self.initial[name]}) for name in self.uploaded if name in self.initial)
+        # The uploads of the last round and the mix of them; states at rest, of all clients in the end.
+        fixed = memory.resident() + 2 * n * uploads
+        if self.settings["store"] == MEMORY:
+            fixed += (len(self) + n) * each
+        activations = train.kept_by_a_step(self.template, self._data.sample(), self.settings["batch_size"])
+        # Counting nonzeros takes a byte a number. A database reads the records of the next clients ahead on a
+        # thread, and the allocator keeps what that thread and this one let go of: measured, 4 blocks in all.
+        loaded = each * (5 if self.settings["store"] == MEMORY else 20) // 4
+        return memory.Need(fixed, loaded, 3 * each + memory.WORKSPACE * activations)
 
     def _downloads(self, round: int, clients: list[int], work: State | None, done: Round) -> Downloads | None:
         """The mix of the last round's uploads; None where there is nothing to mix. work: all `clients`, if loaded."""
@@ -487,25 +546,14 @@ class Federation:
         if self.method.schedule(self.settings["epochs"], adapts=True):
             work = take(work, range(len(clients)))
             self._train(round, clients, work, None, adapts=True)
-        return self._trainer_of(round).evaluate(work, [self._data[k].test for k in clients])
+        return self._executor_of(round).evaluate(work, [self._data[k].test for k in clients])
 
     def _train(
         self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
     ) -> tuple[list[float], list[float]]:
-        losses, seconds = [], []
         phases = self.method.schedule(self.settings["epochs"], adapts)
-        purpose = "adapt" if adapts else "order"
-        for begin in range(0, len(clients), self.cohort):
-            chunk = clients[begin : begin + self.cohort]
-            rows = {name: tensor[begin : begin + len(chunk)] for name, tensor in work.items()}
-            data = [self._data[k].train for k in chunk]
-            loss, took = self._trainer_of(round).train(rows, data, round, chunk, phases, purpose)
-            losses += loss
-            seconds += took
-            if on_client:
-                for k in chunk:
-                    on_client(round, k, begin + len(chunk), len(clients))
-        return losses, seconds
+        data, purpose = [self._data[k].train for k in clients], "adapt" if adapts else "order"
+        return self._executor_of(round).train(work, data, round, clients, phases, purpose, on_client)
 
     def _densities(self, state: State) -> list[float | None]:
         """The fraction of nonzeros of μ over all layers, for each row; None for a model without μ."""
@@ -613,6 +661,7 @@ class Federation:
             "settings": self.settings,
             "clients": len(self),
             "source": self.source,
+            "executor": dataclasses.asdict(self.plan),
             **self.identity,
         }
 

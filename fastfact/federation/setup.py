@@ -12,6 +12,7 @@ from fastfact.federation.client import Client, Samples, channels_last, placed
 from fastfact.federation.cohort import generator_for, seed_for, seeded
 from fastfact.federation.config import round_half_up
 from fastfact.federation.strategy import Strategy
+from fastfact.federation.streams import Streams
 
 log = logging.getLogger("fastfact")
 
@@ -48,7 +49,7 @@ class Data:
         if not len(clients):
             raise ValueError("Federation(clients=[]): must be at least one client")
         self.clients, self.method, self.seed = clients, method, seed
-        self.device, self.dtype, self.format = like.device, like.dtype, torch.contiguous_format
+        self.device, self.dtype, self.last = like.device, like.dtype, False
         self.lazy = not isinstance(clients, list | tuple)
         self.classes: int | None = None
         self.placed: dict[int, Placed] = {}
@@ -86,13 +87,12 @@ class Data:
                 f" {list(self.shape)}: must be the same"
             )
         self._check_labels(k, client)
-        train, test = (self._formatted(placed(data, self.device, self.dtype)) for data in (client.train, client.test))
+        train, test = (
+            formatted(placed(data, self.device, self.dtype), self.last) for data in (client.train, client.test)
+        )
         if not self.method.validation:
             return Placed(train, train, test)
         return Placed(*self._held_out(k, train), test)
-
-    def _formatted(self, data: Samples) -> Samples:
-        return data if self.format == torch.contiguous_format else (channels_last(data[0]), data[1])
 
     def _held_out(self, k: int, train: Samples) -> tuple[Samples, Samples]:
         """The training samples split into those the client trains on and those it evaluates others on."""
@@ -110,8 +110,8 @@ class Data:
 
     def to_channels_last(self) -> None:
         """Keep the images in channels_last from here on."""
-        self.format = torch.channels_last
-        self.placed = {k: Placed(*map(self._formatted, data)) for k, data in self.placed.items()}
+        self.last = True
+        self.placed = {k: Placed(*(formatted(part, True) for part in data)) for k, data in self.placed.items()}
 
     def set_classes(self, classes: int) -> None:
         """Raise ValueError, now or when it comes, for a client with a label the model has no output for."""
@@ -138,20 +138,24 @@ class Placed(NamedTuple):
     test: Samples
 
 
-def in_channels_last(template: nn.Module, data: Data) -> nn.Module:
-    """The model, and `data` with it, in channels_last if the model runs that way (one that flattens with `view` does
-    not): one client at a time, convolutions on the CPU are faster in it."""
+def channels_last_of(template: nn.Module, data: Data) -> nn.Module | None:
+    """The model in channels_last, if it has images on the CPU to convolve and runs that way (one that flattens with
+    `view` does not): one client at a time, convolutions are faster in it."""
     x = data[0].train[0][:2]
     if x.device.type != "cpu" or x.dim() != 4 or not any(p.dim() == 4 for p in template.parameters()):
-        return template
+        return None
     model = copy.deepcopy(template).to(memory_format=torch.channels_last)
     try:
         logits_of(model, channels_last(x))
     except RuntimeError:
         log.info("the model does not run in channels_last")
-        return template
-    data.to_channels_last()
+        return None
     return model
+
+
+def formatted(data: Samples, last: bool) -> Samples:
+    """The samples, images in channels_last if asked for."""
+    return (channels_last(data[0]), data[1]) if last else data
 
 
 def classes_of(template: nn.Module, data: Data, batch_size: int) -> int:
@@ -178,3 +182,17 @@ def logits_of(model: nn.Module, x: Tensor, train: bool = False) -> Tensor:
     """What a copy of `model` makes of x; neither the model nor the global generator notices."""
     with torch.no_grad(), seeded(0, 0, 0, "probe", x.device):
         return copy.deepcopy(model).train(train)(x)
+
+
+def draws_of(template: nn.Module, data: Data) -> str:
+    """Where a training forward draws random numbers from, see `train.Settings.draws`."""
+    x, model = data[0].train[0][:2], copy.deepcopy(template).train()
+    if len(x) < 2:
+        x = x.repeat_interleave(2, 0)
+    with torch.no_grad(), seeded(0, 0, 0, "probe", x.device), Streams([torch.Generator()]) as streams:
+        before = torch.get_rng_state()
+        model(x)
+        globally = not torch.equal(before, torch.get_rng_state())
+    if x.device.type != "cpu" or globally:
+        return "globally"
+    return "own" if streams.used else "no"

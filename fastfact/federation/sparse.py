@@ -65,6 +65,22 @@ class CompactTrainer:
         self.inner, self.schedule = Trainer(model, describe(model, classifier), settings), schedule
         self.layers = layers_of(model)
 
+    def copy(self) -> "CompactTrainer":
+        """See `Trainer.copy`."""
+        other = copy.copy(self)
+        other.inner = self.inner.copy()
+        other.layers = layers_of(other.inner.model)
+        return other
+
+    @property
+    def shared_generator(self) -> bool:
+        """See `Trainer`."""
+        return self.inner.shared_generator
+
+    @shared_generator.setter
+    def shared_generator(self, value: bool) -> None:
+        self.inner.shared_generator = value
+
     def _compact(self, state: State) -> State:
         """The same states with compact μ; all other tensors are the same objects."""
         small = dict(state)

@@ -4,6 +4,8 @@ One client at a time, the template's tensors are pointed at its row of the stack
 time, the same step runs batched over the client axis. Both take the same batches in the same order.
 """
 
+import contextlib
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 
 from fastfact import ops
 from fastfact.federation.client import Samples, batches
-from fastfact.federation.cohort import State, TensorInfo, generator_for, seeded, tensors_of
+from fastfact.federation.cohort import State, TensorInfo, generator_for, like_rows, seed_for, seeded, tensors_of
 from fastfact.federation.strategy import Phase
+from fastfact.federation.streams import Streams
 from fastfact.optim import step_l1
 
 EVALUATION_BATCH = 1024
@@ -35,6 +38,9 @@ class Settings:
     penalized: frozenset[str] = frozenset()
     augment: Callable | None = None
     seed: int = 0
+    draws: str = "globally"
+    """Where a training forward of the model draws random numbers from: nowhere ("no"), the client's own stream ("own",
+    see `streams`), or PyTorch's generator of the process ("globally")."""
     graphs: bool = True
     """Whether a cohort's step is replayed as a CUDA graph (on a GPU, in phases without a loss of their own)."""
 
@@ -104,6 +110,21 @@ class Trainer:
         self.trainable = {name for name, param in self.params.items() if param.requires_grad}
         self.device = next(iter(self.tensors.values())).device
         self.momenta = {name: torch.zeros_like(param) for name, param in self.params.items() if param.requires_grad}
+        self.shared_generator = True
+        """Whether PyTorch's generator of the process may be set: not while other threads train."""
+        self._order = torch.Generator()
+        self._buffers: dict[int, Tensor] = {}
+
+    def copy(self) -> "Trainer":
+        """A trainer of the same kind with a model of its own, for another thread."""
+        return Trainer(copy.deepcopy(self.model), self.infos, self.settings)
+
+    def _buffer(self, key: int, like: Tensor, n: int) -> Tensor:
+        """A kept buffer [n or more, …] of the dtype and memory format of `like` [any number, …]."""
+        buffer = self._buffers.get(key)
+        if buffer is None or len(buffer) < n or buffer.dtype != like.dtype or buffer.stride() != like.stride():
+            buffer = self._buffers[key] = like_rows(like, n)
+        return buffer
 
     def bind(self, state: State, row: int) -> None:
         """Point the template at one row: its tensors alias the state from here on."""
@@ -128,14 +149,19 @@ class Trainer:
         purpose: of the random stream that orders the samples.
         """
         self.model.train()
-        if len(clients) == 1:
-            began = time.perf_counter()
-            with seeded(self.settings.seed, round, clients[0], "model", self.device):
-                loss = self._train_one(state, data[0], round, clients[0], phases, purpose)
-            return [loss], [time.perf_counter() - began]
         began = time.perf_counter()
-        with seeded(self.settings.seed, round, clients[0], "model", self.device):
-            losses = self._train_batched(state, data, round, clients, phases, purpose)
+        own = [phase.loss is not None or phase.update is not None for phase in phases]
+        with contextlib.ExitStack() as stack:
+            if self.shared_generator and (self.settings.draws == "globally" or any(own)):
+                stack.enter_context(seeded(self.settings.seed, round, clients[0], "model", self.device))
+            masks = None
+            if self.settings.draws == "own":
+                masks = Streams([generator_for(self.settings.seed, round, client, "model") for client in clients])
+                stack.enter_context(masks)
+            if len(clients) == 1:
+                losses = [self._train_one(state, data[0], round, clients[0], phases, purpose)]
+            else:
+                losses = self._train_batched(state, data, round, clients, phases, purpose, masks)
         seconds = (time.perf_counter() - began) / len(clients)
         return losses, [seconds] * len(clients)
 
@@ -162,13 +188,17 @@ class Trainer:
     ) -> float:
         settings, model, (x, y) = self.settings, self.model, data
         self.bind(state, 0)
-        order, augmentation = self._streams(round, client, purpose)
+        order = self._order.manual_seed(seed_for(settings.seed, round, client, purpose))
+        augmentation = None
+        if settings.augment is not None:
+            augmentation = generator_for(settings.seed, round, client, purpose.replace("order", "augment"), self.device)
         momenta = self.momenta if settings.momentum else {}
         if momenta:
             torch._foreach_zero_(list(momenta.values()))
         steps = batches(len(y), settings.batch_size)
         total, seen = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        xs, ys = torch.empty_like(x), torch.empty_like(y)
+        longest = max(end - begin for begin, end in steps)
+        xs, ys = self._buffer(0, x, longest), self._buffer(1, y, longest)
         start: State = {}
         if any(phase.loss is not None or phase.update is not None for phase in phases):
             start = {name: tensor[0].clone() for name, tensor in state.items()}
@@ -177,17 +207,18 @@ class Trainer:
                 self._update(phase, state, 0, start, data)
             names = self.trained(phase)
             for name in self.trainable:
-                self.params[name].requires_grad_(False)
-            params = [self.params[name].requires_grad_(True) for name in names]
+                self.params[name].requires_grad_(name in names)
+            params = [self.params[name] for name in names]
             buffers = [momenta[name] for name in names] if momenta else []
             l1 = [settings.penalty(name) for name in names]
             net = Net(model, dict(zip(names, params, strict=True)), start, None)
             for _ in range(phase.epochs):
                 permutation = torch.randperm(len(y), generator=order).to(self.device)
-                torch.index_select(x, 0, permutation, out=xs)
-                torch.index_select(y, 0, permutation, out=ys)
                 for begin, end in steps[: phase.steps]:
-                    xb, yb = xs[begin:end], ys[begin:end]
+                    # A buffer of one batch stays in cache, an epoch's copy of the samples does not.
+                    some, xb, yb = permutation[begin:end], xs[: end - begin], ys[: end - begin]
+                    torch.index_select(x, 0, some, out=xb)
+                    torch.index_select(y, 0, some, out=yb)
                     if settings.augment is not None:
                         xb = settings.augment(xb, augmentation)
                     loss = F.cross_entropy(model(xb), yb) if phase.loss is None else phase.loss(net, xb, yb)
@@ -216,8 +247,10 @@ class Trainer:
         clients: Sequence[int],
         phases: Sequence[Phase],
         purpose: str,
+        masks: Streams | None,
     ) -> list[float]:
         settings, k = self.settings, len(clients)
+        generators = None if masks is None else masks.generators
         streams = [self._streams(round, client, purpose) for client in clients]
         sizes = [len(y) for _, y in data]
         steps = [batches(n, settings.batch_size) for n in sizes]
@@ -241,6 +274,8 @@ class Trainer:
                             xb = torch.stack(
                                 [settings.augment(b, streams[row][1]) for b, row in zip(xb, rows, strict=True)]
                             )
+                        if masks is not None:
+                            masks.generators = [generators[row] for row in rows]
                         losses = step(rows, xb, yb).to(total) * (end - begin)
                         if len(rows) < k:
                             total[rows] += losses
@@ -429,30 +464,18 @@ def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
-def cohort_for(model: nn.Module, sample: Tensor, batch_size: int) -> int:
-    """How many clients to train together where the user leaves it open; `sample` is one x without the batch axis.
-
-    A rule and not a timing, so that a run repeats. What batching saves is the cost of a call, so on a CPU it pays while
-    a step is small: measured on one thread 3–7 times faster for 650 to 13,000 parameters, even at 30,000 to 55,000,
-    slower above, as soon as the tensors of the cohort leave the cache. On a GPU it always pays; there the cohort takes
-    half of the device's memory at most (see `memory_cohort`).
-    """
-    device = next((p.device for p in model.parameters()), sample.device)
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return memory_cohort(model, sample, batch_size, memory // 2)
-    parameters = sum(p.numel() for p in model.parameters())
-    if parameters > 20_000 or sample.numel() * batch_size > 1 << 16:
-        return 1
-    return min(64, (1 << 19) // parameters)
-
-
 def memory_cohort(model: nn.Module, sample: Tensor, batch_size: int, memory: int) -> int:
     """How many clients, 1 to 256, fit into `memory` bytes in a training step.
 
     A client takes its state, the download it started from, momentum, gradient, and as much again for the weights made
     from factors, and twice what autograd keeps of a forward pass: the tensors and their gradients.
     """
+    kept, state = kept_by_a_step(model, sample, batch_size), sum(t.nbytes for t in tensors_of(model).values())
+    return max(1, min(256, memory // (6 * state + 2 * kept)))
+
+
+def kept_by_a_step(model: nn.Module, sample: Tensor, batch_size: int) -> int:
+    """Bytes autograd keeps of a forward pass of a batch; `sample` is one x without the batch axis."""
     kept = 0
 
     def count(tensor: Tensor) -> Tensor:
@@ -467,5 +490,4 @@ def memory_cohort(model: nn.Module, sample: Tensor, batch_size: int, memory: int
             model(sample.to(next(model.parameters()).device).expand(batch_size, *sample.shape))
     finally:
         model.train(training)
-    state = sum(t.numel() * t.element_size() for t in tensors_of(model).values())
-    return max(1, min(256, memory // (6 * state + 2 * kept)))
+    return kept

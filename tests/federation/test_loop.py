@@ -310,7 +310,6 @@ def test_dropout_draws_from_the_clients_own_stream(make, same):
     torch.manual_seed(99)
     second.fit(1)
     assert same(first, second)
-    make(model, cohort=3).fit(1)
 
 
 BAD = [
@@ -475,13 +474,6 @@ def test_layers_and_roles():
     assert turned["0.u"].classifier and turned["0.u"].layer == 2 and turned["3.u"].layer == 1
     with pytest.raises(ValueError, match="classifier='1'"):
         ff.federation.cohort.describe(model, classifier="1")
-
-
-def test_auto_is_a_rule_of_model_and_batch(make):
-    assert make(cohort=5).cohort == 5
-    assert make(cohort="auto").cohort > 1
-    assert make(lambda: nn.Sequential(nn.Linear(6, 3000), nn.Linear(3000, 3)).double(), cohort="auto").cohort == 1
-    assert make(make.cnn, (1, 6, 6), batch_size=4000, cohort="auto").cohort == 1
 
 
 @pytest.mark.parametrize("method", ["fedavg", "factorized-fl-beta"])

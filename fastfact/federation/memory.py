@@ -1,0 +1,47 @@
+"""How many clients fit into memory at once: an estimate from what one client's step keeps."""
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastfact.federation.cohort import State
+
+GIB = 1 << 30
+WORKSPACE = 2
+"""A step needs about so many times what its forward keeps: gradients of activations, workspaces of convolutions."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes: `fixed` by the process, the uploads of a round and states that stay in memory; for each client whose state
+    is loaded; and more for each of those that train at the same time."""
+
+    fixed: int
+    loaded: int
+    training: int
+
+    def clients(self, limit: float, together: int) -> int:
+        """How many clients can be loaded while `together` of them train. Raises ValueError if not even those."""
+        rest = limit * GIB - self.fixed - together * self.training
+        if rest < together * self.loaded:
+            least = (self.fixed + together * (self.training + self.loaded)) / GIB
+            raise ValueError(
+                f"Federation(memory_limit={limit:g}): {together} client{'s' * (together > 1)} at work need about"
+                f" {least:.2f} GiB; a larger limit, fewer clients a round, a smaller cohort or store=DIR would do"
+            )
+        return int(rest // self.loaded)
+
+
+def resident() -> int:
+    """The memory of this process now, in bytes; where that is not told, the most it had."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+
+
+def bytes_of(state: State) -> int:
+    """Of one client in `state` [k, …]."""
+    return sum(tensor[0].numel() * tensor.element_size() for tensor in state.values())
