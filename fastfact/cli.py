@@ -243,7 +243,7 @@ def bench_server(json_file: Json = None, quick: Quick = False, threads: Threads 
     torch.set_num_threads(threads or torch.get_num_threads())
     rows = server.run(quick)
     for name in dict.fromkeys(row["work"] for row in rows):
-        _measure([row for row in rows if row["work"] == name], name, None)
+        table_of([row for row in rows if row["work"] == name], name)
     write_json(json_file, {"rows": rows})
 
 
