@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fastfact import cli_papers, experiment, report
 from fastfact.experiment import Config
+from fastfact.federation import checkpoint
 from fastfact.federation.group import Group, ProcessLost, in_torchrun
 from fastfact.terminal import Display, Json, Out, console, jobs_of, outcome, show, write_json
 
@@ -91,7 +92,7 @@ def run(
     try:
         with Group.of_torchrun() as group:
             console.quiet = group.rank > 0
-            experiment.federation(config, group)
+            experiment.check(config, group)
             group.root(lambda: experiment.check_directory(config, out, resume))
             if note := experiment.sharing_note(config):
                 console.print(note)
@@ -107,7 +108,7 @@ def run(
 
 
 @app.command()
-@_with_config("method")
+@_with_config("method", "store", "store_values", "memory_limit")
 def compare(
     out: Out,
     methods: Annotated[str | None, typer.Option(help="Methods, separated by commas, or all.")] = None,
@@ -154,6 +155,9 @@ def report_command(
 
 @app.command()
 def info(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="A run, or a store of clients: what it holds.")
+    ] = None,
     plan: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Which compute path each layer of a network or run takes.")
     ] = None,
@@ -162,7 +166,7 @@ def info(
     shape: Annotated[str, typer.Option("--input", metavar="CxHxW", help="Shape of a sample, for --plan.")] = "3x32x32",
     json_file: Json = None,
 ) -> None:
-    """Backends and why they serve or not, versions, hardware, data sets, scenarios, models, methods."""
+    """Backends and why they serve or not, versions, hardware, data sets, scenarios, models, methods; or a DIR."""
     if plan is not None:
         from fastfact import plan as planning
 
@@ -171,7 +175,7 @@ def info(
         table_of(planning.totals(rows), "all layers that have a choice: predicted milliseconds")
         write_json(json_file, {"threads": torch.get_num_threads(), "layers": rows})
         return
-    about = experiment.about()
+    about = experiment.about() if directory is None else {str(directory): checkpoint.about(directory)}
     for part, content in about.items():
         table = Table(title=part, title_justify="left", show_header=False)
         for name, value in content.items():

@@ -35,6 +35,7 @@ from fastfact.cost import processor
 from fastfact.federation import Client, Federation, Strategy, store
 from fastfact.federation.group import Group
 from fastfact.federation.newcomers import HOW as JOIN
+from fastfact.federation.states import DATABASE, MEMORY, about_database
 from fastfact.federation.strategy import STRATEGIES
 from fastfact.methods.fedfac import communalities, shared_mask
 from fastfact.sparsity import Schedule
@@ -68,7 +69,10 @@ HELP = {
     "test_fraction": "Fraction of a client's samples held out for testing.",
     "shift": "Augmentation: random shift by up to so many pixels.",
     "augment": "More augmentation: none, flip (mirrored), or full (cropped, mirrored, colours changed).",
-    "cohort": "How many clients train together: a number, or auto.",
+    "cohort": "How many clients train together: a number, threads (one on each core), or auto, the fastest.",
+    "store": "Where clients are between rounds: memory, or a directory for very many.",
+    "store_values": "Their numbers there: exact or bfloat16.",
+    "memory_limit": "GiB of memory the run may take [default: no limit].",
     "seed": "Seed of the partition, the initial weights and the training; compare counts up from it.",
     "newcomers": "Fraction of the clients that are kept out of training and join at the end.",
     "pretrain": "Epochs on the pooled training samples that make the initial model; 0 for a random one.",
@@ -115,6 +119,9 @@ class Config:
     shift: int = 0
     augment: str = "none"
     cohort: str = "auto"
+    store: str = "memory"
+    store_values: str = "exact"
+    memory_limit: float | None = None
     seed: int = 0
     newcomers: float = 0.0
     pretrain: int = 0
@@ -142,8 +149,8 @@ class Config:
         for method in (self.method, *self.settings):
             if method not in methods.names():
                 raise ValueError(f"method={method!r}, must be one of {', '.join(methods.names())}")
-        if self.cohort != "auto" and not (self.cohort.isdigit() and int(self.cohort) > 0):
-            raise ValueError(f"cohort={self.cohort!r}, must be auto or a number of at least 1")
+        if self.cohort not in ("auto", "threads") and not (self.cohort.isdigit() and int(self.cohort) > 0):
+            raise ValueError(f"cohort={self.cohort!r}, must be auto, threads or a number of at least 1")
         if (self.warmup is None) != (self.target_density is None):
             raise ValueError(
                 f"warmup={self.warmup}, target_density={self.target_density}: must be given together, or neither"
@@ -361,6 +368,11 @@ def federation(config: Config, group: Group | None = None) -> Federation:
     return _federation(config, _parts(config), group)
 
 
+def check(config: Config, group: Group | None = None) -> None:
+    """Raise ValueError for anything out of range; nothing is measured, and no file touched."""
+    federation(replace(config, store=MEMORY, cohort="1" if config.cohort == "auto" else config.cohort), group)
+
+
 def _federation(config: Config, parts: Mapping[str, Any], group: Group | None) -> Federation:
     return Federation(
         **{name: part for name, part in parts.items() if name != "newcomers"},
@@ -371,7 +383,10 @@ def _federation(config: Config, parts: Mapping[str, Any], group: Group | None) -
         weight_decay=config.weight_decay,
         participation=config.participation,
         sparsity=schedule(config),
-        cohort=config.cohort if config.cohort == "auto" else int(config.cohort),
+        cohort=int(config.cohort) if config.cohort.isdigit() else config.cohort,
+        store=config.store,
+        store_values=config.store_values,
+        memory_limit=config.memory_limit,
         seed=config.seed,
         source=_identity(config),
         group=group,
@@ -379,10 +394,9 @@ def _federation(config: Config, parts: Mapping[str, Any], group: Group | None) -
 
 
 def _identity(config: Config) -> dict[str, Any]:
-    """All that decides the numbers of a run but its length; where the data lies does not."""
-    content = asdict(config)
-    del content["rounds"], content["data_dir"]
-    return content
+    """All that decides the numbers of a run but its length; where data and clients lie, and how many fit, do not."""
+    without = ("rounds", "data_dir", "store", "memory_limit")
+    return {name: value for name, value in asdict(config).items() if name not in without}
 
 
 def check_directory(config: Config, directory: Path, resume: bool) -> None:
@@ -400,9 +414,18 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
     ]
     if different:
         raise ValueError(f"{directory} holds another run ({'; '.join(different)}); choose another --out, or delete it")
-    done = max(store.checkpoints(directory), default=0)
+    done = _rounds(config, directory)
     if done > config.rounds:
         raise ValueError(f"rounds={config.rounds}: {directory} has {done} already; choose another --out, or delete it")
+
+
+def _rounds(config: Config, directory: Path) -> int:
+    """How many rounds of a run directory can be gone on from; 0 for a new one."""
+    if config.store == MEMORY:
+        return max(store.checkpoints(directory), default=0)
+    if not (directory / store.CONFIG).is_file() or not (Path(config.store) / DATABASE).is_file():
+        return 0
+    return about_database(Path(config.store))["rounds"]
 
 
 def finished(config: Config, directory: Path) -> bool:
@@ -432,8 +455,8 @@ def run(
     group.root(lambda: check_directory(config, directory, resume))
     parts = _parts(config)
     newcomers = parts.pop("newcomers")
-    if group.root(lambda: bool(store.checkpoints(directory))):
-        fed = Federation.load(directory, **parts, group=group)
+    if group.root(lambda: _rounds(config, directory) > 0):
+        fed = Federation.load(directory, **parts, store=config.store, group=group)
         group.root(lambda: record.forget(directory, fed.round))
     else:
         fed = _federation(config, parts, group)

@@ -331,3 +331,17 @@ def test_info_names_everything(tmp_path):
     assert code == 0 and set(about["backends"]) == {"reference", "cpu", "cuda", "triton"}
     for part in ("versions", "hardware", "data sets", "scenarios", "models", "methods"):
         assert about[part] and all(name in out for name in about[part])
+
+
+def test_clients_in_a_directory(tmp_path, no_pictures):
+    """--store keeps them there, --resume goes on from it, info tells what it holds."""
+    options = [*SMALL, "--method", "factorized-fl-beta", "--cohort", "1", "--store-values", "bfloat16"]
+    options += ["--store", tmp_path / "clients", "--memory-limit", "64", "--out", tmp_path / "run"]
+    assert call("run", *options, "--rounds", "1")[0] == 0
+    assert call("run", *options, "--resume")[0] == 0
+    code, out, _ = call("info", tmp_path / "run", "--json", tmp_path / "info.json")
+    assert code == 0 and "bytes a client" in out
+    about = json.loads((tmp_path / "info.json").read_text())[str(tmp_path / "run")]
+    assert about["rounds"] == 2 and 0 < about["density of μ"] <= 1
+    code, _, err = call("info", tmp_path / "nothing")
+    assert code == 2 and "no such run directory" in err
