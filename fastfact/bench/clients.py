@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def compare(work: sides.Work, names: list[str], rounds: int, threads: int) -> li
         raise RuntimeError(f"bench clients: {work.name}: {ours.reason}")
     rows = []
     for side in running:
-        row = {"work": work.name, "side": side.name, "clients": work.clients, "threads": threads}
+        row = {"work": work.name.partition("/")[0], "side": side.name, "clients": work.clients, "threads": threads}
         if side.reason is not None:
             rows.append(row | {"reason": side.reason})
             continue
@@ -122,7 +123,7 @@ def compare(work: sides.Work, names: list[str], rounds: int, threads: int) -> li
             row |= {
                 "ratio": _ratio(side.seconds, ours.seconds),
                 "cpu_ratio": _ratio(side.cpu, ours.cpu),
-                "goal": GOALS.get(work.name, {}).get(side.name),
+                "goal": GOALS[row["work"]].get(side.name),
             }
         row |= {"memory_mib": side.memory, "loss": side.loss, "version": sides.version(side.name)}
         rows.append(row)
@@ -152,28 +153,33 @@ def grow(registered: int, share: float, rounds: int, threads: int) -> dict[str, 
     }
 
 
-def run(quick: bool = False, only: str | None = None) -> list[dict[str, Any]]:
-    """The rows. quick: a tenth of the clients, one round, and 10 clients for growth. only: the rows of that work.
+def run(
+    quick: bool = False, only: str | None = None, clients: int | None = None, rounds: int | None = None
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Each work and its rows.
+
+    quick: a tenth of the clients, one round, and 10 clients for growth. only: that work alone. clients, rounds: in
+    place of each work's own (of growth: the most clients).
 
     Raises ValueError for an unknown `only`, RuntimeError if our own side fails.
     """
+    kind = "quick" if quick else clients
     works = {**sides.WORKS, "growth": None}
     if only is not None and only not in works:
         raise ValueError(f"only={only!r}, must be one of {', '.join(works)}")
-    threads, rows = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
     for name, work in works.items():
         if only not in (None, name):
             continue
         if work is None:
-            for share in (1.0, 0.01):
-                for k in REGISTERED[: 1 if quick else None]:
-                    rows.append(grow(k, share, 1 if quick else 3, threads))
+            sizes = [k for k in REGISTERED[: 1 if quick else None] if clients is None or k <= clients]
+            yield name, [grow(k, share, 1 if quick else rounds or 3, threads) for share in (1.0, 0.01) for k in sizes]
             continue
         names = ["ours", *RIVALS.get(name, [side for side in sides.SIDES if side != "ours"])]
         if work.shape == (3072,):
             names.remove("loop, channels_last")
-        rows += compare(sides.quick(work) if quick else work, names, 1 if quick else ROUNDS[name], threads)
-    return rows
+        found = sides.find(f"{name}/{kind}") if kind else work
+        yield name, compare(found, names, 1 if quick else rounds or ROUNDS[name], threads)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

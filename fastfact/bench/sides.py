@@ -81,19 +81,16 @@ WORKS = {
 }
 
 
-def quick(work: Work) -> Work:
-    """A small version of it under another name that `find` knows."""
-    return find(f"{work.name}/quick")
-
-
 def find(name: str) -> Work:
-    """The work of a name in `WORKS`, its quick version NAME/quick, or growth/CLIENTS/SHARE."""
+    """The work of a name in `WORKS`, NAME/CLIENTS with so many clients, NAME/quick, or growth/CLIENTS/SHARE."""
     name, _, rest = name.partition("/")
     if name == "growth":
         clients, share = rest.split("/")
         return Work("growth", functools.partial(nn.Linear, 64, 10), int(clients), 10, (64,), 10, share=float(share))
     work = WORKS[name]
-    return replace(work, name=f"{name}/quick", clients=max(2, work.clients // 10), samples=8, batch=4) if rest else work
+    if rest == "quick":
+        return replace(work, name=f"{name}/quick", clients=max(2, work.clients // 10), samples=8, batch=4)
+    return replace(work, name=f"{name}/{rest}", clients=int(rest)) if rest else work
 
 
 def usage() -> tuple[float | None, float]:
