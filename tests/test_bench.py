@@ -58,3 +58,41 @@ def test_server_quick(tmp_path):
     assert abs(rows["sketch"]["rms_error"] / rows["sketch"]["predicted"] - 1) < 0.5
     assert rows["uplink"]["bytes"] <= rows["uplink"]["goal"]
     assert "numpy_seconds" in out
+
+
+@pytest.fixture
+def threads():
+    """Puts back how many threads PyTorch has."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_clients_quick(tmp_path):
+    """Every rival has a row: its ratio, or why it did not run."""
+    file = tmp_path / "clients.json"
+    code, out, err = call("bench", "clients", "--quick", "--threads", "1", "--only", "linear", "--json", file)
+    assert code == 0, err
+    rows = {row["side"]: row for row in json.loads(file.read_text())["rows"]}
+    assert set(rows) == {"ours", "loop", "vmap", "pfl", "flower"}
+    for side, row in rows.items():
+        if side in ("pfl", "flower") and "reason" in row:
+            assert "pip install" in row["reason"]
+            continue
+        # The round that is not timed and one that is, from the same initial model: as good as each other, and learnt.
+        assert row["loss"] < 0.5
+        assert row["client_rounds_per_second"] == row["clients"] / row["seconds"]
+        if side != "ours":
+            assert abs(row["ratio"] - row["seconds"] / rows["ours"]["seconds"]) < 1e-9
+    assert "ratio" in out
+
+
+@pytest.mark.usefixtures("threads")
+def test_growth_quick(tmp_path):
+    file = tmp_path / "growth.json"
+    code, _, err = call("bench", "clients", "--quick", "--threads", "1", "--only", "growth", "--json", file)
+    assert code == 0, err
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["clients"], row["taking_part"]) for row in rows] == [(10, 10), (10, 1)]
+    assert (tmp_path / "growth.png").stat().st_size > 0
