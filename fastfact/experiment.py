@@ -327,9 +327,10 @@ def _pretrained(build: Callable[[], nn.Module], clients: Sequence[Client], confi
 def _simulated(config: Config, method: Strategy) -> tuple[list[data.ClientData], Strategy]:
     """FedFac's clients, and the method: shared_channels "true" of FedSplit are those of the network that made the
     labels, "oracle" those that factor analysis finds in its weights (§4.3.1), units of the hidden layer of mlp1."""
+    units = models.build("mlp1", (1,), 2, config.width).fc1.out_features
     try:
         made = data.fedfac_simulation(
-            config.clients, config.seed, test_fraction=config.test_fraction, **config.simulation
+            config.clients, config.seed, test_fraction=config.test_fraction, **{"hidden": units} | config.simulation
         )
     except TypeError as error:
         raise ValueError(f"simulation={config.simulation!r}: {error}") from None
