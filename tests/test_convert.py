@@ -89,6 +89,7 @@ def test_svd_without_mu_is_the_best_approximation():
         ff.Hadamard(),
         ff.LowRank(),
         ff.Hadamard(personalized=True),
+        ff.Hadamard(tensor=True, ratio=1.0),
     ],
     ids=str,
 )
@@ -228,3 +229,19 @@ def test_a_transformer_layer_converts_and_trains():
 def test_random_init_balances_u_and_v(spec):
     for layer in (ff.nn.FactorizedConv2d(32, 64, 3, spec=spec), ff.nn.FactorizedLinear(256, 99, spec=spec)):
         assert layer.u.norm().item() == pytest.approx(layer.v.norm().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [(32, 16, 3, 3), (6, 4, 1, 3), (64, 64, 5, 5), (3, 3, 1, 1)])
+def test_the_ranks_of_hadamard_tensors(size):
+    """The least with r² ≥ min(o, i), the greatest with no more numbers than W."""
+    small, large = (ff.Hadamard(tensor=True, ratio=ratio).rank(size) for ratio in (0.0, 1.0))
+    assert (small - 1) ** 2 < min(size[:2]) <= small**2
+
+    def numbers(r):
+        return 2 * r * (size[0] + size[1]) + 2 * r * r * size[2] * size[3]
+
+    whole = torch.Size(size).numel()
+    assert large == small or numbers(large) <= whole
+    assert numbers(large + 1) > whole
+    shapes = ff.Hadamard(tensor=True).shapes(size)
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == numbers(ff.Hadamard(tensor=True).rank(size))

@@ -20,6 +20,8 @@ SPECS = {
     "lowrank-view": ff.LowRank(ratio=0.4, layout="view", scaling=0.5),
     "fedpara": ff.Hadamard(),
     "pfedpara": ff.Hadamard(ratio=0.3, personalized=True),
+    "fedpara-tensor": ff.Hadamard(tensor=True),
+    "pfedpara-tensor": ff.Hadamard(personalized=True, tensor=True),
 }
 CONVS = {
     "plain": dict(kernel_size=3),
@@ -80,7 +82,10 @@ def expected_weight(layer):
             w[tuple(index)] = f["sigma"][tuple(index)] + spec.scaling * product
         else:
             n = i if linear else (i * size[2] + ky) * size[3] + kx
-            first, second = f["x1"][o] @ f["y1"][n], f["x2"][o] @ f["y2"][n]
+            first, second = (
+                f["x" + j][o] @ (f["t" + j][:, :, ky, kx] @ f["y" + j][i] if "t" + j in f else f["y" + j][n])
+                for j in "12"
+            )
             w[tuple(index)] = first * (second + 1 if spec.personalized else second)
     return w
 
@@ -248,6 +253,7 @@ def test_state_dict_is_factors_and_bias():
     assert list(conv(ff.Rank1()).state_dict()) == ["u", "v", "mu", "bias"]
     assert list(conv(ff.LowRank(), bias=False).state_dict()) == ["sigma", "A", "B"]
     assert list(conv(ff.Hadamard(), bias=False).factors()) == ["x1", "y1", "x2", "y2"]
+    assert list(conv(ff.Hadamard(tensor=True), bias=False).factors()) == ["t1", "t2", "x1", "y1", "x2", "y2"]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -14,11 +14,12 @@ from fastfact.specs import Hadamard, Spec
 class _Para(Strategy):
     """ratio: γ of the paper, between the smallest rank that allows a full-rank W (0) and the size of W (1).
 
-    A convolution is parameterized as the matrix [o, i·kh·kw] (Proposition 1); the paper also has a form for tensors
-    (Proposition 3) with fewer numbers. The classifier is factorized like every layer.
+    A convolution is parameterized as the matrix [o, i·kh·kw] (Proposition 1), or with tensor=True by Proposition 3, in
+    fewer numbers (see `ff.Hadamard`). The classifier is factorized like every layer.
     """
 
     ratio: float = 0.5
+    tensor: bool = False
 
     paper: ClassVar[str] = "Hyeon-Woo et al., ICLR 2022"
 
@@ -38,13 +39,14 @@ class FedPara(_Para):
     name: ClassVar[str] = "fedpara"
 
     def spec(self) -> Spec:
-        return Hadamard(ratio=self.ratio)
+        return Hadamard(ratio=self.ratio, tensor=self.tensor)
 
 
 @register
 @dataclass(kw_only=True)
 class PFedPara(_Para):
-    """pFedPara (§2.3): W = W₁ ⊙ (W₂ + 1), W₁ = X₁Y₁ᵀ is averaged, W₂ = X₂Y₂ᵀ stays: W₁ ⊙ W₂ personal, W₁ global.
+    """pFedPara (§2.3): W = W₁ ⊙ (W₂ + 1), W₁ = X₁Y₁ᵀ is averaged, W₂ = X₂Y₂ᵀ stays (with tensor=True
+    their cores likewise): W₁ ⊙ W₂ personal, W₁ global.
 
     Half of the numbers of FedPara travel. What is in no W₂ (biases, batch-norm: the paper does not say) is averaged as
     in FedAvg. Without the classifier's sharing its W₁ and bias stay too.
@@ -53,7 +55,7 @@ class PFedPara(_Para):
     name: ClassVar[str] = "pfedpara"
 
     def spec(self) -> Spec:
-        return Hadamard(ratio=self.ratio, personalized=True)
+        return Hadamard(ratio=self.ratio, personalized=True, tensor=self.tensor)
 
     def shares(self, info: TensorInfo) -> bool:
-        return info.role not in ("x2", "y2") and self.allowed(info)
+        return info.role not in ("t2", "x2", "y2") and self.allowed(info)

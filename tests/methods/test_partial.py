@@ -90,6 +90,17 @@ def test_fedpara(personalized):
     assert sent(fed, "up") == sent(fed, "down") == set(fed.infos) - personal
 
 
+@pytest.mark.parametrize("personalized", [False, True])
+def test_fedpara_with_tensors(personalized):
+    """Proposition 3: the second factors stay, their core too; linear layers are as without."""
+    fed = federation(ff.methods.make("pfedpara" if personalized else "fedpara", tensor=True), normed)
+    of_second = {n for n in fed.infos if n.rpartition(".")[2] in ("t2", "x2", "y2")}
+    assert any(n.endswith("t2") for n in of_second) == any(len(i.shape) == 4 for i in fed.infos.values())
+    assert set(fed.shared) == set(fed.infos) - (of_second if personalized else set())
+    fed.fit(2)
+    assert all(row["left_out"] is None for row in fed.history)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
