@@ -20,7 +20,7 @@ test: setup
 bench: setup
 	$(PY) -m fastfact.cli bench layers --only reconstruct,weight --json bench/results/weights.json
 
-# Uses $(PYTHON) as it is, installs nothing. STEPS: part1 … part4, or single steps (see bench/gpu_check.py).
+# Uses $(PYTHON) as it is, installs nothing. STEPS: part1 … part5, or single steps (see bench/gpu_check.py).
 gpu-check:
 	$(PYTHON) -m bench.gpu_check $(STEPS)
 

@@ -1,6 +1,6 @@
 """The GPU kernels against their rivals: the rows of the goal table.
 
-    python -m bench.gpu weights|layers|rank1|clients|resident [--json FILE] [--dry-run]
+    python -m bench.gpu weights|layers|rank1|clients|resident|tune [--json FILE] [--dry-run]
 
 weights   the weight ops and the elementwise kernels for K clients: bytes of the floor (bench/NOTES.md) a second, over
           the copy bandwidth measured in the same run.
@@ -9,6 +9,7 @@ layers    one convolution of ResNet-9, forward + backward, bfloat16: reconstruct
 rank1     rank-1 forward without μ, 256 → 256 channels, against the dense layer.
 clients   a training step of ResNet-9 for K clients together, against one client after the other, and against vmap over
           plain layers (cuDNN's grouped convolution); with peak memory.
+tune      the tiles of the fused convolution's kernels: what they choose against other choices.
 resident  clients held on the device: bitmap and bfloat16 values of μ at 10 % density, bfloat16 factors.
 
 Every side is checked against float64 first, then all run in turn, timed by CUDA events; rows hold medians in
@@ -29,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -518,7 +520,83 @@ def resident_row(bench: Bench) -> dict:
     }
 
 
-SECTIONS = {"weights": weights, "layers": layers, "rank1": rank1, "clients": clients, "resident": resident}
+# tune
+
+IMAGE_TILES = [
+    (128, 128, 64, 8, 3),
+    (128, 128, 32, 8, 4),
+    (128, 64, 64, 4, 3),
+    (64, 128, 64, 4, 3),
+    (64, 64, 64, 4, 4),
+    (256, 64, 32, 8, 3),
+    (256, 128, 32, 8, 3),
+]
+GRADIENT_TILES = [
+    (64, 64, 64, 8, 3),
+    (64, 64, 64, 4, 3),
+    (128, 64, 64, 8, 3),
+    (128, 128, 64, 8, 3),
+    (128, 128, 32, 8, 4),
+]
+
+
+def tune(bench: Bench) -> Rows:
+    """Each kernel of the fused convolution with other tiles than it chooses, for many clients and for one."""
+    shapes = bench.pick([(256, 256, 3, 1, 8), (128, 256, 3, 1, 16), (64, 128, 5, 2, 32)], TINY[1:])
+    for k, batch in bench.pick([(100, 32), (1, 256)], [(2, 2)]):
+        for shape in shapes:
+            for part in ("forward", "dx", "dw"):
+                common = {"op": f"fused convolution, {part}", "clients": k, "batch": batch, "shape": name_of(shape)}
+                yield row(common, functools.partial(tune_row, bench, k, batch, shape, part))
+
+
+def tune_row(bench: Bench, k: int, batch: int, shape, part: str) -> dict:
+    i, o, kernel, stride, side = shape
+    conv = importlib.import_module("fastfact.kernels.conv")
+
+    def draw(*shape):
+        return torch.randn(*shape, device=bench.device, dtype=torch.bfloat16)
+
+    def images(channels, side):
+        return draw(k, batch, side, side, channels).permute(0, 1, 4, 2, 3)
+
+    x, grad = images(i, side), images(o, (side + 2 * (kernel // 2) - kernel) // stride + 1)
+    u, v, mu = draw(k, 1, kernel, kernel), draw(k, 1, o, i), draw(k, o, kernel, kernel, i).permute(0, 1, 4, 2, 3)
+    settings = (SPATIAL, (o, i, kernel, kernel), True, (stride, stride), (kernel // 2,) * 2, (1, 1), 1)
+    op = torch.ops.fastfact
+    runs = {
+        "forward": lambda: op.fused_conv2d(x, u, v, mu, None, None, *settings),
+        "dx": lambda: op.fused_conv2d_dx(grad, u, v, mu, None, x.shape[1:], True, *settings),
+        "dw": lambda: op.fused_conv2d_dw(grad, x, u, v, None, *settings, 7),
+    }
+    choice = "gradient_tile" if part == "dw" else "image_tile"
+    tiles = [conv.Tile(*tile) for tile in (GRADIENT_TILES if part == "dw" else IMAGE_TILES)]
+    expected, times = runs[part](), {}
+    chosen = bench.medians({"chosen": bench.graphed(runs[part], 3)}, rounds=bench.pick(11, 1))["chosen"] / 3
+    for tile in tiles:
+        name = "×".join(map(str, tile))
+        with mock.patch.object(conv, choice, lambda *args, tile=tile: tile):
+            try:
+                outs = runs[part]()
+                for out, same in zip(*((r if isinstance(r, tuple) else (r,)) for r in (outs, expected)), strict=True):
+                    assert relative_error(out, same.double()) < 2e-2, name
+                times[name] = bench.medians({name: bench.graphed(runs[part], 3)}, rounds=bench.pick(11, 1))[name] / 3
+            except Exception as error:
+                times[name] = f"{type(error).__name__}: {error}"[:80]
+    best = min((name for name, t in times.items() if isinstance(t, float)), key=times.get)
+    operations = 2 * k * math.prod(grad.shape[1:]) * i * kernel * kernel
+    rate = operations / chosen / 1e9
+    return {"chosen": chosen, "tflop_s": rate, "best": best, "chosen/best": chosen / times[best], "tiles": times}
+
+
+SECTIONS = {
+    "weights": weights,
+    "layers": layers,
+    "rank1": rank1,
+    "clients": clients,
+    "resident": resident,
+    "tune": tune,
+}
 
 
 def show(row: dict) -> str:

@@ -5,7 +5,7 @@
 Uses the Python it is called with and installs nothing. Each step is a process of its own with a time limit; one that
 fails does not stop the next ones. Leaves DIR/gpu-check.json (what each step said) and a gpu-*.json for each benchmark,
 each written as its step ends. Exits 1 if a step failed. STEPs can be given a few at a time where the machine is lent
-for minutes: part1 … part4 take ten minutes each at most, and --minutes leaves out what does not fit any more.
+for minutes: part1 … part5 take ten minutes each at most, and --minutes leaves out what does not fit any more.
 --dry-run runs every step with tiny shapes and without a GPU, the build and the compiled tests left out.
 """
 
@@ -30,13 +30,14 @@ SANITIZERS = {
     "memcheck-triton": ("memcheck", "conv_", TESTS[2], "(test_conv2d and 2-2-5-7) or (test_without_mu and 1-3-3-18)"),
 }
 """step → (tool, part of the names of the kernels watched, test file, tests)."""
-BENCHMARKS = {"weights": 240, "layers": 560, "rank1": 120, "clients": 400, "resident": 120}
+BENCHMARKS = {"weights": 240, "layers": 560, "rank1": 120, "clients": 400, "resident": 120, "tune": 560}
 LIMITS = {"environment": 60, "build": 400, "tests": 500, **dict.fromkeys(SANITIZERS, 160), **BENCHMARKS}
 PARTS = {
     "part1": ["environment", "build", "tests"],
     "part2": ["build", "weights", "rank1", "resident", *SANITIZERS],
     "part3": ["build", "clients"],
     "part4": ["build", "layers"],
+    "part5": ["build", "tune"],
 }
 TAIL = 6000
 

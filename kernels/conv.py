@@ -6,6 +6,8 @@ values on a support given as one bit for each element of W and the number of val
 the weight is μ alone: a convolution with weights of each client's own.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -473,20 +475,43 @@ def conv_weight_kernel(
         tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=inside)
 
 
-def _blocks(dtype: torch.dtype, m: int, n: int, inner: int) -> tuple[int, int, int, int]:
-    """(rows, columns, depth, warps) of a tile of m × n with `inner` to sum over."""
-    depth = 16 if inner <= 16 else 32
+class Tile(NamedTuple):
+    """A program's part of a product: rows × columns of the result, `depth` at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int = 3
+
+    @property
+    def settings(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def image_tile(dtype: torch.dtype, k: int, m: int, n: int, inner: int) -> Tile:
+    """For k clients of m pixels × n channels, with `inner` channels to sum over: forward and data gradient."""
     if dtype == torch.float64:
-        return 32, 32, 16, 4
+        return Tile(32, 32, 16, 4)
     if dtype == torch.float32:
-        return 64, 32 if n <= 32 else 64, 16, 4
-    depth = 64 if inner > 32 else depth
-    if m >= 8192 and n > 64:
-        return 128, 128, depth, 8
+        return Tile(64, 32 if n <= 32 else 64, 16, 4)
+    depth = 16 if inner <= 16 else 32 if inner <= 32 else 64
+    # a program for each of an H100's 132 multiprocessors, at least
+    if m >= 128 and n > 64 and k * m * n >= 132 * 128 * 128:
+        return Tile(128, 128, depth, 8)
+    columns = 32 if n <= 32 else 64
     if depth == 16:
         # a first layer: the addresses of all taps are kept, in fewer registers where more threads share them
-        return 64, 32 if n <= 32 else 64, depth, 8
-    return (128 if m >= 8192 else 64), 32 if n <= 32 else 64, depth, 4
+        return Tile(64, columns, depth, 8)
+    return Tile(128 if m >= 128 and k * m * columns >= 132 * 128 * 64 else 64, columns, depth, 4)
+
+
+def gradient_tile(dtype: torch.dtype, out: int, into: int, rows: int) -> Tile:
+    """For dW [out, into], summed over `rows` pixels."""
+    if dtype == torch.float64:
+        return Tile(32, 32, 16, 8)
+    depth = 16 if dtype == torch.float32 or rows <= 16 else 32 if rows <= 32 else 64
+    return Tile(64, 32 if into <= 32 else 64, depth, 8)
 
 
 def _conv_precision(dtype: torch.dtype) -> str:
@@ -606,7 +631,8 @@ def fused_conv2d(
     if mu is None and p.splits_in_two:
         return rank1_conv.launch(p, out, x, u, v, bias, (u_client, v_client, bias_client), False)
     mu = _Mu(mu, index, size)
-    block_m, block_o, block_i, warps = _blocks(x.dtype, p.rows, p.out // groups, p.into)
+    tile = image_tile(x.dtype, p.k, p.rows, p.out // groups, p.into)
+    block_m, block_o, block_i, *_ = tile
     m_blocks, o_blocks = triton.cdiv(p.rows, block_m), triton.cdiv(p.out // groups, block_o)
     with torch.cuda.device_of(x):
         conv_kernel[(p.k * groups * m_blocks * o_blocks,)](
@@ -636,7 +662,7 @@ def fused_conv2d(
             BLOCK_M=block_m,
             BLOCK_O=block_o,
             BLOCK_I=block_i,
-            num_warps=warps,
+            **tile.settings,
         )
     return out
 
@@ -667,7 +693,8 @@ def fused_conv2d_dx(
         return rank1_conv.launch(p, dx, grad, u, v, None, (u_client, v_client, 0), True)
     mu = _Mu(mu, index, size)
     rows = p.n * p.height * p.width
-    block_m, block_i, block_o, warps = _blocks(grad.dtype, rows, p.into, p.out // groups)
+    tile = image_tile(grad.dtype, k, rows, p.into, p.out // groups)
+    block_m, block_i, block_o, *_ = tile
     m_blocks, i_blocks = triton.cdiv(rows, block_m), triton.cdiv(p.into, block_i)
     with torch.cuda.device_of(grad):
         conv_input_kernel[(k * groups * m_blocks * i_blocks,)](
@@ -694,7 +721,7 @@ def fused_conv2d_dx(
             BLOCK_M=block_m,
             BLOCK_I=block_i,
             BLOCK_O=block_o,
-            num_warps=warps,
+            **tile.settings,
         )
     return dx
 
@@ -735,7 +762,8 @@ def fused_conv2d_dw(
         found = rank1_conv.weight_gradient(p, grad, x, left, right, (u_client, v_client), *wanted, acc)
         du, dv = (_gather(one, x).to(x.dtype) for one in found)
         return du, dv, nothing
-    block_o, block_i, block_m, _ = _blocks(x.dtype, p.out // groups, p.into, p.rows)
+    tile = gradient_tile(x.dtype, p.out // groups, p.into, p.rows)
+    block_o, block_i, block_m, *_ = tile
     o_blocks, i_blocks = triton.cdiv(p.out // groups, block_o), triton.cdiv(p.into, block_i)
     steps, programs = triton.cdiv(p.rows, block_m), p.k * groups * o_blocks * i_blocks
     # enough programs to fill a large GPU even for one model, without going below four steps each
@@ -789,7 +817,7 @@ def fused_conv2d_dw(
             BLOCK_M=block_m,
             BLOCK_O=block_o,
             BLOCK_I=block_i,
-            num_warps=8,
+            **tile.settings,
         )
     if dmu is not None and splits > 1:
         dmu = to_format(dmu.unflatten(0, (p.k, splits)).sum(1).to(x.dtype), channels_last)
