@@ -202,6 +202,8 @@ def bench_layers(
     quick: Quick = False,
     threads: Threads = None,
     only: Annotated[str | None, typer.Option(metavar="SECTIONS", help="Only these, separated by commas.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 11,
+    rivals: Annotated[bool, typer.Option(help="All rivals, not the dense layer alone.")] = True,
     clock: Annotated[
         str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")
     ] = "wall",
@@ -210,7 +212,7 @@ def bench_layers(
     from fastfact.bench import layers
 
     torch.set_num_threads(threads or torch.get_num_threads())
-    rows = layers.run(quick, only, clock)
+    rows = layers.run(quick, only, clock, rounds, rivals)
     for op in dict.fromkeys(row["op"] for row in rows):
         table_of([row for row in rows if row["op"] == op], f"{op}: milliseconds, medians; ratio = dense / ours")
     write_json(json_file, {"rows": rows})

@@ -49,11 +49,12 @@ _VARIABLE = "FASTFACT_COST"
 class Work(NamedTuple):
     """What a layer is asked to do. A linear layer is a 1×1 convolution of images of one row.
 
-    size: (o, i, kh, kw) of W. images: n. image, out: (h, w) of input and output. nonzeros: of compact μ, 0 without μ.
+    kind: "conv" (layout "spatial"), "separable" (layout "kernel") or "linear". size: (o, i, kh, kw) of W. images: n.
+    image, out: (h, w) of input and output. nonzeros: of compact μ, 0 without μ.
     training: forward and backward.
     """
 
-    linear: bool
+    kind: str
     size: tuple[int, int, int, int]
     groups: int
     images: int
@@ -78,17 +79,16 @@ class Work(NamedTuple):
     @property
     def table(self) -> str:
         """Which set of coefficients is for it."""
-        kind = "linear" if self.linear else "conv"
         step = "training" if self.training else "forward"
         layout = "channels_last" if self.channels_last else "contiguous"
-        return f"{kind}-{step}-{layout}-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.kind}-{step}-{layout}-{str(self.dtype).removeprefix('torch.')}"
 
 
 def linear_work(size: tuple[int, int], n: int, rank: int, nonzeros: int, training: bool, dtype: torch.dtype) -> Work:
     """The work of a linear layer of `size` (o, i) on n rows: images as `ops.factored_linear` makes them."""
     width = next(width for width in (8, 4, 2, 1) if n % width == 0)
     how = ((1, 1), (0, 0), (1, 1), rank, nonzeros, False, training, dtype)
-    return Work(True, (*size, 1, 1), 1, n // width, (1, width), *how)
+    return Work("linear", (*size, 1, 1), 1, n // width, (1, width), *how)
 
 
 def _register_bytes() -> int:
@@ -126,6 +126,12 @@ def terms(work: Work, path: str) -> list[float]:
         dense = pixels * numel
         return [1, numel, work.nonzeros, read, written, dense * (taps > 1), dense * (taps == 1), pixels * whole]
     packed, packed_read = _packed(work)
+    if work.kind == "separable":
+        ranks, sparse = _whole(work.rank), work.nonzeros > 0
+        hidden = work.images * work.out[0] * work.image[1] * ranks
+        two = [hidden * work.groups, hidden * i * kh * work.groups, pixels * o * kw * ranks]
+        mu = [packed_read * i * work.groups * sparse, packed * o * sparse, packed * work.nonzeros]
+        return [1, work.nonzeros, read, written, written * sparse, *two, *mu]
     return [
         1,
         work.rank * o * i,
@@ -162,20 +168,21 @@ _LINEARS = [(1, 512, 512), (16, 256, 256), (64, 256, 256), (64, 1024, 128), (256
 _DENSITIES = (0.0, 0.05, 0.3)
 
 
-def _flags(table: str) -> tuple[bool, bool, bool, torch.dtype]:
-    """(linear, channels_last, training, dtype) of a table's name."""
+def _flags(table: str) -> tuple[str, bool, bool, torch.dtype]:
+    """(kind, channels_last, training, dtype) of a table's name."""
     kind, step, layout, dtype = table.split("-")
-    return kind == "linear", layout == "channels_last", step == "training", getattr(torch, dtype)
+    return kind, layout == "channels_last", step == "training", getattr(torch, dtype)
 
 
-def _probes(linear: bool, channels_last: bool, training: bool, dtype: torch.dtype) -> Iterator[Work]:
+def _probes(kind: str, channels_last: bool, training: bool, dtype: torch.dtype) -> Iterator[Work]:
     for density in _DENSITIES:
-        for n, i, o in _LINEARS if linear else ():
+        for n, i, o in _LINEARS if kind == "linear" else ():
             yield linear_work((o, i), n, 1, round(density * o * i), training, dtype)
-        for n, i, o, kernel, stride, groups, side in () if linear else _CONVS:
+        for n, i, o, kernel, stride, groups, side in _CONVS if kind != "linear" else ():
+            rank = 8 if kind == "separable" and density == 0.05 else 1
             size = (o, i // groups, kernel, kernel)
-            how = ((stride, stride), (kernel // 2, kernel // 2), (1, 1), 1, round(density * math.prod(size)))
-            yield Work(False, size, groups, n, (side, side), *how, channels_last, training, dtype)
+            how = ((stride, stride), (kernel // 2, kernel // 2), (1, 1), rank, round(density * math.prod(size)))
+            yield Work(kind, size, groups, n, (side, side), *how, channels_last, training, dtype)
 
 
 def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
@@ -187,12 +194,15 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
 
     o, i, kh, kw = work.size
     numel = math.prod(work.size)
-    shape = (work.images * work.image[1], i) if work.linear else (work.images, i * work.groups, *work.image)
+    linear = work.kind == "linear"
+    layout = {"conv": "spatial", "separable": "kernel", "linear": "linear"}[work.kind]
+    shape = (work.images * work.image[1], i) if linear else (work.images, i * work.groups, *work.image)
     x = randn(*shape)
     if work.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
-    size = work.size[:2] if work.linear else work.size
-    u, v = (randn(work.rank, i), randn(work.rank, o)) if work.linear else (randn(1, kh, kw), randn(1, o, i))
+    size = work.size[:2] if linear else work.size
+    factors = {"spatial": ((kh, kw), (o, i)), "kernel": ((i, kh), (o, kw)), "linear": ((i,), (o,))}[layout]
+    u, v = (randn(work.rank, *shape) for shape in factors)
     values = index = None
     leaves = [x, u, v]
     if work.nonzeros:
@@ -205,20 +215,20 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
     how = (work.stride, work.padding, work.dilation, work.groups)
 
     def reconstruct() -> Tensor:
-        layout = "linear" if work.linear else "spatial"
         if values is None or not work.training:
             weight = ops.rank1_weight(u, v, layout=layout)
         else:
             weight = ops.rank1_weight(u, v, sparsity.scatter(values, index, size), layout=layout)
         if values is not None and not work.training:
             sparsity.scatter_add_(weight, values, index)
-        return F.linear(x, weight) if work.linear else F.conv2d(x, weight, None, *how)
+        return F.linear(x, weight) if linear else F.conv2d(x, weight, None, *how)
 
     def factored() -> Tensor:
-        if work.linear:
+        if linear:
             return ops.factored_linear(x, u, v, values, index, size=size)
         names = ("stride", "padding", "dilation", "groups")
-        return ops.factored_conv2d(x, u, v, values, index, size=size, **dict(zip(names, how, strict=True)))
+        op = ops.separable_conv2d if layout == "kernel" else ops.factored_conv2d
+        return op(x, u, v, values, index, size=size, **dict(zip(names, how, strict=True)))
 
     if not work.training:
         return {"reconstruct": torch.no_grad()(reconstruct), "factored": torch.no_grad()(factored)}
@@ -347,29 +357,57 @@ def _write(path: Path, content: dict[str, object], replace: bool) -> None:
 
 # Seconds a unit on one thread of a Xeon with AVX-512 (Sapphire Rapids), as `measure` gives them.
 _BUILTIN: dict[str, dict[str, list[float]]] = {
+    "separable-forward-contiguous": {
+        "reconstruct": [1.63e-05, 5.83e-10, 7.46e-09, 1.04e-09, 1.27e-09, 1.02e-11, 4.17e-12, 0.0],
+        "factored": [
+            9.73e-06,
+            1.03e-08,
+            4.17e-10,
+            7.37e-10,
+            0.0,
+            0.0,
+            4.16e-11,
+            3.55e-12,
+            1.66e-09,
+            2.07e-09,
+            1.57e-11,
+        ],
+    },
+    "separable-forward-channels_last": {
+        "reconstruct": [7.53e-05, 0.0, 5.45e-09, 2.49e-10, 3.28e-10, 1.19e-11, 9.06e-12, 0.0],
+        "factored": [4.67e-05, 1.03e-08, 0.0, 0.0, 4.72e-10, 0.0, 3.83e-11, 1.03e-11, 6.95e-10, 1.92e-09, 2.06e-11],
+    },
+    "separable-training-contiguous": {
+        "reconstruct": [0.000112, 2.88e-09, 3.47e-08, 3.83e-09, 4.83e-09, 3.38e-11, 2.51e-11, 0.0],
+        "factored": [8.42e-05, 3.83e-08, 6.64e-09, 0.0, 0.0, 0.0, 0.0, 1.09e-10, 5.72e-09, 9.03e-09, 4.5e-11],
+    },
+    "separable-training-channels_last": {
+        "reconstruct": [0.000326, 2.73e-09, 2.02e-08, 1.65e-09, 2.85e-09, 3.63e-11, 1.64e-11, 8.94e-14],
+        "factored": [0.000333, 4.75e-08, 2.1e-09, 0.0, 0.0, 0.0, 5.65e-11, 5.27e-11, 5.08e-09, 4.69e-09, 4.39e-11],
+    },
     "conv-forward-contiguous": {
-        "reconstruct": [2.64e-05, 7.3e-10, 2.67e-09, 6.11e-10, 6.86e-10, 1.05e-11, 9.93e-12, 1.44e-13],
-        "factored": [8.6e-05, 2.63e-10, 7.78e-09, 6.54e-10, 5.44e-12, 6.68e-10, 0.0, 1.33e-11, 1.63e-11, 1.16e-10],
+        "reconstruct": [2.98e-05, 7.83e-10, 2.81e-09, 1.06e-09, 6.79e-10, 1.08e-11, 1.22e-11, 0.0],
+        "factored": [9.28e-05, 4.8e-10, 7.43e-09, 8.86e-10, 0.0, 6.71e-10, 0.0, 1.43e-11, 1.76e-11, 1.4e-10],
     },
     "conv-forward-channels_last": {
-        "reconstruct": [7.23e-05, 7.49e-10, 3.11e-09, 6.51e-11, 4.01e-10, 1.07e-11, 9.59e-12, 1.88e-13],
-        "factored": [9.39e-05, 7.98e-10, 6.9e-09, 0.0, 5.9e-10, 5.31e-10, 2.12e-11, 1.17e-11, 1.71e-11, 6.07e-11],
+        "reconstruct": [7.86e-05, 6.91e-10, 3.42e-09, 3.52e-10, 3.27e-10, 1.14e-11, 1.05e-11, 7.36e-13],
+        "factored": [9.36e-05, 9e-10, 9.12e-09, 2.7e-11, 6.78e-10, 5.68e-10, 5.38e-11, 1.41e-11, 1.65e-11, 1.05e-10],
     },
     "conv-training-contiguous": {
-        "reconstruct": [0.000164, 2.93e-09, 1.35e-08, 1.92e-09, 3.26e-09, 3.51e-11, 3.42e-11, 0.0],
-        "factored": [0.00037, 1.89e-08, 3.48e-08, 2.52e-09, 0.0, 1.37e-09, 0.0, 5.12e-11, 7.17e-11, 6.03e-10],
+        "reconstruct": [0.000154, 6.67e-09, 1.13e-08, 2.43e-09, 4.35e-09, 3.39e-11, 3.33e-11, 0.0],
+        "factored": [0.000389, 2.19e-08, 3.37e-08, 2.66e-09, 0.0, 2.53e-09, 0.0, 6.8e-11, 5.34e-11, 1.37e-10],
     },
     "conv-training-channels_last": {
-        "reconstruct": [0.000332, 2.23e-09, 1.06e-08, 0.0, 1.98e-09, 3.45e-11, 2.9e-11, 5.37e-13],
-        "factored": [0.00038, 2.17e-08, 2.71e-08, 8.69e-10, 1.86e-09, 1.66e-09, 0.0, 3.52e-11, 5.96e-11, 3.49e-10],
+        "reconstruct": [0.000316, 4.98e-09, 1.51e-08, 0.0, 2.36e-09, 3.56e-11, 3.56e-11, 1.52e-12],
+        "factored": [0.00037, 2.75e-08, 4.59e-08, 1.27e-09, 2.06e-09, 1.95e-09, 0.0, 3.78e-11, 5.49e-11, 5.47e-10],
     },
     "linear-forward-contiguous": {
-        "reconstruct": [2.06e-05, 2.07e-10, 2.97e-09, 3.57e-10, 0.0, 0.0, 1.23e-11, 0.0],
-        "factored": [7.55e-06, 0.0, 5.39e-09, 1.76e-11, 0.0, 3.99e-10, 0.0, 8.07e-14, 1.69e-11, 2.63e-09],
+        "reconstruct": [2.33e-05, 1.73e-10, 3.03e-09, 2.14e-10, 0.0, 0.0, 1.38e-11, 0.0],
+        "factored": [8.61e-06, 0.0, 5.22e-09, 1.78e-11, 0.0, 3.17e-10, 0.0, 5.75e-14, 2.38e-11, 2.5e-09],
     },
     "linear-training-contiguous": {
-        "reconstruct": [8.63e-05, 8.46e-10, 1.44e-08, 9.35e-10, 2.32e-09, 0.0, 3.5e-11, 0.0],
-        "factored": [5.66e-05, 0.0, 2.06e-08, 1.49e-10, 0.0, 1.2e-09, 0.0, 4.16e-13, 8.68e-11, 1.06e-08],
+        "reconstruct": [6.83e-05, 9.6e-10, 1.83e-08, 1.89e-09, 1.72e-11, 0.0, 4.31e-11, 0.0],
+        "factored": [4.03e-05, 0.0, 3.11e-08, 2.36e-10, 0.0, 1.6e-09, 0.0, 5.86e-13, 6.81e-11, 1.24e-08],
     },
 }
 

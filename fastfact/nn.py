@@ -26,10 +26,10 @@ class FactorizedLayer(nn.Module):
     their ascending flat positions in the buffer `mu_index` int32 [nnz]. It stays one and the same parameter.
 
     path: "reconstruct" makes W and calls the dense layer; "factored" computes from u, v and compact μ without W
-    (`Rank1` with layout "spatial", or of a linear layer; zero padding given as numbers); "auto" takes the one that the
-    cost model of this machine predicts to be faster for the input at hand (`fastfact.cost`, on the CPU): the factored
-    one can be where μ is compact or the spec has none. Under torch.compile, torch.export and the transforms of
-    torch.func the choice does not look at the size of the input.
+    (`Rank1` with layout "spatial" or "kernel", or of a linear layer; zero padding given as numbers); "auto" takes the
+    one that the cost model of this machine predicts to be faster for the input at hand (`fastfact.cost`, on the CPU):
+    the factored one can be where μ is compact or the spec has none. Under torch.compile, torch.export and the
+    transforms of torch.func the choice does not look at the size of the input.
 
     "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
@@ -336,8 +336,8 @@ class FactorizedConv2d(FactorizedLayer):
         return _fill_dense(dense, self)
 
     def _why_not_factored(self) -> str | None:
-        if isinstance(self.spec, Rank1) and self.spec.layout != "spatial":
-            return f'layout {self.spec.layout!r} has no factored form, only "spatial"'
+        if isinstance(self.spec, Rank1) and self.spec.layout == "view":
+            return 'layout "view" has no factored form, only "spatial" and "kernel" have one'
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
         return super()._why_not_factored()
@@ -348,7 +348,8 @@ class FactorizedConv2d(FactorizedLayer):
             shape = (cost.NOMINAL_IMAGES, self.in_channels, *(max(cost.NOMINAL_SIDE, least) for least in reach))
         images, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
         how = (self.stride, self.padding, self.dilation, self.u.shape[0], self._nonzeros())
-        return cost.Work(False, self.size, self.groups, images, image, *how, channels_last, training, dtype)
+        kind = "separable" if self.spec.layout == "kernel" else "conv"
+        return cost.Work(kind, self.size, self.groups, images, image, *how, channels_last, training, dtype)
 
     def _fused(self) -> bool:
         """Whether the forward takes the fused path. Raises ValueError where it is asked for and cannot be taken."""
@@ -372,7 +373,8 @@ class FactorizedConv2d(FactorizedLayer):
         """The factored or the fused path, on x with its batch axis."""
         how = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
         if not fused:
-            return ops.factored_conv2d(x, *self._parts(), size=self.size, **how)
+            op = ops.separable_conv2d if self.spec.layout == "kernel" else ops.factored_conv2d
+            return op(x, *self._parts(), size=self.size, **how)
         spec = self.spec
         if isinstance(spec, Rank1) and spec.layout == "kernel" and not spec.sparse:
             return ops.separable_conv2d(x, self.u, self.v, bias=self.bias, size=self.size, **how)

@@ -18,10 +18,8 @@ CONVS = {
 
 def conv(density=0.25, **settings):
     torch.manual_seed(0)
-    rank = settings.pop("rank", 1)
-    layer = ff.nn.FactorizedConv2d(
-        4, 6, dtype=torch.float64, spec=ff.Rank1(rank=rank), **{"kernel_size": 3, **settings}
-    )
+    spec = ff.Rank1(settings.pop("layout", "spatial"), settings.pop("rank", 1))
+    layer = ff.nn.FactorizedConv2d(4, 6, dtype=torch.float64, spec=spec, **{"kernel_size": 3, **settings})
     torch.nn.init.normal_(layer.mu)
     return layer.prune_(density)
 
@@ -37,6 +35,7 @@ CASES = {name: (lambda s=s: conv(**s), (2, 4, 9, 8)) for name, s in CONVS.items(
     "rank 2": (lambda: conv(rank=2), (2, 4, 6, 6)),
     "one image": (conv, (4, 6, 6)),
     "empty support": (lambda: conv(density=0), (2, 4, 6, 6)),
+    "kernel layout": (lambda: conv(layout="kernel", rank=2, padding=1, stride=2), (2, 4, 7, 6)),
     "linear": (linear, (3, 5, 8)),
     "linear, one sample": (linear, (8,)),
 }
@@ -201,7 +200,7 @@ def test_bad_input(make, message):
     "settings, message",
     [
         (dict(spec=ff.Rank1()), "call compact"),
-        (dict(spec=ff.Rank1(layout="kernel", sparse=False)), "kernel"),
+        (dict(spec=ff.Rank1(layout="view", sparse=False)), "view"),
         (dict(spec=ff.LowRank()), "LowRank"),
         (dict(padding=1, padding_mode="reflect"), "reflect"),
         (dict(padding="same"), "same"),
@@ -214,8 +213,10 @@ def test_the_factored_path_says_why_it_cannot_be_taken(settings, message):
         layer(torch.randn(1, 3, 6, 6))
 
 
-def test_rank1_without_mu_on_the_factored_path():
-    layer = ff.nn.FactorizedConv2d(3, 4, 3, padding=1, spec=ff.Rank1(sparse=False, rank=2), dtype=torch.float64)
+@pytest.mark.parametrize("layout", ["spatial", "kernel"])
+def test_rank1_without_mu_on_the_factored_path(layout):
+    spec = ff.Rank1(layout, sparse=False, rank=2)
+    layer = ff.nn.FactorizedConv2d(3, 4, 3, padding=1, spec=spec, dtype=torch.float64)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     wanted = layer(x)
     layer.path = "factored"

@@ -61,7 +61,8 @@ def test_a_rank_one_layer_without_mu_is_factored_and_a_dense_mu_never():
     assert takes(free, 64, 64, 16, 16)
     assert not takes(ff.nn.FactorizedConv2d(64, 64, 3, padding=1), 64, 64, 16, 16)
     assert takes(ff.nn.FactorizedLinear(512, 512, spec=ff.Rank1(sparse=False)), 64, 512)
-    assert not takes(ff.nn.FactorizedConv2d(64, 64, 3, spec=ff.Rank1("kernel", sparse=False)), 64, 64, 16, 16)
+    assert takes(ff.nn.FactorizedConv2d(64, 64, 3, padding=1, spec=ff.Rank1("kernel", sparse=False)), 64, 64, 16, 16)
+    assert not takes(ff.nn.FactorizedConv2d(64, 64, 3, spec=ff.Rank1("view", sparse=False)), 64, 64, 16, 16)
 
 
 def test_without_the_library_or_on_another_device_nothing_is_factored(monkeypatch):

@@ -150,7 +150,7 @@ def convolution(
     if rivals:
         torch._dynamo.reset()
         models |= {"eager": plain, "compile": torch.compile(copy.deepcopy(plain))}
-    check(models, x, (geometry, density, fmt, batch))
+    check(models, x[:4], (geometry, density, fmt, batch))
     if training:
         x.requires_grad_(geometry[0] > 3)
         grad = torch.randn_like(dense(x.detach()))
@@ -253,10 +253,11 @@ def mean_of(rows: list[dict], common: dict) -> dict:
     return common | {"shape": f"all {len(rows)}", "ratio": ratio}
 
 
-def measure(quick: bool, sections: tuple[str, ...], clock: str) -> Iterator[dict]:
-    rounds, shapes = (2, RESNET9[5:7]) if quick else (11, RESNET9)
+def measure(quick: bool, sections: tuple[str, ...], clock: str, rounds: int, rivals: bool) -> Iterator[dict]:
+    rounds, shapes = (2, RESNET9[5:7]) if quick else (rounds, RESNET9)
+    rivals = rivals and not quick
     batch, formats = (4, ("channels_last",)) if quick else (64, tuple(FORMATS))
-    densities, rival = ((0.1,), "eager") if quick else (DENSITIES, "compile")
+    densities, rival = (0.1,) if quick else DENSITIES, "compile" if rivals else "eager"
     base = {"dtype": "float32", "threads": torch.get_num_threads(), "clock": clock}
 
     def over_shapes(op: str, fmt: str, density: float, make: Callable, **settings) -> Iterator[dict]:
@@ -273,7 +274,7 @@ def measure(quick: bool, sections: tuple[str, ...], clock: str) -> Iterator[dict
 
     def layer(shape, fmt, density, training=False, path="auto"):
         i, o, kernel, stride, side = shape
-        return convolution((i, o, kernel, stride, 1, side), density, fmt, batch, training, not quick, path)
+        return convolution((i, o, kernel, stride, 1, side), density, fmt, batch, training, rivals, path)
 
     for fmt in formats:
         if "reconstruct" in sections:
@@ -281,24 +282,24 @@ def measure(quick: bool, sections: tuple[str, ...], clock: str) -> Iterator[dict
                 "reconstruct", fmt, 1.0, lambda *args: layer(*args, training=True, path="reconstruct")
             )
         if "weight" in sections:
-            yield from over_shapes("weight", fmt, 1.0, lambda s, f, d: (weight(s, f, not quick), {}), against=rival)
+            yield from over_shapes("weight", fmt, 1.0, lambda s, f, d: (weight(s, f, rivals), {}), against=rival)
         for density in densities if "forward" in sections else ():
             yield from over_shapes("forward", fmt, density, layer)
         for density in densities if "training" in sections else ():
             yield from over_shapes("training", fmt, density, lambda *args: layer(*args, training=True))
     if "grid" in sections:
-        yield from grid(base, quick)
+        yield from grid(base, quick, rounds)
     if "memory" in sections:
         yield from memory(base, quick)
     for fmt in formats if "model" in sections else ():
         for density in (0.1,) if quick else (0.0, 0.1, 0.2, 1.0):
             for training in (False, True):
                 common = base | {"op": "model training" if training else "model evaluation", "shape": "ResNet-9"}
-                sides = whole_model(density, fmt, batch, training, not quick)
+                sides = whole_model(density, fmt, batch, training, rivals)
                 yield row(common | {"format": fmt, "density": density, "batch": batch}, sides, rounds)
 
 
-def grid(base: dict, quick: bool) -> Iterator[dict]:
+def grid(base: dict, quick: bool, rounds: int) -> Iterator[dict]:
     geometries, batches = (GRID[-1:], (8,)) if quick else (GRID, BATCHES)
     for training in (False,) if quick else (False, True):
         for fmt in ("channels_last",) if quick else FORMATS:
@@ -310,7 +311,7 @@ def grid(base: dict, quick: bool) -> Iterator[dict]:
                         common = base | {"op": "grid training" if training else "grid forward", "shape": shape}
                         common |= {"format": fmt, "density": density, "batch": batch}
                         sides, more = convolution(geometry, density, fmt, batch, training, rivals=False)
-                        yield row(common, sides, 2 if quick else 15, **more)
+                        yield row(common, sides, rounds, **more)
 
 
 def memory(base: dict, quick: bool) -> Iterator[dict]:
@@ -331,13 +332,15 @@ def run(
     quick: bool = False,
     only: str | None = None,
     clock: str = "wall",
+    rounds: int = 11,
+    rivals: bool = True,
     on_row: Callable[[dict], None] | None = None,
 ) -> list[dict]:
     """The rows, each a flat dict: op, shape, density, dtype, format, threads, clock, batch, ours, each rival, ratio,
     path; and one of shape "all n" for each geometric mean over the convolutions of ResNet-9.
 
-    only: sections, separated by commas. clock: see `common.interleaved`. on_row is called with each row as it is
-    measured. Raises ValueError for an unknown section or clock.
+    rivals: those but the dense layer, too. only: sections, separated by commas. clock: see `common.interleaved`.
+    on_row is called with each row as it is measured. Raises ValueError for an unknown section or clock.
     """
     if clock not in CLOCKS:
         raise ValueError(f"clock={clock!r}: must be one of {', '.join(CLOCKS)}")
@@ -345,7 +348,7 @@ def run(
     if unknown := sorted(set(sections) - set(SECTIONS)):
         raise ValueError(f"only={unknown[0]!r}: must be of {', '.join(SECTIONS)}")
     rows = []
-    for found in measure(quick, sections, clock):
+    for found in measure(quick, sections, clock, rounds, rivals):
         rows.append(found)
         if on_row:
             on_row(found)
