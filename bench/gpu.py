@@ -489,7 +489,6 @@ def resident_row(bench: Bench) -> dict:
 
     def pack():
         x = torch.randn(chunk, 1, n, device=bench.device)
-        # the same number of values for every client, as pruning to one density gives
         threshold = x.abs().kthvalue(n - round(0.1 * n), dim=-1, keepdim=True).values
         x = torch.where(x.abs() > threshold, x, 0)
         return x, torch.ops.fastfact.pack_bitmap(x, VALUE_TYPES[torch.bfloat16])
@@ -501,10 +500,9 @@ def resident_row(bench: Bench) -> dict:
     each = bits[0].numel() + 2 * values.numel() // chunk + 2 * others
     before = torch.cuda.memory_allocated() if bench.cuda else 0
     held = []
-    for begin in range(0, goal, chunk):
-        count = min(chunk, goal - begin)
-        factors = torch.empty(count, others, dtype=torch.bfloat16, device=bench.device).normal_()
-        held.append((bits[:count].clone(), values[: count * (values.numel() // chunk)].clone(), factors))
+    for _ in range(goal // chunk):
+        factors = torch.empty(chunk, others, dtype=torch.bfloat16, device=bench.device).normal_()
+        held.append((bits.clone(), values.clone(), factors))
     bench.synchronize()
     used = torch.cuda.memory_allocated() - before if bench.cuda else each * goal
     last = torch.ops.fastfact.unpack_bitmap(held[-1][0], held[-1][1], scale, n)
