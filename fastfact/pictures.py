@@ -3,6 +3,7 @@
 Each takes a `Grid`: (row, column) → the runs of one place of a table. Columns of the same runs share a panel.
 """
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +61,13 @@ def _panels(grid: Grid, height: float = 3.6):
     for ax, (name, _) in zip(axes, panels, strict=False):
         ax.set_title(name, fontsize=10)
         ax.grid(alpha=0.3)
-    figure.suptitle(grid.title, fontsize=11)
+    _title(figure, grid.title)
     return figure, list(zip(axes, (runs for _, runs in panels), strict=False))
+
+
+def _title(figure, text: str) -> None:
+    """The title over the whole figure, in as many lines as its width asks for."""
+    figure.suptitle(textwrap.fill(text, max(40, int(11 * figure.get_figwidth()))), fontsize=11)
 
 
 def _legend(figure, axes) -> None:
@@ -173,9 +179,15 @@ def _bars(grid: Grid, path: Path, across: Sequence[str], groups: Sequence[str], 
         ours = [grid.ours.get(place(label, group)) or (np.nan, 0) for label in across]
         theirs = [grid.theirs.get(place(label, group)) or (np.nan, 0) for label in across]
         colour = COLOURS[index % len(COLOURS)]
-        ax.bar(at, [v for v, _ in ours], width, yerr=[s or 0 for _, s in ours], color=colour, label=group, capsize=2)
-        ax.plot(at, [v for v, _ in theirs], "k_", markersize=11, label="the paper's" if not index else None)
-    ax.set(xticks=range(len(across)), xticklabels=across, title=grid.title)
+        look = {"color": colour, "hatch": "//" if index >= len(COLOURS) else None, "label": group}
+        error = [deviation or np.nan for _, deviation in ours]
+        ax.bar(at, [mean for mean, _ in ours], width, yerr=error, capsize=2, **look)
+        label = "the paper's" if not index else None
+        ax.plot(
+            at, [mean for mean, _ in theirs], "D", color="white", markeredgecolor="black", markersize=5, label=label
+        )
+    ax.set(xticks=range(len(across)), xticklabels=across)
+    _title(figure, grid.title)
     ax.tick_params(axis="x", rotation=30 if max(map(len, across)) > 8 else 0)
     ax.grid(axis="y", alpha=0.3)
     ax.set_axisbelow(True)
@@ -203,7 +215,8 @@ def tuning(grid: Grid, path: Path) -> Path:
             line = [(values.get((row, column)) or (np.nan, 0))[0] for column in grid.columns]
             if np.isfinite(line).any():
                 ax.plot(x, line, look, color=colour, label=row + (", the paper" if look == "--" else ""), markersize=4)
-    ax.set(xticks=x, xticklabels=grid.columns, title=grid.title)
+    ax.set(xticks=x, xticklabels=grid.columns)
+    _title(figure, grid.title)
     ax.grid(alpha=0.3)
     figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=8)
     return save(figure, path)
@@ -221,7 +234,7 @@ def similarity(grid: Grid, path: Path) -> Path:
     names = [name for name in ("u", "v") if f"similarity/{name}" in found] or ["key"]
     names = [name for name in names if f"similarity/{name}" in found]
     numbers = _some(found[f"similarity/{names[0]}"]) if names else [0]
-    figure, axes = new_axes(2.6 * len(numbers) + 1, 2.8 * max(1, len(names)), len(numbers), max(1, len(names)))
+    figure, axes = new_axes(max(6, 2.6 * len(numbers) + 1), 2.8 * max(1, len(names)), len(numbers), max(1, len(names)))
     for index, name in enumerate(names):
         matrices = found[f"similarity/{name}"]
         off = ~np.eye(len(matrices[numbers[0]]), dtype=bool)
@@ -231,7 +244,7 @@ def similarity(grid: Grid, path: Path) -> Path:
             image = ax.imshow(matrices[number], cmap="Greys", vmin=min(low, 0.95), vmax=1, interpolation="nearest")
             ax.set(xticks=[], yticks=[], title=f"{name}, round {number}")
         figure.colorbar(image, ax=axes[index * len(numbers) : (index + 1) * len(numbers)], shrink=0.8)
-    figure.suptitle(f"{grid.title}: {cell.method}", fontsize=11)
+    _title(figure, f"{grid.title}: {cell.method}")
     return save(figure, path)
 
 
@@ -243,7 +256,8 @@ def frequency(grid: Grid, path: Path) -> Path:
     if matrix is not None:
         image = ax.imshow(100 * matrix, cmap="Greys", vmin=0, vmax=100, interpolation="nearest")
         figure.colorbar(image, ax=ax, label="Rounds with a match [%]")
-    ax.set(xlabel="Client mixed in", ylabel="Client", title=f"{grid.title}: {cell.method}")
+    ax.set(xlabel="Client mixed in", ylabel="Client")
+    _title(figure, f"{grid.title}: {cell.method}")
     return save(figure, path)
 
 
@@ -278,7 +292,8 @@ def embeddings(grid: Grid, path: Path) -> Path:
     for client, of in enumerate(points.reshape(*codes.shape[:2], 2)):
         ax.scatter(*of.T, s=6, color=COLOURS[client % len(COLOURS)], alpha=0.6)
         ax.annotate(str(client + 1), of.mean(0), weight="bold", ha="center", va="center")
-    ax.set(xticks=[], yticks=[], title=f"{grid.title}: {cell.method}")
+    ax.set(xticks=[], yticks=[])
+    _title(figure, f"{grid.title}: {cell.method}")
     return save(figure, path)
 
 
@@ -292,7 +307,7 @@ def neurons(grid: Grid, path: Path) -> Path:
         image = ax.imshow(outputs[:, np.argsort(-outputs.mean(0))].T, cmap="cividis", aspect="auto")
         ax.set(xlabel="Client", ylabel="Unit, by its mean output", title=name)
         figure.colorbar(image, ax=ax, label="Mean output")
-    figure.suptitle(grid.title, fontsize=11)
+    _title(figure, grid.title)
     return save(figure, path)
 
 
@@ -306,7 +321,7 @@ def entropies(grid: Grid, path: Path) -> Path:
         values = measures.entropy(outputs / max(float(outputs.std()), 1e-12))
         ax.hist(values[np.isfinite(values)], bins=30, color=COLOURS[0])
         ax.set(xlabel="Entropy over clients [nat]", ylabel="Units", title=name)
-    figure.suptitle(grid.title, fontsize=11)
+    _title(figure, grid.title)
     return save(figure, path)
 
 
@@ -327,7 +342,7 @@ def features(grid: Grid, path: Path) -> Path:
             axes[first].set_title(f"{row}: {what}", fontsize=8)
             for ax, one in zip(axes[first + 1 : first + 9], maps[mask], strict=False):
                 ax.imshow(one, cmap="cividis")
-    figure.suptitle(grid.title, fontsize=11)
+    _title(figure, grid.title)
     return save(figure, path)
 
 
@@ -341,7 +356,7 @@ def partition(grid: Grid, path: Path) -> Path:
         at, client = np.meshgrid(np.arange(count.shape[1]), np.arange(1, len(count) + 1))
         ax.scatter(at, client, s=120 * count / count.max(), color=COLOURS[1])
         ax.set(xlabel="Label", ylabel="Client", title=name)
-    figure.suptitle(grid.title, fontsize=11)
+    _title(figure, grid.title)
     return save(figure, path)
 
 
