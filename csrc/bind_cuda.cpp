@@ -459,6 +459,93 @@ Tensor unpack_bitmap(const Tensor& bits, const Tensor& values, const Tensor& sca
   return x;
 }
 
+// Weights of more rows than this are not in memory at once.
+constexpr int64_t kPanel = int64_t{1} << 26;
+
+std::tuple<std::vector<Tensor>, Tensor> similarity_sums(const Tensor& keys_, std::vector<Tensor> uploads,
+                                                        const std::optional<Tensor>& valid_, int64_t first,
+                                                        int64_t rows, double epsilon, double tau, bool count) {
+  const char* op = "similarity_sums";
+  const int64_t m = keys_.size(0), d = keys_.size(1);
+  const bool integers = keys_.scalar_type() == ScalarType::Char;
+  const ScalarType compute = integers ? ScalarType::Float : keys_.scalar_type();
+  STD_TORCH_CHECK(compute == ScalarType::Float || compute == ScalarType::Double, op,
+                  ": keys must be float32, float64 or int8");
+  STD_TORCH_CHECK(!integers || d <= 133144, op, ": int8 keys have ", d, " numbers, at most 133144");
+  STD_TORCH_CHECK(first >= 0 && rows >= 0 && first + rows <= m, op, ": first=", first, ", rows=", rows, " of ", m);
+  std::vector<Tensor> sums;
+  for (Tensor& x : uploads) {
+    STD_TORCH_CHECK(x.scalar_type() == compute && x.dim() == 2 && x.size(0) == m, op, ": uploads must be [", m,
+                    ", n] in the type of the weights");
+    x = torch::stable::contiguous(x);
+    sums.push_back(zeros(x, {rows, x.size(1)}));
+  }
+  const Sizes counted{count ? rows : 0};
+  Tensor counts =
+      torch::stable::new_zeros(keys_, IntHeaderOnlyArrayRef(counted.data(), counted.size()), ScalarType::Long);
+  if (rows == 0 || (uploads.empty() && !count)) return {sums, counts};
+  const On on(keys_);
+  const auto type = compute == ScalarType::Double ? fastfact_cuda::kDouble : fastfact_cuda::kFloat;
+  Tensor keys = torch::stable::contiguous(keys_);
+  Tensor inverse = empty(keys, {integers ? m : 0}, ScalarType::Float);
+  if (integers) {
+    check_error(op, fastfact_cuda::inverse_norms(static_cast<const int8_t*>(keys.const_data_ptr()),
+                                                 static_cast<float*>(inverse.mutable_data_ptr()), m, d, on.stream()));
+  } else {
+    Tensor unit = empty(keys, {m, d});
+    check_error(op, fastfact_cuda::unit_keys(type, keys.const_data_ptr(), unit.mutable_data_ptr(), m, d, on.stream()));
+    keys = unit;
+  }
+  std::optional<Tensor> valid;
+  if (valid_) valid = torch::stable::contiguous(*valid_);
+  // Wide uploads are multiplied by the weights of a panel of rows, which then are made once only.
+  const bool fused = uploads.size() == 1 && uploads[0].size(1) <= 128;
+  const int64_t height = fused ? rows : std::max<int64_t>(1, std::min(rows, kPanel / m));
+  for (int64_t b = 0; b < rows; b += height) {
+    const int64_t some = std::min(height, rows - b);
+    Tensor target = fused ? sums[0] : empty(keys, {some, m}, compute);
+    check_error(
+        op, fastfact_cuda::similarity(
+                {type, keys.const_data_ptr(), integers ? static_cast<const float*>(inverse.const_data_ptr()) : nullptr,
+                 fused ? uploads[0].const_data_ptr() : nullptr,
+                 valid ? static_cast<const uint8_t*>(valid->const_data_ptr()) : nullptr, target.mutable_data_ptr(),
+                 count ? static_cast<int64_t*>(counts.mutable_data_ptr()) + b : nullptr, first + b, some, m, d,
+                 fused ? uploads[0].size(1) : 0, epsilon, tau},
+                on.stream()));
+    for (size_t t = 0; t < uploads.size() && !fused; ++t) {
+      Tensor part = torch::stable::narrow(sums[t], 0, b, some);
+      torch::stable::copy_(part, torch::stable::matmul(target, uploads[t]));
+    }
+  }
+  return {sums, counts};
+}
+
+std::tuple<Tensor, Tensor> srht(const Tensor& x_, const Tensor& signs_, const Tensor& rows_, bool quantize) {
+  const char* op = "srht";
+  const int64_t k = x_.size(0), n = x_.size(1), m = rows_.numel();
+  STD_TORCH_CHECK(signs_.scalar_type() == ScalarType::Char && signs_.numel() == n, op, ": signs must be int8 [", n,
+                  "]");
+  STD_TORCH_CHECK(rows_.scalar_type() == ScalarType::Long, op, ": rows must be int64");
+  const auto type = type_of(x_);
+  const ScalarType compute = type == fastfact_cuda::kDouble ? ScalarType::Double : ScalarType::Float;
+  Tensor kept = empty(x_, {k, m}, compute), out = empty(x_, {quantize ? k : 0, m}, ScalarType::Char);
+  Tensor scale = empty(x_, {quantize ? k : 0}, ScalarType::Float);
+  if (k > 0 && m > 0) {
+    const On on(x_);
+    const Tensor x = torch::stable::contiguous(x_), signs = torch::stable::contiguous(signs_),
+                 rows = torch::stable::contiguous(rows_);
+    const int64_t chunk = fastfact_cuda::srht_chunk(n);
+    Tensor work = empty(x, {k, (n + chunk - 1) / chunk * chunk}, compute);
+    check_error(op, fastfact_cuda::srht(
+                        {type, x.const_data_ptr(), static_cast<const int8_t*>(signs.const_data_ptr()),
+                         static_cast<const int64_t*>(rows.const_data_ptr()), work.mutable_data_ptr(),
+                         kept.mutable_data_ptr(), quantize ? static_cast<int8_t*>(out.mutable_data_ptr()) : nullptr,
+                         quantize ? static_cast<float*>(scale.mutable_data_ptr()) : nullptr, k, n, m},
+                        on.stream()));
+  }
+  return {quantize ? out : kept, scale};
+}
+
 }  // namespace
 
 #define FASTFACT_EXPAND(name, device, m) STABLE_TORCH_LIBRARY_IMPL(name, device, m)
@@ -472,4 +559,6 @@ FASTFACT_EXPAND(FASTFACT_NAMESPACE, FASTFACT_DEVICE, m) {
   m.impl("prox_sgd_step", TORCH_BOX(&prox_sgd_step));
   m.impl("pack_bitmap", TORCH_BOX(&pack_bitmap));
   m.impl("unpack_bitmap", TORCH_BOX(&unpack_bitmap));
+  m.impl("similarity_sums", TORCH_BOX(&similarity_sums));
+  m.impl("srht", TORCH_BOX(&srht));
 }

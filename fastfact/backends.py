@@ -29,13 +29,11 @@ OPS = (
     "prox_sgd_step",
     "pack_bitmap",
     "unpack_bitmap",
-)
-# Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
-TRITON_OPS = (
-    *(f"{op}{part}" for op in ("factored_conv2d", "fused_conv2d") for part in ("", "_dx", "_dw")),
     "similarity_sums",
     "srht",
 )
+# Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
+TRITON_OPS = (*(f"{op}{part}" for op in ("factored_conv2d", "fused_conv2d") for part in ("", "_dx", "_dw")),)
 NAMES = ("reference", "cpu", "cuda", "triton")
 
 

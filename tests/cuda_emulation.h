@@ -181,6 +181,10 @@ T __shfl_up_sync(unsigned, T value, int delta) {
   return emulation::exchange(value, static_cast<int>(threadIdx.x % 32) - delta);
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __dp4a(int x, int y, int sum) {
+  for (int l = 0; l < 4; ++l) sum += static_cast<int8_t>(x >> 8 * l) * static_cast<int8_t>(y >> 8 * l);
+  return sum;
+}
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline int __float2int_rn(float x) { return std::isnan(x) ? 0 : static_cast<int>(std::nearbyint(x)); }
 inline unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }

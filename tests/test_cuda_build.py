@@ -114,6 +114,19 @@ def test_bitmap_without_elements_emulated(emulated):
     assert emulated.unpack_bitmap(bits, values, scale, 5).shape == (2, 0, 5)
 
 
+@pytest.mark.parametrize("case", op_cases.SIMILARITIES, ids=str)
+def test_similarity_sums_emulated(emulated, case):
+    for dtype in (torch.float64, torch.float32):
+        op_cases.similarity(emulated, dtype, "cpu", *case)
+    op_cases.similarity(emulated, torch.float32, "cpu", *case, integers=True)
+
+
+@pytest.mark.parametrize("case", op_cases.SKETCHES, ids=str)
+def test_srht_emulated(emulated, case):
+    for dtype in DTYPES:
+        op_cases.sketch(emulated, dtype, "cpu", *case)
+
+
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     """Every .cu file compiled by nvcc alone, with what ptxas reports."""

@@ -44,6 +44,19 @@ def test_bitmap(cuda, n, density, value_type):
         op_cases.bitmap(cuda, dtype, "cuda", value_type, n, density)
 
 
+@pytest.mark.parametrize("case", op_cases.SIMILARITIES + op_cases.BIG_SIMILARITIES, ids=str)
+def test_similarity_sums(cuda, case):
+    for dtype in (torch.float64, torch.float32):
+        op_cases.similarity(cuda, dtype, "cuda", *case)
+    op_cases.similarity(cuda, torch.float32, "cuda", *case, integers=True)
+
+
+@pytest.mark.parametrize("case", [*op_cases.SKETCHES, (3, 70_000, 1024)], ids=str)
+def test_srht(cuda, case):
+    for dtype in DTYPES:
+        op_cases.sketch(cuda, dtype, "cuda", *case)
+
+
 def test_bitmap_of_many_rows(cuda):
     op_cases.bitmap_of_many_rows(cuda, "cuda")
 

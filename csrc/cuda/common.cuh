@@ -134,6 +134,12 @@ int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t sh
   return cudaGetLastError();
 }
 
+template <typename K>
+int allow_shared(K kernel, size_t bytes) {
+  if (bytes <= 48 * 1024) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
 __device__ __forceinline__ unsigned char* dynamic_shared() {
   extern __shared__ __align__(16) unsigned char fastfact_shared[];
   return fastfact_shared;

@@ -118,6 +118,39 @@ int bitmap_write(Type type, const void* x, const int64_t* offsets, const float* 
 int bitmap_read(const uint8_t* bits, const int64_t* offsets, const void* values, int value_type, const float* scale,
                 float* x, int64_t rows, int64_t n, void* stream);
 
+// unit = keys [m, d] divided by their norms (float or double).
+int unit_keys(Type type, const void* keys, void* unit, int64_t m, int64_t d, void* stream);
+// 1 / norm of int8 keys, 0 of a key of zeros.
+int inverse_norms(const int8_t* keys, float* inverse, int64_t m, int64_t d, void* stream);
+
+// Rows first … first + rows − 1 of the keys [m, d], of norm 1 (float or double) or int8 with `inverse`, against all.
+struct Similarity {
+  Type type;
+  const void* keys;
+  const float* inverse;
+  const void* x;         // [m, n], or null
+  const uint8_t* valid;  // [m], or null: all count
+  void* out;             // sums of x [rows, n]; without x the weights [rows, m]
+  int64_t* counts;       // [rows], or null
+  int64_t first, rows, m, d, n;
+  double epsilon, tau;
+};
+int similarity(const Similarity& op, void* stream);
+
+// The points that are transformed at once, of n.
+int64_t srht_chunk(int64_t n);
+struct Srht {
+  Type type;
+  const void* x;  // [clients, n]
+  const int8_t* signs;
+  const int64_t* rows;
+  void *work, *kept;  // [clients, n rounded up to chunks] and [clients, m], float (double where x is)
+  int8_t* out;        // [clients, m], and
+  float* scale;       // [clients], or null
+  int64_t clients, n, m;
+};
+int srht(const Srht& op, void* stream);
+
 const char* error_string(int error);
 
 }  // namespace fastfact_cuda

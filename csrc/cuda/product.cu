@@ -394,14 +394,6 @@ int64_t count_splits(int64_t tile, const View& view, int64_t width, int64_t clie
   return most < 1 ? 1 : (wanted < most ? wanted : most);
 }
 
-#ifndef FASTFACT_EMULATED
-template <typename K>
-int allow_shared(K kernel, size_t bytes) {
-  if (bytes <= 48 * 1024) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-}
-#endif
-
 }  // namespace
 
 int product(Type type, Slices out, Slices dense, Factor x1, Factor y1, Factor x2, Factor y2, double scaling,
