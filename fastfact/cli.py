@@ -145,10 +145,18 @@ def compare(
 
 @app.command("report")
 def report_command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What run or compare left.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What run or compare left, or a file of bench layers.")
+    ],
     json_file: Json = None,
 ) -> None:
-    """Print the table of a run or comparison and draw its pictures anew."""
+    """Print the table of a run or comparison and draw its pictures anew; of a benchmark, ratios over density."""
+    if directory.is_file():
+        rows = report.read_layers(directory)
+        table_of([row for row in rows if row["shape"].startswith("all")], f"{directory}: geometric means")
+        picture = report.plot_ratio(rows, directory.with_suffix(".png"))
+        console.print(f"picture: {picture}", markup=False, soft_wrap=True)
+        return
     rows = show(directory, report.read(directory))
     write_json(json_file, {"table": rows})
 

@@ -258,6 +258,41 @@ def plot_density(cells: Sequence[Cell], path: Path) -> Path:
     return save(figure, path)
 
 
+RATIO_OPS = {"forward": "Forward", "training": "Forward and backward"}
+
+
+def read_layers(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of `fastfact bench layers`. Raises ValueError for one that has none over densities."""
+    content = _read_json(path)
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not any(row.get("op") in RATIO_OPS for row in rows):
+        raise ValueError(f"{path}: has no rows of bench layers, sections forward or training")
+    return rows
+
+
+def plot_ratio(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    """How many times faster than the dense layer over the density of μ: the geometric mean over the convolutions of
+    ResNet-9 as a line for each memory format, each convolution as a point."""
+    ops = [op for op in RATIO_OPS if any(row["op"] == op for row in rows)]
+    figure, axes = new_axes(5 * len(ops), 4, columns=len(ops))
+    for ax, op in zip(axes, ops, strict=True):
+        own = [row for row in rows if row["op"] == op]
+        for index, fmt in enumerate(dict.fromkeys(row["format"] for row in own)):
+            points = [(100 * r["density"], r["ratio"], r["shape"]) for r in own if r["format"] == fmt]
+            means = sorted((d, ratio) for d, ratio, shape in points if shape.startswith("all"))
+            each = [(d, ratio) for d, ratio, shape in points if not shape.startswith("all")]
+            look = {"color": COLOURS[index], "linestyle": STYLES[index], "linewidth": 2}
+            ax.plot(*zip(*means, strict=True), label=fmt, marker="o", markersize=4, **look)
+            ax.plot(*zip(*each, strict=True), ".", color=COLOURS[index], alpha=0.35)
+        ax.axhline(1, color="#333333", linewidth=0.8)
+        ax.set(xlabel="Density of μ [%]", title=RATIO_OPS[op], yscale="log", ylabel="Times as fast as the dense layer")
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if value in (2, 3, 5) else "")
+        ax.grid(alpha=0.3, which="both")
+        ax.legend(frameon=False)
+    return save(figure, path)
+
+
 def pictures(cells: Sequence[Cell], directory: Path) -> list[Path]:
     """Write every picture the runs have data for into `directory`; their paths."""
     drawn = [

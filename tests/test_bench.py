@@ -96,3 +96,22 @@ def test_growth_quick(tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert [(row["clients"], row["taking_part"]) for row in rows] == [(10, 10), (10, 1)]
     assert (tmp_path / "growth.png").stat().st_size > 0
+
+
+def test_report_draws_ratios_over_density(tmp_path):
+    rows = [
+        {"op": op, "format": fmt, "density": d, "shape": shape, "ratio": 1 / (0.2 + d)}
+        for op in ("forward", "training")
+        for fmt in ("nchw", "channels_last")
+        for d in (0.0, 0.1, 0.3)
+        for shape in ("3→64", "64→128", "all 2")
+    ]
+    file = tmp_path / "layers.json"
+    file.write_text(json.dumps({"rows": rows}))
+    code, out, error = call("report", file)
+    assert code == 0 and "all 2" in out, error
+    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
+    for content in ("{", "[]", '{"rows": [{"op": "memory"}]}'):
+        file.write_text(content)
+        code, _, error = call("report", file)
+        assert code == 2 and "layers.json" in error
