@@ -256,13 +256,14 @@ app.command("methods")(cli_papers.methods_command)
 @bench.command("server")
 def bench_server(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
     """Similarity matching and mixing: exact beside numpy, sketched beside its products alone, growth with clients."""
-    from fastfact.bench import server
+    from fastfact.bench.server import run
 
     torch.set_num_threads(threads or torch.get_num_threads())
-    rows = server.run(quick)
-    for name in dict.fromkeys(row["work"] for row in rows):
-        table_of([row for row in rows if row["work"] == name], name)
-    write_json(json_file, {"rows": rows})
+    rows: list[dict[str, Any]] = []
+    for work, some in run(quick):
+        rows += some
+        table_of(some, work)
+        write_json(json_file, {"rows": rows})
 
 
 def main() -> None:

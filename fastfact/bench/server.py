@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +184,17 @@ def uplink(m: int) -> dict[str, Any]:
     return {"work": "uplink", "m": m, "bytes": fed.ledger.up, "goal": GOALS["uplink"] if m else None}
 
 
-def run(quick: bool = False) -> list[dict[str, Any]]:
-    """All rows; few and small ones if `quick`."""
+def run(quick: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(work, its rows) as they come; few and small ones if `quick`."""
     if quick:
-        return [exact(30, 4096, False, 1), growth(2000, 1), sketch(5000, 256, 8), uplink(SKETCH)]
-    rows = [exact(1000, 65_536, mixes_v, 5) for mixes_v in (False, True)]
-    rows += [_growth_alone(clients, 5 if clients <= 10_000 else 1) for clients in CLIENTS]
-    rows += [sketch(65_536, m) for m in (256, 1024, 4096)]
-    return rows + [uplink(m) for m in (0, SKETCH)]
+        yield "exact", [exact(30, 4096, False, 1)]
+        yield "growth", [growth(2000, 1)]
+        yield "sketch", [sketch(5000, 256, 8)]
+    else:
+        yield "exact", [exact(1000, 65_536, mixes_v, 5) for mixes_v in (False, True)]
+        yield "sketch", [sketch(65_536, m) for m in (256, 1024, 4096)]
+        yield "growth", [_growth_alone(clients, 5 if clients <= 10_000 else 1) for clients in CLIENTS]
+    yield "uplink", [uplink(m) for m in (0, SKETCH)]
 
 
 if __name__ == "__main__":
