@@ -253,6 +253,18 @@ app.command("reproduce")(cli_papers.reproduce_command)
 app.command("methods")(cli_papers.methods_command)
 
 
+@bench.command("store")
+def bench_store(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
+    """Very many clients at rest and at work: bytes of a client, seconds and memory of rounds out of core."""
+    from fastfact.bench import store
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    rows = store.run(quick)
+    for name in dict.fromkeys(row["work"] for row in rows):
+        table_of([row for row in rows if row["work"] == name], name)
+    write_json(json_file, {"threads": torch.get_num_threads(), "rows": rows})
+
+
 @bench.command("server")
 def bench_server(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
     """Similarity matching and mixing: exact beside numpy, sketched beside its products alone, growth with clients."""

@@ -168,7 +168,7 @@ def ours(work: Work, gate: Gate) -> dict[str, Tensor]:
             return made
         made = ff.factorize(made, ff.Rank1())
         for layer in made.modules():
-            if isinstance(layer, ff.FactorizedLayer):
+            if isinstance(layer, ff.nn.FactorizedLayer):
                 layer.compact(work.density)
         return made
 

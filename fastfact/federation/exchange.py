@@ -212,7 +212,7 @@ class Downloads:
 
 def not_finite(clients: list[int], state: State) -> dict[int, str]:
     """client → which of its tensors in `state` [k, …] has NaN or inf, for those that have one."""
-    names = [name for name, tensor in state.items() if tensor.is_floating_point()]
+    names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
     # The least and the greatest number need no copy of the states, and are NaN where one is.
     ends = [torch.stack(torch.aminmax(state[name].flatten(1), dim=1)) for name in names]
     finite = torch.stack([end.isfinite().all(0) for end in ends]).cpu()

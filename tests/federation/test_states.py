@@ -10,6 +10,7 @@ from torch import nn
 import fastfact as ff
 from fastfact import models
 from fastfact.federation import LazyClients, RunDirectoryError, checkpoint, loop
+from fastfact.federation.exchange import not_finite
 from fastfact.federation.states import Codec, Database, Records, Stacked
 
 # test_a_killed_run_goes_on starts this file as a program.
@@ -223,6 +224,13 @@ def test_a_killed_run_goes_on(tmp_path):
     fed.fit(2, tmp_path / "run")
     straight.fit(2)
     assert same_but_for_blocks(fed, straight)
+
+
+def test_not_finite_names_the_tensor_and_passes_over_empty_ones():
+    state = {"mu": torch.zeros(3, 0), "w": torch.ones(3, 2, 2), "b": torch.zeros(3, 1)}
+    assert not_finite([4, 5, 6], state) == {}
+    state["w"][1, 0, 1], state["b"][2, 0] = torch.nan, -torch.inf
+    assert not_finite([4, 5, 6], state) == {5: "w has NaN or inf", 6: "b has NaN or inf"}
 
 
 def die(directory):
