@@ -108,10 +108,10 @@ struct Checked {
   int64_t clients, rank, nonzeros;
 };
 
-// `image` is x of the forward op [k, n, groups·i, h, w].
-Checked check(const Tensor& like, const Shape& image, const OptionalTensor& u, const OptionalTensor& v,
+Checked check(const Tensor& x, const OptionalTensor& u, const OptionalTensor& v, const OptionalTensor& values,
               const OptionalTensor& index, const Shape& size, const Shape& stride, const Shape& padding,
               const Shape& dilation, int64_t groups) {
+  const Shape image = shape_of(x);
   require(image.size() == 5, "x must have 5 dimensions");
   require(size.size() == 4 && stride.size() == 2 && padding.size() == 2 && dilation.size() == 2,
           "size must have 4 numbers; stride, padding and dilation 2 each");
@@ -133,92 +133,76 @@ Checked check(const Tensor& like, const Shape& image, const OptionalTensor& u, c
   if (u) {
     require(u->dim() == 4, "u must be [k, rank, kh, kw]");
     out.rank = u->size(1);
-    expect(u, {out.clients, out.rank, size[2], size[3]}, like, "u must be [k, rank, kh, kw]");
-    expect(v, {out.clients, out.rank, size[0], size[1]}, like, "v must be [k, rank, o, i]");
+    expect(u, {out.clients, out.rank, size[2], size[3]}, x, "u must be [k, rank, kh, kw]");
+    expect(v, {out.clients, out.rank, size[0], size[1]}, x, "v must be [k, rank, o, i]");
   }
+  require(bool(values) == bool(index), "values and index go together");
   if (index) {
     require(index->dim() == 2 && index->size(0) == out.clients && index->scalar_type() == ScalarType::Int &&
                 index->is_cpu(),
             "index must be int32 [k, nnz]");
     out.nonzeros = index->size(1);
+    expect(values, {out.clients, out.nonzeros}, x, "values must be [k, nnz]");
   }
   return out;
 }
 
-const int32_t* positions(const Rows& index, int64_t k, int64_t count, int64_t numel) {
+fastfact::Sparse nonzeros(const Checked& checked, const Rows& values, const Rows& index, int64_t k) {
+  const fastfact::Conv& c = checked.conv;
+  const int64_t count = checked.nonzeros, numel = c.groups * c.o * c.i * c.kh * c.kw;
   const auto* at = static_cast<const int32_t*>(index.at(k));
   bool ascending = count == 0 || (at[0] >= 0 && at[count - 1] < numel);
   for (int64_t j = 1; j < count; ++j) ascending &= at[j - 1] < at[j];
   require(ascending, "index must be ascending positions in the weight");
-  return at;
+  return {at, values.at(k), count};
 }
 
-Tensor run(bool backward, const Tensor& input, const Shape& image, const OptionalTensor& u_, const OptionalTensor& v_,
-           const OptionalTensor& values_, const OptionalTensor& index_, const OptionalTensor& bias_, const Shape& size,
-           const Shape& stride, const Shape& padding, const Shape& dilation, int64_t groups, bool channels_last) {
-  const Checked checked = check(input, image, u_, v_, index_, size, stride, padding, dilation, groups);
+Tensor factored_conv2d(Tensor x_, OptionalTensor u_, OptionalTensor v_, OptionalTensor values_, OptionalTensor index_,
+                       OptionalTensor bias_, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups) {
+  const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
   fastfact::Conv c = checked.conv;
   const int64_t k = checked.clients;
-  require(bool(values_) == bool(index_), "values and index go together");
-  expect(values_, {k, checked.nonzeros}, input, "values must be [k, nnz]");
-  expect(bias_, {k, size[0]}, input, "bias must be [k, o]");
-  const Shape out_shape = backward ? image : Shape{k, c.n, size[0], c.oh, c.ow};
-  const Batch x(input);
-  if (!backward) channels_last = x.channels_last;
-  Tensor y = empty(input, out_shape, channels_last);
-  (backward ? c.y_channels_last : c.x_channels_last) = x.channels_last;
-  (backward ? c.x_channels_last : c.y_channels_last) = channels_last;
+  expect(bias_, {k, size[0]}, x_, "bias must be [k, o]");
+  const Batch x(x_);
+  Tensor y = empty(x_, {k, c.n, size[0], c.oh, c.ow}, x.channels_last);
+  c.x_channels_last = c.y_channels_last = x.channels_last;
   const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_);
   for (int64_t j = 0; j < k; ++j) {
-    const fastfact::Sparse mu{positions(index, j, checked.nonzeros, size[0] * size[1] * size[2] * size[3]),
-                              values.at(j), checked.nonzeros};
-    const fastfact::FactoredConv op{type_of(input), c,          checked.rank, at(x.tensor, j), u.at(j),
-                                    v.at(j),        bias.at(j), mu,           at(y, j)};
-    (backward ? fastfact::factored_conv_dx : fastfact::factored_conv)(op, parallel_for);
+    fastfact::factored_conv({type_of(x_), c, checked.rank, at(x.tensor, j), u.at(j), v.at(j), bias.at(j),
+                             nonzeros(checked, values, index, j), at(y, j)},
+                            parallel_for);
   }
   return y;
 }
 
-Tensor factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
-                       OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups) {
-  return run(false, x, shape_of(x), u, v, values, index, bias, size, stride, padding, dilation, groups, false);
-}
-
-Tensor factored_conv2d_dx(Tensor grad, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
-                          Shape image, bool channels_last, Shape size, Shape stride, Shape padding, Shape dilation,
-                          int64_t groups) {
-  image.insert(image.begin(), grad.size(0));
-  return run(true, grad, image, u, v, values, index, {}, size, stride, padding, dilation, groups, channels_last);
-}
-
-std::tuple<Tensor, Tensor, Tensor> factored_conv2d_dw(Tensor grad, Tensor x_, OptionalTensor u_, OptionalTensor v_,
-                                                      OptionalTensor index_, Shape size, Shape stride, Shape padding,
-                                                      Shape dilation, int64_t groups, int64_t needs) {
-  const Checked checked = check(x_, shape_of(x_), u_, v_, index_, size, stride, padding, dilation, groups);
+std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad, Tensor x_, OptionalTensor u_,
+                                                                    OptionalTensor v_, OptionalTensor values_,
+                                                                    OptionalTensor index_, Shape size, Shape stride,
+                                                                    Shape padding, Shape dilation, int64_t groups,
+                                                                    int64_t needs) {
+  const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
   fastfact::Conv c = checked.conv;
-  const int64_t k = checked.clients;
-  expect(grad, {k, c.n, size[0], c.oh, c.ow}, x_, "grad does not have the shape of the output");
+  expect(grad, {checked.clients, c.n, size[0], c.oh, c.ow}, x_, "grad does not have the shape of the output");
   const Batch x(x_), dy(grad);
   c.x_channels_last = x.channels_last, c.y_channels_last = dy.channels_last;
-  const Rows u(u_), v(v_), index(index_);
-  const bool wants[3] = {(needs & 1) && u, (needs & 2) && v, (needs & 4) && index};
-  Tensor du = empty(x_, wants[0] ? shape_of(*u_) : Shape{0}), dv = empty(x_, wants[1] ? shape_of(*v_) : Shape{0});
-  Tensor dvalues = empty(x_, wants[2] ? shape_of(*index_) : Shape{0});
-  for (int64_t j = 0; j < k; ++j) {
-    const fastfact::Sparse mu{positions(index, j, checked.nonzeros, size[0] * size[1] * size[2] * size[3]), nullptr,
-                              checked.nonzeros};
-    fastfact::factored_conv_dw(
-        {type_of(x_), c, checked.rank, at(x.tensor, j), at(dy.tensor, j), u.at(j), v.at(j), mu,
-         wants[0] ? at(du, j) : nullptr, wants[1] ? at(dv, j) : nullptr, wants[2] ? at(dvalues, j) : nullptr},
+  const Rows u(u_), v(v_), values(values_), index(index_);
+  const bool wants[4] = {bool(needs & 1), (needs & 2) && u, (needs & 4) && v, (needs & 8) && index};
+  Tensor dx = wants[0] ? empty(x_, shape_of(x_), x.channels_last) : empty(x_, {0});
+  Tensor du = empty(x_, wants[1] ? shape_of(*u_) : Shape{0}), dv = empty(x_, wants[2] ? shape_of(*v_) : Shape{0});
+  Tensor dvalues = empty(x_, wants[3] ? shape_of(*index_) : Shape{0});
+  for (int64_t j = 0; j < checked.clients; ++j) {
+    fastfact::factored_conv_backward(
+        {type_of(x_), c, checked.rank, at(x.tensor, j), at(dy.tensor, j), u.at(j), v.at(j),
+         nonzeros(checked, values, index, j), x.channels_last, wants[0] ? at(dx, j) : nullptr,
+         wants[1] ? at(du, j) : nullptr, wants[2] ? at(dv, j) : nullptr, wants[3] ? at(dvalues, j) : nullptr},
         parallel_for);
   }
-  return {du, dv, dvalues};
+  return {dx, du, dv, dvalues};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("factored_conv2d", TORCH_BOX(&factored_conv2d));
-  m.impl("factored_conv2d_dx", TORCH_BOX(&factored_conv2d_dx));
-  m.impl("factored_conv2d_dw", TORCH_BOX(&factored_conv2d_dw));
+  m.impl("factored_conv2d_backward", TORCH_BOX(&factored_conv2d_backward));
 }

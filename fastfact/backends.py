@@ -33,7 +33,13 @@ OPS = (
     "srht",
 )
 # Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
-TRITON_OPS = (*(f"{op}{part}" for op in ("factored_conv2d", "fused_conv2d") for part in ("", "_dx", "_dw")),)
+TRITON_OPS = (
+    "factored_conv2d",
+    "factored_conv2d_backward",
+    "fused_conv2d",
+    "fused_conv2d_dx",
+    "fused_conv2d_dw",
+)
 NAMES = ("reference", "cpu", "cuda", "triton")
 
 

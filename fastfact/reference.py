@@ -308,21 +308,19 @@ def factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilatio
     return fused_conv2d(x, u, v, values, index, bias, SPATIAL, size, False, stride, padding, dilation, groups)
 
 
-def factored_conv2d_dx(
-    grad, u, v, values, index, image, channels_last, size, stride, padding, dilation, groups
-) -> Tensor:
-    """dx of `factored_conv2d`, as `fused_conv2d_dx`."""
+def factored_conv2d_backward(
+    grad, x, u, v, values, index, size, stride, padding, dilation, groups, needs
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, du, dv, dvalues) of `factored_conv2d`, dx in x's memory format. Bits 0–3 of `needs` ask for them; one not
+    asked for has no elements.
+    """
     settings = (SPATIAL, size, False, stride, padding, dilation, groups)
-    return fused_conv2d_dx(grad, u, v, values, index, image, channels_last, *settings)
-
-
-def factored_conv2d_dw(
-    grad, x, u, v, index, size, stride, padding, dilation, groups, needs
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(du, dv, dvalues) of `factored_conv2d`, as `fused_conv2d_dw`."""
-    if index is None:
-        needs &= 3
-    return fused_conv2d_dw(grad, x, u, v, index, SPATIAL, size, False, stride, padding, dilation, groups, needs)
+    dx = du = dv = dvalues = x.new_empty(0)
+    if needs & 1:
+        dx = fused_conv2d_dx(grad, u, v, values, index, x.shape[1:], is_channels_last(x), *settings)
+    if weights := needs >> 1 & (3 if index is None else 7):
+        du, dv, dvalues = fused_conv2d_dw(grad, x, u, v, index, *settings, weights)
+    return dx, du, dv, dvalues
 
 
 def separable_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups) -> Tensor:

@@ -12,8 +12,7 @@ except ImportError as error:
 from fastfact.kernels.bitmap import pack_bitmap, unpack_bitmap
 from fastfact.kernels.conv import (
     factored_conv2d,
-    factored_conv2d_dw,
-    factored_conv2d_dx,
+    factored_conv2d_backward,
     fused_conv2d,
     fused_conv2d_dw,
     fused_conv2d_dx,
@@ -36,8 +35,7 @@ __all__ = [
     "INTERPRETED",
     "VERSION",
     "factored_conv2d",
-    "factored_conv2d_dw",
-    "factored_conv2d_dx",
+    "factored_conv2d_backward",
     "fused_conv2d",
     "fused_conv2d_dw",
     "fused_conv2d_dx",

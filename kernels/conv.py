@@ -840,10 +840,14 @@ def factored_conv2d(x, u, v, values, index, bias, size, *settings) -> Tensor:
     return fused_conv2d(x, u, v, values, index, bias, SPATIAL, size, False, *settings)
 
 
-def factored_conv2d_dx(grad, u, v, values, index, image, channels_last, size, *settings) -> Tensor:
-    return fused_conv2d_dx(grad, u, v, values, index, image, channels_last, SPATIAL, size, False, *settings)
-
-
-def factored_conv2d_dw(grad, x, u, v, index, size, *settings_and_needs) -> tuple[Tensor, Tensor, Tensor]:
+def factored_conv2d_backward(
+    grad, x, u, v, values, index, size, *settings_and_needs
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *settings, needs = settings_and_needs
-    return fused_conv2d_dw(grad, x, u, v, index, SPATIAL, size, False, *settings, needs & (3 if index is None else 7))
+    settings = (SPATIAL, size, False, *settings)
+    dx = du = dv = dvalues = x.new_empty(0)
+    if needs & 1:
+        dx = fused_conv2d_dx(grad, u, v, values, index, x.shape[1:], is_channels_last(x), *settings)
+    if weights := needs >> 1 & (3 if index is None else 7):
+        du, dv, dvalues = fused_conv2d_dw(grad, x, u, v, index, *settings, weights)
+    return dx, du, dv, dvalues

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "../csrc/cpu/factored_conv.h"
 #include "../csrc/cpu/vec.h"
 
 using namespace fastfact;
@@ -385,6 +386,96 @@ void sketch() {
   }
 }
 
+// Element (channel, y, x) of image n in memory.
+int64_t pixel(int64_t channels, int64_t h, int64_t w, bool last, int64_t n, int64_t c, int64_t y, int64_t x) {
+  return last ? ((n * h + y) * w + x) * channels + c : ((n * channels + c) * h + y) * w + x;
+}
+
+template <class T>
+void factored_convolution() {
+  Conv c{};
+  c.n = one_of({1, 2, 3, 5, 17}), c.groups = pick_int(1, 2), c.i = one_of({1, 3, 4, 7, 17}),
+  c.o = one_of({1, 5, 8, 13});
+  c.kh = pick_int(1, 4), c.kw = pick_int(1, 5), c.h = pick_int(1, 11), c.w = one_of({1, 4, 7, 8, 16, 19});
+  for (int d : {0, 1}) {
+    const int64_t kernel = d ? c.kw : c.kh, size = d ? c.w : c.h;
+    c.stride[d] = pick_int(1, 3), c.dilation[d] = pick_int(1, 2);
+    const int64_t least = std::max<int64_t>(0, ceil_div(c.dilation[d] * (kernel - 1) + 1 - size, 2));
+    c.padding[d] = least + pick_int(0, 2);
+    (d ? c.ow : c.oh) = (size + 2 * c.padding[d] - c.dilation[d] * (kernel - 1) - 1) / c.stride[d] + 1;
+  }
+  c.x_channels_last = pick_int(0, 1), c.y_channels_last = pick_int(0, 1);
+  const bool dx_last = pick_int(0, 1), biased = pick_int(0, 1), needs_x = pick_int(0, 3);
+  const int64_t rank = pick_int(0, 2), taps = c.kh * c.kw, inputs = c.groups * c.i, outputs = c.groups * c.o;
+  const int64_t weights = outputs * c.i * taps;
+  const double density = one_of({0, 5, 30, 100}) / 100.0;
+  std::vector<int32_t> index;
+  for (int64_t at = 0; at < weights; ++at) {
+    if (std::bernoulli_distribution(density)(random_engine)) index.push_back(at);
+  }
+  Input<T> x(1, c.n * inputs * c.h * c.w), dy(1, c.n * outputs * c.oh * c.ow), u(1, rank * taps);
+  Input<T> v(1, rank * outputs * c.i), values(1, index.size()), bias(1, outputs);
+  std::vector<Sum> w(weights), dw(weights);
+  for (int64_t at = 0; at < weights; ++at) {
+    for (int64_t r = 0; r < rank; ++r) w[at].add(u(0, r * taps + at % taps) * v(0, r * outputs * c.i + at / taps));
+  }
+  for (size_t nz = 0; nz < index.size(); ++nz) w[index[nz]].add(values(0, nz));
+  std::vector<T> y = unwritten<T>(dy.data.size()), dx = unwritten<T>(x.data.size()), du = unwritten<T>(u.data.size());
+  std::vector<T> dv = unwritten<T>(v.data.size()), dvalues = unwritten<T>(index.size());
+  std::vector<Sum> y_true(y.size()), dx_true(dx.size()), du_true(du.size()), dv_true(dv.size()), dvalues_true;
+  auto add = [](Sum& to, double a, const Sum& b) {
+    to.value += a * b.value, to.magnitude += std::abs(a) * b.magnitude;
+  };
+  for (int64_t n = 0; n < c.n; ++n) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      for (int64_t row = 0; row < c.oh; ++row) {
+        for (int64_t column = 0; column < c.ow; ++column) {
+          Sum& out = y_true[pixel(outputs, c.oh, c.ow, c.y_channels_last, n, o, row, column)];
+          const double g = dy(0, pixel(outputs, c.oh, c.ow, c.y_channels_last, n, o, row, column));
+          if (biased) out.add(bias(0, o));
+          for (int64_t at = 0; at < c.i * taps; ++at) {
+            const int64_t i = o / c.o * c.i + at / taps, from_row = row * c.stride[0] - c.padding[0];
+            const int64_t py = from_row + at % taps / c.kw * c.dilation[0];
+            const int64_t px = column * c.stride[1] - c.padding[1] + at % c.kw * c.dilation[1];
+            if (py < 0 || px < 0 || py >= c.h || px >= c.w) continue;
+            const double value = x(0, pixel(inputs, c.h, c.w, c.x_channels_last, n, i, py, px));
+            add(out, value, w[o * c.i * taps + at]);
+            add(dx_true[pixel(inputs, c.h, c.w, dx_last, n, i, py, px)], g, w[o * c.i * taps + at]);
+            dw[o * c.i * taps + at].add(g * value);
+          }
+        }
+      }
+    }
+  }
+  for (int64_t at = 0; at < weights; ++at) {
+    for (int64_t r = 0; r < rank; ++r) {
+      add(du_true[r * taps + at % taps], v(0, r * outputs * c.i + at / taps), dw[at]);
+      add(dv_true[r * outputs * c.i + at / taps], u(0, r * taps + at % taps), dw[at]);
+    }
+  }
+  for (int32_t at : index) dvalues_true.push_back(dw[at]);
+
+  std::string name = "factored";
+  for (int64_t n : {c.n, c.groups, c.i, c.o, c.h, c.w, c.kh, c.kw, c.stride[0], c.stride[1], c.padding[0], c.padding[1],
+                    c.dilation[0], c.dilation[1], rank, int64_t(index.size())}) {
+    name += " " + std::to_string(n);
+  }
+  const Sparse mu{index.data(), values.data.data(), int64_t(index.size())};
+  factored_conv({kType<T>, c, rank, x.data.data(), u.data.data(), v.data.data(), biased ? bias.data.data() : nullptr,
+                 mu, y.data()},
+                threads);
+  compare(name, y, y_true);
+  const bool needs_u = pick_int(0, 3), needs_v = pick_int(0, 3), needs_values = pick_int(0, 3);
+  factored_conv_backward({kType<T>, c, rank, x.data.data(), dy.data.data(), u.data.data(), v.data.data(), mu, dx_last,
+                          needs_x ? dx.data() : nullptr, needs_u ? du.data() : nullptr, needs_v ? dv.data() : nullptr,
+                          needs_values ? dvalues.data() : nullptr},
+                         threads);
+  if (needs_x) compare(name + " dx", dx, dx_true);
+  if (needs_u) compare(name + " du", du, du_true);
+  if (needs_v) compare(name + " dv", dv, dv_true);
+  if (needs_values) compare(name + " dvalues", dvalues, dvalues_true);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -397,6 +488,11 @@ int main(int argc, char** argv) {
       lowrank<T>();
       hadamard<T>();
       prox<T>();
+#ifdef FF_CONV_TYPE
+      factored_convolution<FF_CONV_TYPE>();
+#else
+      factored_convolution<T>();
+#endif
       bitmap<T, float>(Value::f32);
       bitmap<T, BFloat16>(Value::bf16);
       bitmap<T, int8_t>(Value::i8);

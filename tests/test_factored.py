@@ -208,11 +208,10 @@ def test_opcheck(channels_last):
     factors = (t["u"], t["v"], t["values"], t["index"])
     y = torch.ops.fastfact.factored_conv2d(t["x"], *factors, t["bias"], *settings)
     torch.library.opcheck(torch.ops.fastfact.factored_conv2d.default, (t["x"], *factors, t["bias"], *settings))
-    dx = (y, *factors, t["x"].shape[1:], channels_last, *settings)
-    torch.library.opcheck(torch.ops.fastfact.factored_conv2d_dx.default, dx)
-    dw = (y, t["x"], t["u"], t["v"], t["index"], *settings)
-    torch.library.opcheck(torch.ops.fastfact.factored_conv2d_dw.default, (*dw, 7))
-    torch.library.opcheck(torch.ops.fastfact.factored_conv2d_dw.default, (*dw, 4))
+    for needs in (15, 1, 8):
+        torch.library.opcheck(
+            torch.ops.fastfact.factored_conv2d_backward.default, (y, t["x"], *factors, *settings, needs)
+        )
 
 
 @pytest.mark.parametrize("shape", [(5, 33), (2, 3, 33), (33,), (64, 33)])

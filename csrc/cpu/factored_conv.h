@@ -33,13 +33,12 @@ struct FactoredConvBackward {
   Conv conv;
   int64_t rank;
   const void *x, *dy, *u, *v;
-  Sparse mu;                // only its positions are read
-  void *du, *dv, *dvalues;  // null where not asked for
+  Sparse mu;
+  bool dx_channels_last;
+  void *dx, *du, *dv, *dvalues;  // null where not asked for
 };
 
 void factored_conv(const FactoredConv& op, ParallelFor parallel_for);
-// dx [n, groups·i, h, w] in `y`, from dy [n, groups·o, oh, ow] in `x`; `bias` is not used.
-void factored_conv_dx(const FactoredConv& op, ParallelFor parallel_for);
-void factored_conv_dw(const FactoredConvBackward& op, ParallelFor parallel_for);
+void factored_conv_backward(const FactoredConvBackward& op, ParallelFor parallel_for);
 
 }  // namespace fastfact

@@ -242,6 +242,32 @@ void dispatch(const A&... args) {
 #endif
 }
 
+// f() as a function of its own, compiled for registers of B bytes. In a function into which all of a kernel is inlined
+// the compiler runs out of ways to keep accumulators in registers. f must be a lambda marked FF_INLINE_LAMBDA.
+#define FF_INLINE_LAMBDA __attribute__((always_inline))
+#ifdef FF_DISPATCH
+template <class F>
+FF_V3 __attribute__((noinline)) void outlined_v3(const F& f) {
+  f();
+}
+template <class F>
+FF_V4 __attribute__((noinline)) void outlined_v4(const F& f) {
+  f();
+}
+#endif
+template <class F>
+__attribute__((noinline)) void outlined(const F& f) {
+  f();
+}
+template <int B, class F>
+FF_INLINE void outline(const F& f) {
+#ifdef FF_DISPATCH
+  if constexpr (B == 64) return outlined_v4(f);
+  if constexpr (B == 32) return outlined_v3(f);
+#endif
+  outlined(f);
+}
+
 // The register width `dispatch` uses.
 inline int register_bytes() {
 #ifdef FF_DISPATCH

@@ -30,10 +30,9 @@ SCHEMAS = {
     "srht": "(Tensor x, Tensor signs, Tensor rows, bool quantize) -> (Tensor, Tensor)",
     "factored_conv2d": "(Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index, Tensor? bias, int[] size,"
     " int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
-    "factored_conv2d_dx": "(Tensor grad, Tensor? u, Tensor? v, Tensor? values, Tensor? index, int[] image,"
-    " bool channels_last, int[] size, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
-    "factored_conv2d_dw": "(Tensor grad, Tensor x, Tensor? u, Tensor? v, Tensor? index, int[] size, int[] stride,"
-    " int[] padding, int[] dilation, int groups, int needs) -> (Tensor, Tensor, Tensor)",
+    "factored_conv2d_backward": "(Tensor grad, Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index,"
+    " int[] size, int[] stride, int[] padding, int[] dilation, int groups, int needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     "fused_conv2d": "(Tensor x, Tensor? u, Tensor? v, Tensor? mu, Tensor? index, Tensor? bias, int layout, int[] size,"
     " bool channels_last, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
     "fused_conv2d_dx": "(Tensor grad, Tensor? u, Tensor? v, Tensor? mu, Tensor? index, int[] image,"
@@ -86,18 +85,18 @@ def _fake_factored_conv2d(x, u, v, values, index, bias, size, stride, padding, d
     return _empty_weight(x, (x.shape[1], size[0], h, w), reference.is_channels_last(x))
 
 
-def _fake_factored_conv2d_dw(grad, x, u, v, index, size, stride, padding, dilation, groups, needs):
-    present = [t if t is not None else x.new_empty(0) for t in (u, v)]
-    values = x.new_empty(0 if index is None else index.shape)
-    return _fake_where_needed((*present, values), needs)
+def _fake_factored_conv2d_backward(grad, x, u, v, values, index, *settings_and_needs):
+    *_, needs = settings_and_needs
+    dx = _empty_weight(x, x.shape[1:], reference.is_channels_last(x)) if needs & 1 else x.new_empty(0)
+    present = [t if t is not None else x.new_empty(0) for t in (u, v, values)]
+    return dx, *_fake_where_needed(present, needs >> 1)
 
 
 def _fake_fused_conv2d_dw(grad, x, u, v, index, layout, size, channels_last, *settings_and_needs):
-    if index is not None:
-        return _fake_factored_conv2d_dw(grad, x, u, v, index, size, *settings_and_needs)
     *_, needs = settings_and_needs
-    *present, _ = _fake_factored_conv2d_dw(grad, x, u, v, index, size, *settings_and_needs)
-    return *present, _empty_weight(x, size, channels_last) if needs >> 2 & 1 else x.new_empty(0)
+    present = [t if t is not None else x.new_empty(0) for t in (u, v)]
+    dmu = x.new_empty(index.shape) if index is not None else _empty_weight(x, size, channels_last)
+    return *_fake_where_needed(present, needs), dmu if needs >> 2 & 1 else x.new_empty(0)
 
 
 def _fake_similarity_sums(keys, uploads, valid, first, rows, epsilon, tau, count):
@@ -126,10 +125,7 @@ _FAKES = {
     "similarity_sums": _fake_similarity_sums,
     "srht": _fake_srht,
     "factored_conv2d": _fake_factored_conv2d,
-    "factored_conv2d_dx": lambda grad, u, v, values, index, image, channels_last, *settings: _empty_weight(
-        grad, tuple(image), channels_last
-    ),
-    "factored_conv2d_dw": _fake_factored_conv2d_dw,
+    "factored_conv2d_backward": _fake_factored_conv2d_backward,
     "fused_conv2d": lambda x, u, v, mu, index, bias, layout, size, channels_last, *settings: _fake_factored_conv2d(
         x, u, v, mu, index, bias, size, *settings
     ),

@@ -1,0 +1,273 @@
+// dx, du, dv and dμ on its support, a band of packed rows at a time; no dense gradient is made. With s_r = v_rᵀ dy:
+// dx = Σ_r the transposed depthwise convolution of s_r by u_r (and the nonzeros of μ, transposed), du_r the correlation
+// of x and s_r, dv_r = dy t_rᵀ with t_r the depthwise convolution of x by u_r.
+#include "tiles.h"
+
+namespace fastfact {
+namespace {
+
+template <class T>
+struct Prepared {
+  using C = Compute<T>;
+  Geometry s, back;                      // from x to y, and from dy to dx
+  Grid grid;                             // of the rows of dy and of each phase of dx alike
+  int64_t flat_low, flat_rows;           // the rows of dy a unit reads, from the first of its own on
+  Slab<C> x_slab, flat_slab, back_slab;  // x; dy and s in the rows of dy; dy or s for the transposed convolution
+  Band own, flat, dx_band;
+  Plan plan;
+  std::vector<Plan> back_plans;
+  int64_t rank, parts;
+  Images<const T> x, dy;
+  Images<T> dx;
+  const C *u, *v;                             // v [rank][group]: o → i
+  std::vector<const C*> back_u, back_values;  // of each phase
+  bool needs_x, needs_u, needs_v;
+  C *du, *dv, *dvalues;  // partial sums [part][…]
+  int64_t nonzeros, dv_row;
+  int64_t dv_size() const { return s.o * dv_row; }
+};
+
+template <class T, int B>
+struct Run {
+  using C = Compute<T>;
+  using Ops = Tiles<C, B>;
+  using Pack = Packing<T, B>;
+  static constexpr int L = kLanes<T, B>;
+
+  // All copies of `channels` channels from `channel` on, each few handed to take(first, count, packed).
+  template <class Take>
+  FF_INLINE static void pack(const Prepared<T>& p, const Slab<C>& slab, const Images<const T>& images, int64_t unit,
+                             int64_t stride, int64_t first, int64_t rows, int64_t channel, int64_t channels, C* turned,
+                             C* to, bool keep, const Take& take) {
+    if (images.channels_last) {
+      Planes<C> planes;
+      Pack::find(images, p.grid, unit, stride, first, rows, slab, channel, channels, turned, planes);
+      pack(slab, planes, channels, to, keep, take);
+    } else {
+      Planes<T> planes;
+      Pack::find(images, p.grid, unit, stride, first, slab, channel, planes);
+      pack(slab, planes, channels, to, keep, take);
+    }
+  }
+  template <class S, class Take>
+  FF_INLINE static void pack(const Slab<C>& slab, const Planes<S>& planes, int64_t channels, C* to, bool keep,
+                             const Take& take) {
+    for (int64_t c = 0; c < channels; c += Pack::kTogether) {
+      const int64_t count = std::min<int64_t>(Pack::kTogether, channels - c);
+      C* packed = to + (keep ? c * slab.channel : 0);
+      Pack::pack(slab, planes, c, count, packed);
+      take(c, count, packed);
+    }
+  }
+
+  // Items are (group, part).
+  FF_INLINE static void run(const Prepared<T>& p, int64_t begin, int64_t end) {
+    const Geometry& s = p.s;
+    const Grid& g = p.grid;
+    const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, own_first = -p.flat_low * p.flat.row;
+    const int64_t reads = (g.rows - 1) * s.stride[0] + s.reach[0] + 1, phases = p.back.phases.size();
+    const int64_t flat_channel = p.flat.channel, dx_phase = s.i * p.dx_band.channel;
+    const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && !p.back_plans.empty();
+    const bool needs_s = p.rank && (p.needs_x || p.needs_u);
+    const Zeros<C> dy(s.o * flat_channel), back(needs_s ? depth * flat_channel : 0);
+    // Of x first, then of dy or s.
+    const Zeros<C> slab(std::max(
+        needs_weights ? (p.dvalues ? s.i : Pack::kTogether) * p.x_slab.channel + p.x_slab.slack : 0,
+        p.needs_x ? std::max<int64_t>(sparse_dx ? s.o : 0, Pack::kTogether) * p.back_slab.channel + p.back_slab.slack
+                  : 0));
+    const Scratch<C> t(p.needs_v ? depth * p.own.channel : 0), panels(p.needs_v ? p.dv_row * p.own.pixels : 0);
+    const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L);
+    const Scratch<C> turned(std::max(p.dy.channels_last ? Pack::transposed_size(p.dy, g, p.flat_rows, s.o) : 0,
+                                     p.x.channels_last ? Pack::transposed_size(p.x, g, reads, s.i) : 0));
+    // Rows of dy or s as the input of the transposed convolution.
+    Planes<C> flat{nullptr, 0, flat_channel, p.flat.row, {}, {}, 0, 0};
+    const int64_t before = p.back.origin[0] + p.flat_low;
+    for (int64_t k = 0; k < g.segments; ++k) {
+      flat.segments.push_back({k * s.ow - before * p.flat.row, before, before + p.flat_rows});
+    }
+    flat.plan(p.back_slab, L);
+
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t group = item / p.parts, part = item % p.parts, per_part = ceil_div(g.units(), p.parts);
+      C* dv = p.needs_v ? p.dv + (part * s.groups + group) * p.dv_size() : nullptr;
+      C* dvalues = p.dvalues ? p.dvalues + part * p.nonzeros : nullptr;
+      if (dv) std::memset(static_cast<void*>(dv), 0, p.dv_size() * sizeof(C));
+      if (dvalues) {
+        const int64_t from = p.plan.start(group, 0)[0], to = p.plan.start(group, p.plan.blocks - 1)[s.o];
+        std::memset(static_cast<void*>(dvalues + from), 0, (to - from) * sizeof(C));
+      }
+      std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
+      for (int64_t unit = part * per_part; unit < std::min(g.units(), (part + 1) * per_part); ++unit) {
+        const int64_t registers = g.own(unit % g.bands) * p.own.row / L;
+        pack(p, p.flat_slab, p.dy, unit, 1, p.flat_low, p.flat_rows, group * s.o, s.o, turned.get(), dy.get(), true,
+             [](int64_t, int64_t, C*) {});
+        for (int64_t r = 0; r < p.rank && needs_s; ++r) {
+          Ops::multiply(p.v + (r * s.groups + group) * s.i * s.o, s.i, s.o, dy.get(), flat_channel, p.flat.quads(L),
+                        back.get() + r * s.i * flat_channel, flat_channel,
+                        r == 0 && needs_weights ? ahead(p.x, g, s.groups, unit) : Ahead{}, {});
+        }
+        if (needs_weights) {
+          auto take = [&](int64_t i, int64_t count, const C* x) FF_INLINE_LAMBDA {
+            const int64_t* offsets = p.x_slab.offset[0].data();
+            for (int64_t r = 0; r < p.rank; ++r) {
+              const int64_t channel = r * s.i + i;
+              if (p.needs_v) {
+                Ops::depthwise(x, p.x_slab.channel, count, offsets, p.u + r * taps, taps, p.own.quads(L), false,
+                               t.get() + channel * p.own.channel, p.own.channel);
+              }
+              if (p.needs_u) {
+                Ops::correlate(x, p.x_slab.channel, count, back.get() + channel * flat_channel + own_first,
+                               flat_channel, offsets, taps, registers, sums.get() + r * taps * L);
+              }
+            }
+          };
+          pack(p, p.x_slab, p.x, unit, s.stride[0], -s.origin[0], reads, group * s.i, s.i, turned.get(), slab.get(),
+               p.dvalues, take);
+        }
+        if (dv) {
+          Ops::transpose_panels(t.get(), p.own.channel, depth, registers, panels.get());
+          Ops::multiply_transposed(dy.get() + own_first, flat_channel, s.o, panels.get(), depth, registers * L, dv,
+                                   ahead(p.dy, g, s.groups, unit + 1),
+                                   p.needs_x ? ahead(p.dx, g, s.groups, unit) : Ahead{});
+        }
+        if (dvalues) {
+          Ops::sampled(p.plan, group, slab.get(), dy.get() + own_first, flat_channel, registers, dvalues);
+        }
+        if (!p.needs_x) continue;
+        flat.data = back.get(), flat.size = depth * flat_channel;
+        if (needs_s) {
+          auto take = [&](int64_t channel, int64_t count, const C* packed) FF_INLINE_LAMBDA {
+            for (int64_t c = channel; c < channel + count; ++c, packed += p.back_slab.channel) {
+              const int64_t r = c / s.i, i = c % s.i;
+              for (int64_t phase = 0; phase < phases; ++phase) {
+                const std::vector<int64_t>& offsets = p.back_slab.offset[phase];
+                Ops::depthwise(packed, 0, 1, offsets.data(), p.back_u[phase] + r * offsets.size(), offsets.size(),
+                               p.dx_band.quads(L), r > 0, dx.get() + phase * dx_phase + i * p.dx_band.channel, 0);
+              }
+            }
+          };
+          pack(p.back_slab, flat, depth, slab.get(), false, take);
+        }
+        if (!needs_s) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
+        if (sparse_dx) {
+          flat.data = dy.get(), flat.size = s.o * flat_channel;
+          pack(p.back_slab, flat, s.o, slab.get(), true, [](int64_t, int64_t, const C*) {});
+          for (int64_t phase = 0; phase < phases; ++phase) {
+            Ops::sparse(p.back_plans[phase], group, slab.get(), p.back_values[phase], kQuad * p.dx_band.quads(L),
+                        dx.get() + phase * dx_phase, p.dx_band.channel);
+          }
+        }
+        Pack::unpack(p.back, g, p.dx_band, unit, dx.get(), dx_phase, nullptr, group * s.i, p.dx);
+      }
+      for (int64_t k = 0; k < p.rank * taps && p.needs_u; ++k) {
+        C sum = 0;
+        for (int lane = 0; lane < L; ++lane) sum += sums.get()[k * L + lane];
+        p.du[(part * s.groups + group) * p.rank * taps + k] = sum;
+      }
+    }
+  }
+};
+
+template <class T>
+void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  const Conv& c = op.conv;
+  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), tile = sparse_registers(bytes) * lanes;
+  const int64_t taps = c.kh * c.kw, outputs = c.groups * c.o, depth = op.rank * c.i, phases = c.stride[0] * c.stride[1];
+  T *du = static_cast<T*>(op.du), *dv = static_cast<T*>(op.dv), *dvalues = static_cast<T*>(op.dvalues);
+  if (c.n * outputs * c.i * c.oh * c.ow == 0) {
+    if (op.dx) std::memset(op.dx, 0, c.n * c.groups * c.i * c.h * c.w * sizeof(T));
+    if (du) std::memset(static_cast<void*>(du), 0, op.rank * taps * sizeof(T));
+    if (dv) std::memset(static_cast<void*>(dv), 0, outputs * depth * sizeof(T));
+    if (dvalues) std::memset(static_cast<void*>(dvalues), 0, op.mu.count * sizeof(T));
+    return;
+  }
+  Prepared<T> p{};
+  p.s = forward_geometry(c), p.back = transposed_geometry(c), p.rank = op.rank;
+  p.needs_x = op.dx, p.needs_u = du && op.rank, p.needs_v = dv && op.rank, p.nonzeros = dvalues ? op.mu.count : 0;
+  p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
+  p.dy = {static_cast<const T*>(op.dy), c.n, outputs, c.oh, c.ow, c.y_channels_last};
+  p.dx = {static_cast<T*>(op.dx), c.n, c.groups * c.i, c.h, c.w, op.dx_channels_last};
+  p.grid = make_grid(c.n, p.needs_x ? std::max(c.oh, p.back.oh) : c.oh, std::max(c.ow, p.back.ow), lanes, c.groups,
+                     [&](int64_t segments) {
+                       const int64_t x = p.nonzeros ? c.i * c.kw * c.stride[0] : 0;
+                       const int64_t back = p.needs_x && op.mu.count ? c.o * c.kw : 0,
+                                     dx = p.needs_x ? c.i * phases : 0;
+                       return ceil_div(segments * c.ow, lanes) * lanes * (c.o + 3 * depth + std::max(x, back) + dx);
+                     });
+  const Grid& g = p.grid;
+  // Whole images have zeros only beyond the rows of their own.
+  const bool halo = p.needs_x && g.strips * g.bands > 1;
+  p.flat_low = halo ? std::min<int64_t>(0, -p.back.origin[0]) : 0;
+  p.flat_rows = (halo ? std::max(g.rows, g.rows - p.back.origin[0] + p.back.reach[0]) : g.rows) - p.flat_low;
+  const Geometry same{c.groups, c.o, c.o, c.oh, c.ow, {1, 1}, {}, {}, {1, 1}, {{{0}, {0}, {0}}}};
+  p.x_slab = make_slab<C>(p.s, g.segments, g.rows, c.w, lanes);
+  p.flat_slab = make_slab<C>(same, g.segments, p.flat_rows, c.ow, lanes);
+  p.back_slab = make_slab<C>(p.back, g.segments, g.rows, c.ow, lanes);
+  p.own = make_band(g.segments, c.ow, g.rows, lanes), p.flat = make_band(g.segments, c.ow, p.flat_rows, lanes);
+  p.flat_slab.channel = p.flat.channel;
+  p.dx_band = make_band(g.segments, p.back.ow, g.rows, lanes);
+  p.dv_row = ceil_div(depth, lanes) * lanes;
+  // The number of partial sums depends on the shape only, so that results repeat.
+  const int64_t most = std::clamp<int64_t>((1 << 20) / (p.dv_size() * c.groups + p.nonzeros + 1), 8, 64);
+  p.parts = std::min(p.needs_u || p.needs_v || p.nonzeros ? most : INT64_MAX, g.units());
+
+  const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * p.nonzeros);
+  const Scratch<C> du_parts(p.parts * c.groups * op.rank * taps);
+  const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
+  const Scratch<C> back_values(p.needs_x ? op.mu.count : 0);
+  if (p.nonzeros) p.plan = make_plan(p.s, p.x_slab, 0, op.mu, taps, false, tile);
+  for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
+  C *next_u = back_u.get(), *next_value = back_values.get();
+  for (int64_t phase = 0; phase < phases && p.needs_x; ++phase) {
+    p.back_u.push_back(next_u);
+    for (int64_t r = 0; r < op.rank; ++r) {
+      for (int64_t tap : p.back.phases[phase].tap) *next_u++ = u.get()[r * taps + tap];
+    }
+    if (!op.mu.count) continue;
+    p.back_plans.push_back(make_plan(p.back, p.back_slab, phase, op.mu, taps, true, tile));
+    p.back_values.push_back(next_value);
+    sort_values<T>(p.back_plans.back(), op.mu, next_value);
+    next_value += p.back_plans.back().used;
+  }
+  for (int64_t r = 0; r < op.rank; ++r) {
+    pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, product_rows(bytes),
+           v.get() + r * outputs * c.i);
+  }
+  p.u = u.get(), p.v = v.get();
+  p.du = du_parts.get(), p.dv = dv_parts.get(), p.dvalues = p.nonzeros ? values.get() : nullptr;
+  parallel(parallel_for, c.groups * p.parts, 1, [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });
+
+  for (int64_t k = 0; k < op.rank * taps && p.needs_u; ++k) {
+    C sum = 0;
+    for (int64_t item = 0; item < p.parts * c.groups; ++item) sum += p.du[item * op.rank * taps + k];
+    du[k] = from_compute<T>(sum);
+  }
+  if (p.needs_v) {
+    parallel(parallel_for, outputs, ceil_div(16384, depth * p.parts), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        C* sums = p.dv + row * p.dv_row;
+        for (int64_t part = 1; part < p.parts; ++part) {
+          const C* from = sums + part * c.groups * p.dv_size();
+          for (int64_t k = 0; k < depth; ++k) sums[k] += from[k];
+        }
+        for (int64_t k = 0; k < depth; ++k) dv[(k / c.i * outputs + row) * c.i + k % c.i] = from_compute<T>(sums[k]);
+      }
+    });
+  }
+  parallel(parallel_for, p.nonzeros, 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t nz = begin; nz < end; ++nz) {
+      C sum = 0;
+      for (int64_t part = 0; part < p.parts; ++part) sum += p.dvalues[part * p.nonzeros + nz];
+      dvalues[p.plan.source[nz]] = from_compute<T>(sum);
+    }
+  });
+}
+
+}  // namespace
+
+void factored_conv_backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
+  with_conv_type(op.type, [&](auto type) { backward<decltype(type)>(op, parallel_for); });
+}
+
+}  // namespace fastfact

@@ -1,0 +1,494 @@
+// Packed images of the factored convolutions, and the way into and out of them.
+//
+// A row of a packed image holds rows of several images (or strips of rows of an image) side by side, so that any width
+// fills the registers. Each channel is packed once for each column a tap may have, shifted by it, with zeros where the
+// tap falls outside the image; rows outside it are zeros too. A tap then is one offset, in whole registers, for all
+// outputs of a channel.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "factored_conv.h"
+#include "vec.h"
+
+namespace fastfact {
+
+// FF_CONV_TYPE leaves one element type, for tests that would take minutes to compile.
+template <class F>
+void with_conv_type(Type type, const F& f) {
+#ifdef FF_CONV_TYPE
+  f(FF_CONV_TYPE{});
+#else
+  with_type(type, f);
+#endif
+}
+
+constexpr int64_t kQuad = 4;  // registers in which the kernels take outputs
+
+// Images [n, channels, h, w] in memory.
+template <class T>
+struct Images {
+  T* data;
+  int64_t n, channels, h, w;
+  bool channels_last;
+};
+
+// Taps of a kernel and their places (row, column) relative to the first pixel an output reads.
+struct Taps {
+  std::vector<int64_t> tap, row, column;
+};
+
+// A convolution as the kernels run it, from `i` to `o` channels of each group. Output (row, column) of phase (y, x)
+// reads from (row, column) · stride − origin on, and is pixel (row, column) · step + (y, x) of the images.
+struct Geometry {
+  int64_t groups, i, o, oh, ow;
+  int64_t stride[2], origin[2], reach[2], step[2];
+  std::vector<Taps> phases;  // [step[0] · step[1]]
+};
+
+inline Geometry forward_geometry(const Conv& c) {
+  Geometry s{c.groups, c.i, c.o, c.oh, c.ow, {}, {}, {}, {1, 1}, std::vector<Taps>(1)};
+  const int64_t kernel[2] = {c.kh, c.kw};
+  for (int d = 0; d < 2; ++d) {
+    s.stride[d] = c.stride[d], s.origin[d] = c.padding[d], s.reach[d] = (kernel[d] - 1) * c.dilation[d];
+  }
+  for (int64_t k = 0; k < c.kh * c.kw; ++k) {
+    s.phases[0].tap.push_back(k);
+    s.phases[0].row.push_back(k / c.kw * c.dilation[0]), s.phases[0].column.push_back(k % c.kw * c.dilation[1]);
+  }
+  return s;
+}
+
+// From dy to dx: each phase of the stride is a convolution of stride 1 with some of the taps.
+inline Geometry transposed_geometry(const Conv& c) {
+  Geometry s{c.groups, c.o, c.i, 0, 0, {1, 1}, {}, {}, {}, std::vector<Taps>(c.stride[0] * c.stride[1])};
+  const int64_t kernel[2] = {c.kh, c.kw}, size[2] = {c.h, c.w};
+  auto place = [&](int d, int64_t phase, int64_t k) {
+    const int64_t away = phase + c.padding[d] - k * c.dilation[d];
+    return away % c.stride[d] ? INT64_MAX : away / c.stride[d];
+  };
+  for (int d = 0; d < 2; ++d) {
+    int64_t low = INT64_MAX, high = INT64_MIN;
+    for (int64_t phase = 0; phase < c.stride[d]; ++phase) {
+      for (int64_t k = 0; k < kernel[d]; ++k) {
+        const int64_t at = place(d, phase, k);
+        if (at != INT64_MAX) low = std::min(low, at), high = std::max(high, at);
+      }
+    }
+    s.origin[d] = -low, s.reach[d] = high - low, s.step[d] = c.stride[d];
+    (d ? s.ow : s.oh) = ceil_div(size[d], c.stride[d]);
+  }
+  for (size_t phase = 0; phase < s.phases.size(); ++phase) {
+    for (int64_t k = 0; k < c.kh * c.kw; ++k) {
+      const int64_t y = place(0, phase / c.stride[1], k / c.kw), x = place(1, phase % c.stride[1], k % c.kw);
+      if (y == INT64_MAX || x == INT64_MAX) continue;
+      Taps& taps = s.phases[phase];
+      taps.tap.push_back(k), taps.row.push_back(y + s.origin[0]), taps.column.push_back(x + s.origin[1]);
+    }
+  }
+  return s;
+}
+
+// How outputs are cut into units of work: blocks of `segments` strips side by side, each in bands of rows.
+struct Grid {
+  int64_t n, segments, strips, strip_rows;  // images, strips side by side, strips of an image, rows of a strip
+  int64_t blocks, rows, bands;              // rows of a band
+  int64_t units() const { return blocks * bands; }
+  // Rows of a band that are this band's own.
+  int64_t own(int64_t band) const { return std::min(rows, strip_rows - band * rows); }
+  // Image of a segment, or −1, and its first row.
+  int64_t image(int64_t unit, int64_t segment) const {
+    const int64_t image = (unit / bands * segments + segment) / strips;
+    return image < n ? image : -1;
+  }
+  int64_t first_row(int64_t unit, int64_t segment) const {
+    return (unit / bands * segments + segment) % strips * strip_rows + unit % bands * rows;
+  }
+};
+
+// `row_elements(segments)`: what a unit keeps for each of its rows.
+template <class RowElements>
+Grid make_grid(int64_t n, int64_t rows, int64_t columns, int64_t lanes, int64_t groups,
+               const RowElements& row_elements) {
+  constexpr int64_t kKept = 1 << 19, kUnits = 4;  // elements of a unit, for the second cache; units, for the threads
+  Grid g{};
+  double best = 0;
+  for (int64_t segments = 1; segments <= lanes; ++segments) {
+    const int64_t strips = std::clamp<int64_t>(segments / std::max<int64_t>(n, 1), 1, rows);
+    const int64_t strip_rows = ceil_div(rows, strips), vectors = ceil_div(segments * columns, lanes);
+    const int64_t blocks = ceil_div(n * strips, segments), quads = ceil_div(strip_rows * vectors, kQuad);
+    const double work = blocks * (quads + 0.25) * (1 + 0.05 * vectors) * (strips > 1 ? 1.05 : 1);
+    if (segments > 1 && (work >= best || row_elements(segments) * std::min<int64_t>(strip_rows, 8) > kKept)) continue;
+    best = work, g = {n, segments, strips, strip_rows, blocks, 0, 0};
+  }
+  const int64_t vectors = ceil_div(g.segments * columns, lanes);
+  g.bands = ceil_div(g.strip_rows, std::clamp<int64_t>(kKept / row_elements(g.segments), 1, g.strip_rows));
+  while (g.blocks * g.bands * groups < kUnits && ceil_div(g.strip_rows, g.bands + 1) * vectors >= 2 * kQuad) ++g.bands;
+  g.rows = ceil_div(g.strip_rows, g.bands);
+  g.bands = ceil_div(g.strip_rows, g.rows);
+  return g;
+}
+
+// Rows of outputs of a channel, `columns` of each segment side by side.
+struct Band {
+  int64_t columns, rows, row, pixels, channel;  // elements: of a row, of all rows, from one channel to the next
+  int64_t quads(int64_t lanes) const { return ceil_div(pixels, kQuad * lanes); }
+};
+
+inline Band make_band(int64_t segments, int64_t columns, int64_t rows, int64_t lanes) {
+  const int64_t row = ceil_div(segments * columns, lanes) * lanes;
+  // An odd number of registers spreads the channels over the sets of the caches.
+  return {columns, rows, row, rows * row, (ceil_div(rows * row, kQuad * lanes) * kQuad + 1) * lanes};
+}
+
+// The packed input of one channel, [copy][slot][row]: a copy for each column of a tap, the rows ordered by their phase
+// of the stride.
+template <class C>
+struct Slab {
+  using Bits = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
+  int64_t segments, columns, stride, width, row, copy, phases;
+  int64_t channel;                           // from one channel to the next; a store may run over by a register
+  std::vector<int64_t> places;               // the columns of the copies, less the origin
+  std::vector<int64_t> source;               // the input row of each slot, from the first that is read
+  std::vector<Bits> masks;                   // zeros, then [copy][columns]: all ones inside the image; whole registers
+  std::vector<std::vector<int64_t>> offset;  // of each tap of each phase of the geometry
+  int64_t slack;
+};
+
+// For `rows` rows of outputs from images of width `width`.
+template <class C>
+Slab<C> make_slab(const Geometry& s, int64_t segments, int64_t rows, int64_t width, int64_t lanes) {
+  Slab<C> out{};
+  out.segments = segments, out.columns = s.ow, out.stride = s.stride[1], out.width = width;
+  out.row = ceil_div(segments * s.ow, lanes) * lanes, out.slack = kQuad * lanes;
+  std::vector<int64_t> first(s.stride[0], -1);
+  for (int64_t phase = 0; phase < s.stride[0]; ++phase) {
+    int64_t last = -1;
+    for (const Taps& taps : s.phases) {
+      for (int64_t y : taps.row) {
+        if (y % s.stride[0] == phase) last = std::max(last, y / s.stride[0]);
+      }
+    }
+    if (last < 0) continue;
+    first[phase] = out.source.size(), ++out.phases;
+    for (int64_t y = 0; y < rows + last; ++y) out.source.push_back(y * s.stride[0] + phase);
+  }
+  for (const Taps& taps : s.phases) {
+    for (int64_t x : taps.column) {
+      if (std::find(out.places.begin(), out.places.end(), x - s.origin[1]) == out.places.end()) {
+        out.places.push_back(x - s.origin[1]);
+      }
+    }
+  }
+  out.copy = out.source.size() * out.row, out.channel = out.places.size() * out.copy + lanes;
+  out.masks.assign(lanes, 0);
+  for (int64_t place : out.places) {
+    for (int64_t x = 0; x < ceil_div(s.ow, lanes) * lanes; ++x) {
+      const int64_t at = x * s.stride[1] + place;
+      out.masks.push_back(x < s.ow && at >= 0 && at < width ? -1 : 0);
+    }
+  }
+  for (const Taps& taps : s.phases) {
+    out.offset.emplace_back();
+    for (size_t k = 0; k < taps.tap.size(); ++k) {
+      const auto copy = std::find(out.places.begin(), out.places.end(), taps.column[k] - s.origin[1]);
+      const int64_t slot = first[taps.row[k] % s.stride[0]] + taps.row[k] / s.stride[0];
+      out.offset.back().push_back((copy - out.places.begin()) * out.copy + slot * out.row);
+    }
+  }
+  return out;
+}
+
+// Rows of images as pack() reads them: row y of channel c of a segment begins at segment.top + c·channel + y·pitch, and
+// is zeros outside [low, high). Row 0 is the first that the unit reads.
+template <class S>
+struct Planes {
+  struct Segment {
+    int64_t top, low, high;
+  };
+  // A register of the slab: where its elements are, less c·channel, and their mask.
+  struct Move {
+    int64_t from;
+    int32_t to, mask;
+  };
+  const S* data;
+  int64_t size, channel, pitch;  // elements that may be read, from one channel, row to the next
+  std::vector<Segment> segments;
+  std::vector<Move> moves;  // the same for all channels
+  int64_t first, last;      // what they read
+
+  // In the order in which stores may run over into the next segment, row or copy.
+  template <class C>
+  void plan(const Slab<C>& slab, int64_t lanes) {
+    const int64_t in_mask = ceil_div(slab.columns, lanes) * lanes;
+    moves.clear(), first = 0, last = slab.stride * lanes;
+    int64_t row = 0;
+    for (size_t copy = 0; copy < slab.places.size(); ++copy) {
+      for (int64_t y : slab.source) {
+        for (int64_t k = 0; k < slab.segments; ++k) {
+          const Segment& segment = segments[k];
+          const bool inside = y >= segment.low && y < segment.high;
+          for (int64_t j = 0; j < slab.columns; j += lanes) {
+            const int64_t at = segment.top + y * pitch + slab.places[copy] + j * slab.stride;
+            moves.push_back({inside ? at : 0, int32_t(row + k * slab.columns + j),
+                             int32_t(inside ? lanes + copy * in_mask + j : 0)});
+            if (inside) first = std::min(first, at), last = std::max(last, at + slab.stride * lanes);
+          }
+        }
+        row += slab.row;
+      }
+    }
+  }
+};
+
+template <class C>
+struct Zeros : Scratch<C> {
+  explicit Zeros(int64_t n) : Scratch<C>(n) { std::memset(static_cast<void*>(this->get()), 0, n * sizeof(C)); }
+};
+
+// Swaps lanes so that, after all distances D = 1, 2, 4 …, a square of registers is transposed.
+template <int D, class V, int... lane>
+FF_INLINE void exchange(V& a, V& b, std::integer_sequence<int, lane...>) {
+  constexpr int n = sizeof...(lane);
+  const V low = shuffle<(lane & D ? n + lane - D : lane)...>(a, b);
+  b = shuffle<(lane & D ? n + lane : lane + D)...>(a, b);
+  a = low;
+}
+
+template <int D, int N, class V>
+FF_INLINE void transpose_from(V* rows) {
+  if constexpr (D < N) {
+#pragma GCC unroll 16
+    for (int j = 0; j < N; ++j) {
+      if (!(j & D)) exchange<D>(rows[j], rows[j + D], std::make_integer_sequence<int, N>{});
+    }
+    transpose_from<2 * D, N>(rows);
+  }
+}
+
+template <class T, int B>
+struct Packing {
+  using C = Compute<T>;
+  using V = Vec<T, B>;
+  static constexpr int L = kLanes<T, B>;
+
+  // Elements 0, step, 2·step, … (second = false) or from the middle on.
+  template <class W, int... lane>
+  FF_INLINE static W evens(W a, W b, std::integer_sequence<int, lane...>) {
+    return shuffle<(2 * lane)...>(a, b);
+  }
+  template <bool second, int... lane>
+  FF_INLINE static V interleaved(V a, V b, std::integer_sequence<int, lane...>) {
+    return shuffle<((lane + (second ? L : 0)) / 2 + lane % 2 * L)...>(a, b);
+  }
+
+  static constexpr int kTogether = 4;  // channels packed at a time
+
+  // All copies of the channels [channel, channel + count), count ≤ kTogether.
+  template <class S>
+  FF_INLINE static void pack(const Slab<C>& slab, const Planes<S>& planes, int64_t channel, int64_t count, C* to) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      const int64_t stride = slab.stride, base = channel * planes.channel, end = (count - 1) * planes.channel;
+      if (stride > 2 || base + planes.first < 0 || base + end + planes.last > planes.size) {
+        move<0>(slab, planes, base, count, to);
+      } else if (stride == 2) {
+        move<2>(slab, planes, base, count, to);
+      } else {
+        move<1>(slab, planes, base, count, to);
+      }
+    });
+  }
+
+  // Stride 0 stands for any, and for channels at the ends of what may be read.
+  template <int stride, class S>
+  FF_INLINE static void move(const Slab<C>& slab, const Planes<S>& planes, int64_t base, int64_t count, C* to) {
+    if (stride > 0 && count == kTogether) return move<stride, kTogether>(slab, planes, base, to);
+    for (int64_t c = 0; c < count; ++c, base += planes.channel, to += slab.channel) {
+      move<stride, 1>(slab, planes, base, to);
+    }
+  }
+
+  template <int stride, int channels, class S>
+  FF_INLINE static void move(const Slab<C>& slab, const Planes<S>& planes, int64_t base, C* to) {
+    using Bits = typename Slab<C>::Bits;
+    using Mask = typename VecOf<Bits, B>::Type;
+    const Bits* masks = slab.masks.data();
+    const S* data = planes.data + base;
+    for (const auto& move : planes.moves) {
+      if constexpr (stride == 0) {
+        for (int l = 0; l < L; ++l) {
+          to[move.to + l] = masks[move.mask + l] ? to_compute(data[move.from + l * slab.stride]) : C(0);
+        }
+      } else {
+        Mask mask;
+        std::memcpy(&mask, masks + move.mask, B);
+#pragma GCC unroll 4
+        for (int c = 0; c < channels; ++c) {
+          const S* from = data + move.from + c * planes.channel;
+          V x = load<B>(from);
+          if constexpr (stride == 2) x = evens(x, load<B>(from + L), std::make_integer_sequence<int, L>{});
+          store<B>(to + move.to + c * slab.channel, bit_cast<V>(bit_cast<Mask>(x) & mask));
+        }
+      }
+    }
+  }
+
+  // The rows [first, first + rows) that a unit reads, relative to the rows of its outputs times `stride`, of channels
+  // [channel, channel + channels) of contiguous images.
+  FF_INLINE static void find(const Images<const T>& x, const Grid& g, int64_t unit, int64_t stride, int64_t first,
+                             const Slab<C>& slab, int64_t channel, Planes<T>& out) {
+    const int64_t plane = x.h * x.w;
+    out.data = x.data, out.size = x.n * x.channels * plane, out.channel = plane, out.pitch = x.w;
+    out.segments.resize(g.segments);
+    for (int64_t k = 0; k < g.segments; ++k) {
+      const int64_t image = g.image(unit, k), top = g.first_row(unit, k) * stride + first;
+      out.segments[k] = {(image * x.channels + channel) * plane + top * x.w, -top, image < 0 ? -top : x.h - top};
+    }
+    out.plan(slab, L);
+  }
+
+  // The same of channels_last images, whose rows are transposed into `to` first: [channel][segment][row].
+  FF_INLINE static void find(const Images<const T>& x, const Grid& g, int64_t unit, int64_t stride, int64_t first,
+                             int64_t rows, const Slab<C>& slab, int64_t channel, int64_t channels, C* to,
+                             Planes<C>& out) {
+    const int64_t segment = rows * x.w;
+    out.data = to, out.channel = (ceil_div(g.segments * segment, L) | 1) * L, out.size = channels * out.channel;
+    out.pitch = x.w;
+    out.segments.resize(g.segments);
+    for (int64_t k = 0; k < g.segments; ++k) {
+      const int64_t image = g.image(unit, k), top = g.first_row(unit, k) * stride + first;
+      const int64_t low = std::max<int64_t>(0, -top), high = image < 0 ? low : std::min(rows, x.h - top);
+      out.segments[k] = {k * segment, low, high};
+      if (high > low) {
+        from_channels_last(x.data + (image * x.h + top + low) * x.w * x.channels + channel, x.channels,
+                           (high - low) * x.w, channels, to + k * segment + low * x.w, out.channel);
+      }
+    }
+    out.plan(slab, L);
+  }
+  static int64_t transposed_size(const Images<const T>& x, const Grid& g, int64_t rows, int64_t channels) {
+    return channels * (ceil_div(g.segments * rows * x.w, L) | 1) * L;
+  }
+
+  // to[c][p] = from[p][c]
+  FF_INLINE static void from_channels_last(const T* from, int64_t step, int64_t pixels, int64_t channels, C* to,
+                                           int64_t to_step) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t p = 0; p < pixels; p += L) {
+        const int64_t count = std::min<int64_t>(L, pixels - p);
+        const T* at = from + p * step;
+        int64_t c = 0;
+        for (; c + L <= channels && count == L; c += L) {
+          V lines[L];
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) lines[l] = load<B>(at + l * step + c);
+          transpose_from<1, L>(lines);
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) store<B>(to + (c + l) * to_step + p, lines[l]);
+        }
+        for (; c < channels; ++c) {
+          for (int64_t l = 0; l < count; ++l) to[c * to_step + p + l] = to_compute(at[l * step + c]);
+        }
+      }
+    });
+  }
+
+  // n < L elements.
+  template <int W = B / 2>
+  FF_INLINE static void store_some(const C* from, C add, int64_t n, T* to) {
+    if constexpr (W >= 16) {
+      constexpr int count = W / int(sizeof(C));
+      if (n >= count) {
+        store<W>(to, load<W>(from) + add);
+        from += count, to += count, n -= count;
+      }
+      store_some<W / 2>(from, add, n, to);
+    } else {
+      for (int64_t j = 0; j < n; ++j) to[j] = from_compute<T>(from[j] + add);
+    }
+  }
+
+  // Writes a band [phase][channel][row] of a unit to the images y, from channel `channel` on.
+  FF_INLINE static void unpack(const Geometry& s, const Grid& g, const Band& band, int64_t unit, const C* from,
+                               int64_t phase_step, const C* bias, int64_t channel, const Images<T>& y) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      const int64_t plane = y.h * y.w, own = g.own(unit % g.bands);
+      for (int64_t k = 0; k < g.segments; ++k) {
+        const int64_t image = g.image(unit, k), top = g.first_row(unit, k);
+        if (image < 0) continue;
+        const int64_t first_channel = y.channels_last ? channel : 0;
+        T* to = y.data + (image * y.channels + (y.channels_last ? 0 : channel)) * plane + first_channel;
+        for (int64_t phase_row = 0; phase_row < s.step[0]; ++phase_row) {
+          const int64_t rows =
+              std::min(own, ceil_div(std::max<int64_t>(0, y.h - phase_row - top * s.step[0]), s.step[0]));
+          const C* at = from + phase_row * s.step[1] * phase_step + k * band.columns;
+          const int64_t first = top * s.step[0] + phase_row;
+          if (y.channels_last) {
+            for (int64_t row = 0; row < rows; ++row) {
+              T* line = to + (first + row * s.step[0]) * y.w * y.channels;
+              for (int64_t x = 0; x < s.step[1]; ++x) {
+                to_channels_last(at + x * phase_step + row * band.row, band.channel, s.o, bias,
+                                 ceil_div(y.w - x, s.step[1]), line + x * y.channels, s.step[1] * y.channels);
+              }
+            }
+          } else {
+            const bool whole = band.row == y.w && band.columns == y.w && s.step[0] == 1;
+            for (int64_t o = 0; o < s.o; ++o, at += band.channel) {
+              const C add = bias ? bias[o] : C(0);
+              for (int64_t row = 0; row < (whole ? std::min<int64_t>(rows, 1) : rows); ++row) {
+                T* line = to + o * plane + (first + row * s.step[0]) * y.w;
+                to_rows(at + row * band.row, phase_step, s.step[1], add, whole ? rows * y.w : y.w, line);
+              }
+            }
+          }
+        }
+      }
+    });
+  }
+
+  // n elements of a row, made of those of `step` phases.
+  FF_INLINE static void to_rows(const C* from, int64_t phase_step, int64_t step, C add, int64_t n, T* to) {
+    int64_t j = 0;
+    if (step == 1) {
+      for (; j + L <= n; j += L) store<B>(to + j, load<B>(from + j) + add);
+      return store_some(from + j, add, n - j, to + j);
+    }
+    if (step == 2) {
+      for (; j + 2 * L <= n; j += 2 * L) {
+        const V a = load<B>(from + j / 2), b = load<B>(from + phase_step + j / 2);
+        store<B>(to + j, interleaved<false>(a, b, std::make_integer_sequence<int, L>{}) + add);
+        store<B>(to + j + L, interleaved<true>(a, b, std::make_integer_sequence<int, L>{}) + add);
+      }
+    }
+    for (; j < n; ++j) to[j] = from_compute<T>(from[j % step * phase_step + j / step] + add);
+  }
+
+  // to[p][c] = from[c][p] + bias[c]
+  FF_INLINE static void to_channels_last(const C* from, int64_t step, int64_t channels, const C* bias, int64_t pixels,
+                                         T* to, int64_t to_step) {
+    for (int64_t p = 0; p < pixels; p += L) {
+      const int64_t count = std::min<int64_t>(L, pixels - p);
+      int64_t c = 0;
+      for (; c + L <= channels; c += L) {
+        V lines[L];
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) lines[l] = load<B>(from + (c + l) * step + p) + (bias ? bias[c + l] : C(0));
+        transpose_from<1, L>(lines);
+        if (count == L) {
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) store<B>(to + (p + l) * to_step + c, lines[l]);
+        } else {
+          for (int l = 0; l < count; ++l) store<B>(to + (p + l) * to_step + c, lines[l]);
+        }
+      }
+      for (; c < channels; ++c) {
+        for (int64_t l = 0; l < count; ++l) {
+          to[(p + l) * to_step + c] = from_compute<T>(from[c * step + p + l] + (bias ? bias[c] : C(0)));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace fastfact
