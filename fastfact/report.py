@@ -183,9 +183,19 @@ def _label(cells: Sequence[Cell]) -> str:
     return f"{config['dataset']}, {config['scenario']}, {config['clients']} clients, {seeds} seed{'s' * (seeds > 1)}"
 
 
+FEW = 8
+"""More methods than that have their legend below, in small print."""
+
+
+def _wide(cells: Sequence[Cell], height: float):
+    """`new_axes` with room for the legend of all methods."""
+    methods = len(_by_method(cells))
+    return new_axes(7, height) if methods <= FEW else new_axes(9, height + 0.08 * methods)
+
+
 def plot_accuracy_over_rounds(cells: Sequence[Cell], path: Path) -> Path:
     """Mean personalized test accuracy over rounds, a line a method, one standard deviation over seeds shaded."""
-    figure, (ax,) = new_axes(7, 4.4)
+    figure, (ax,) = _wide(cells, 4.4)
     for method, look, accuracy, _ in _curves(cells):
         mean, rounds = accuracy.mean(0), np.arange(1, accuracy.shape[1] + 1)
         ax.plot(rounds, mean, label=method, **look)
@@ -195,13 +205,16 @@ def plot_accuracy_over_rounds(cells: Sequence[Cell], path: Path) -> Path:
     ax.set(xlabel="Round", ylabel="Personalized test accuracy [%]", title=_label(cells))
     ax.grid(alpha=0.3)
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.legend(frameon=False, loc="lower right")
+    if len(_by_method(cells)) > FEW:
+        figure.legend(frameon=False, loc="outside lower center", ncols=4, fontsize=8)
+    else:
+        ax.legend(frameon=False, loc="lower right")
     return save(figure, path)
 
 
 def plot_accuracy_over_bytes(cells: Sequence[Cell], path: Path) -> Path:
     """The same over all bytes sent so far, both ways and by all clients; a method that sends none is a level line."""
-    figure, (ax,) = new_axes(7, 5)
+    figure, (ax,) = _wide(cells, 5)
     for method, look, accuracy, moved in _curves(cells):
         mean = accuracy.mean(0)
         if moved[-1] == 0:
@@ -214,7 +227,8 @@ def plot_accuracy_over_bytes(cells: Sequence[Cell], path: Path) -> Path:
     ax.set(title=_label(cells), xscale="log")
     ax.xaxis.set_major_formatter(lambda value, _: size(value).replace(".00", ""))
     ax.grid(alpha=0.3)
-    figure.legend(frameon=False, loc="outside lower center", ncols=2)
+    many = len(_by_method(cells)) > FEW
+    figure.legend(frameon=False, loc="outside lower center", ncols=3 if many else 2, fontsize=8 if many else None)
     return save(figure, path)
 
 

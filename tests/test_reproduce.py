@@ -301,6 +301,18 @@ def test_recorders_on_a_run(method, tmp_path):
     assert isinstance(fed.ledger, Ledger)
 
 
+def test_attacks_are_recorded_five_times_and_not_where_nothing_is_sent(tmp_path, monkeypatch):
+    attack = record.privacy.leakage
+    monkeypatch.setattr(record.privacy, "leakage", lambda fed, images: attack(fed, images=1, steps=2))
+    small = {"clients": 2, "epochs": 1, "model": "cnn2", "width": 0.1, "samples": 20, "scenario": "iid"}
+    for method in ("fedavg", "stand-alone"):
+        config = experiment.Config(method=method, rounds=10, record="leaks", **small)
+        experiment.run(config, tmp_path / method)
+    kept = record.read(tmp_path / "fedavg")["leaks/psnr"]
+    assert sorted(kept) == [2, 4, 6, 8, 10] and all(values.shape == (2,) for values in kept.values())
+    assert record.read(tmp_path / "stand-alone") == {}
+
+
 def test_newcomers_and_some_clients_only(tmp_path):
     config = experiment.Config(
         method="fedavg",
