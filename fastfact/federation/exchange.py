@@ -87,14 +87,22 @@ class Exchange:
     def uploads(self, report: Report, state: State, memory: State, shard: Shard) -> Uploads:
         """What the server has of a round: what its clients sent is what they hold, `state` of those in `shard`."""
         sent = shard.stacked(self.wire.send(self.keyed(state), self.uploaded)[0], report.clients)
-        return Uploads(report.round, report.clients, sent, report.samples, report.losses, self.keys, memory, self.seed)
+        uploads = Uploads(
+            report.round, report.clients, sent, report.samples, report.losses, self.keys, memory, self.seed
+        )
+        uploads.here = shard.places(report.clients)
+        return uploads
 
     def mix(self, uploads: Uploads) -> State:
-        """The downloads of the clients that reported, [m, …], with μ as the strategy's `after_mix` wants it."""
-        mixed = dict(self.method.mix(uploads, self.shared))
+        """The downloads of the clients at `uploads.here`, with μ as the strategy's `after_mix` wants it."""
+        some = slice(uploads.here.start, uploads.here.stop)
+        mixed = {
+            name: tensor if len(tensor) == len(uploads.here) else tensor[some]
+            for name, tensor in self.method.mix(uploads, self.shared).items()
+        }
         for name in self.sparse:
             if name in mixed and self.method.after_mix == "support":
-                mixed[name] = mixed[name] * (uploads.state[name] != 0)
+                mixed[name] = mixed[name] * (uploads.state[name][some] != 0)
             elif name in mixed and self.method.after_mix == "threshold":
                 mixed[name] = torch.where(mixed[name].abs() < self.method.l1, 0.0, mixed[name])
         return mixed
@@ -168,8 +176,9 @@ class Downloads:
         exchange, uploads = self.exchange, self.uploads
         rows = [row for row, client in enumerate(clients) if client in self.places]
         places = [self.places[clients[row]] for row in rows]
-        whole = places == list(range(len(uploads.clients)))
-        mixed = self.mixed if whole else {name: tensor[places] for name, tensor in self.mixed.items()}
+        whole = places == list(uploads.here)
+        at = [place - uploads.here.start for place in places]
+        mixed = self.mixed if whole else {name: tensor[at] for name, tensor in self.mixed.items()}
         self._receive([clients[row] for row in rows], rows, mixed, work)
         rows = [row for row, client in enumerate(clients) if client not in self.places]
         missed = [clients[row] for row in rows]

@@ -155,6 +155,10 @@ class Shard:
         at = [bisect_left(clients, bound) for bound in self._bounds]
         return [stop - start for start, stop in pairwise(at)]
 
+    def places(self, clients: Sequence[int]) -> range:
+        """Where this process's are among `clients` (ascending)."""
+        return range(bisect_left(clients, self.block.start), bisect_left(clients, self.block.stop))
+
     def stacked(self, state: State, clients: Sequence[int]) -> State:
         """The tensors [len(clients), …] of `clients` (ascending), of which `state` has this process's rows."""
         counts = self.counts(clients)

@@ -569,11 +569,11 @@ class Federation:
 
     def mixed(self) -> "Models":
         """The models as the next round's download would make them: for FedAvg, the global model at every k."""
-        clients = list(range(len(self)))
-        state = self.states.load(clients)
-        downloads = self._downloads(self.round + 1, clients, state, Round(0, Ledger(), dict(self.memory), None))
+        clients, state = list(self.here), self.states.load(range(len(self)))
+        own = {name: tensor[self.here.start : self.here.stop] for name, tensor in state.items()}
+        downloads = self._downloads(self.round + 1, clients, own, Round(0, Ledger(), dict(self.memory), None))
         if downloads is not None:
-            downloads.deliver(clients, state)
+            downloads.deliver(clients, own)
         return Models(self.template, Stacked.of(state))
 
     def join(self, clients: Sequence[Client], how: str = "local-train", epochs: int | None = None) -> Newcomers:

@@ -58,6 +58,8 @@ class Uploads:
     """The server's own tensors, kept from round to round and in checkpoints; a strategy may change them."""
     seed: int = 0
     """The federation's, for random draws: see `cohort.generator_for`."""
+    here: range = range(0)
+    """The places in `clients` of those that this process serves (see `federation.group`); one process serves all."""
     present: list[int] = field(default_factory=list)
     """Which of the m take part in the round to come, as places in `clients`."""
     fetch: Callable[[int, list[int]], State] | None = None
@@ -202,11 +204,13 @@ class Strategy:
         return mixing.fedavg_matrix(uploads.samples)
 
     def mix(self, uploads: Uploads, names: list[str]) -> State:
-        """The download of each client that reported: the named (shared) tensors, [m, …].
+        """The download of each client that reported: the named (shared) tensors, [m, …], or [len(here), …] of those at
+        `uploads.here` alone.
 
         Called once for each round that had reports, before `arrival`; may put new tensors into `uploads.memory`.
         """
-        return mixing.mix(self.weights(uploads), {name: uploads.state[name] for name in names})
+        matrix = self.weights(uploads)[uploads.here.start : uploads.here.stop]
+        return mixing.mix(matrix, {name: uploads.state[name] for name in names})
 
     def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State | None:
         """The download of clients that missed the last round, before they train: the named tensors [len(own), …].

@@ -80,8 +80,8 @@ class Matched(Strategy):
     def mix(self, uploads: Uploads, names: list[str]) -> State:
         if self.matching != "best":
             return super().mix(uploads, names)
-        stacked = {name: uploads.state[name] for name in names}
-        return mixing.similarity_mix(self.sketched(uploads.key()), stacked, self.scale, self.tau, self.least)
+        stacked, here = {name: uploads.state[name] for name in names}, uploads.here
+        return mixing.similarity_mix(self.sketched(uploads.key()), stacked, self.scale, self.tau, self.least, rows=here)
 
     def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
         keys = self.sketched(torch.cat([own.key(), last.key()]))

@@ -115,7 +115,7 @@ def test_a_process_dies_and_the_run_goes_on(tmp_path):
     from test_cli import call
 
     options = ["run", "--clients", "5", "--rounds", "4", "--model", "mlp", "--scenario", "iid", "--method", "fedavg"]
-    options += ["--samples", "20", "--participation", "0.6", "--epochs", "1"]
+    options += ["--samples", "20", "--participation", "0.6", "--epochs", "1", "--cohort", "1"]
     (tmp_path / "killer.py").write_text(KILLER)
     began = time.monotonic()
     died = torchrun(2, tmp_path / "killer.py", *options, "--out", tmp_path / "run")
