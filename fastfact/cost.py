@@ -447,8 +447,8 @@ def _find(table: str, folder: Path | None) -> dict[str, list[float]]:
             measured = _elsewhere(lambda: measure(table))
             _write(path, {"machine": _machine(), "coefficients": measured}, replace=damaged)
             found = _read(path, table)
-        except OSError as error:
-            log.warning("%s: cannot keep the measured cost model (%s), using the built-in one", folder, error)
+        except (OSError, RuntimeError) as error:
+            log.warning("%s: cannot keep a measured cost model (%s), using the built-in one", folder, error)
     return found or _builtin(table)
 
 

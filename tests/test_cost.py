@@ -128,6 +128,15 @@ def test_what_cannot_be_kept_is_not_used(kept, caplog):
     assert not tables and "cannot keep" in caplog.text
 
 
+def test_what_cannot_be_measured_is_built_in(kept, monkeypatch, caplog):
+    def fails(table):
+        raise RuntimeError("not implemented for 'Half'")
+
+    monkeypatch.setattr(cost, "measure", fails)
+    assert cost.coefficients(TABLE) == cost._builtin(TABLE)
+    assert "not implemented" in caplog.text and not list(kept[0].iterdir())
+
+
 def test_the_first_process_to_finish_decides(kept, monkeypatch):
     folder, _ = kept
     other = {path: [7 * x for x in numbers] for path, numbers in cost._builtin(TABLE).items()}
