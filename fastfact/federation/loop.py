@@ -37,7 +37,7 @@ from fastfact.sparsity import Schedule, penalized
 
 log = logging.getLogger("fastfact")
 
-BLOCK_BYTES = 1 << 30
+BLOCK_BYTES = 1 << 28
 """At most about so many bytes of a round's clients' states are in memory at once (the uploads come on top)."""
 
 
