@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 
 from fastfact import ops
 from fastfact.federation.client import Samples, batches
-from fastfact.federation.cohort import State, TensorInfo, generator_for, like_rows, seed_for, seeded, tensors_of
+from fastfact.federation.cohort import State, TensorInfo, generator_for, seed_for, seeded, tensors_of
 from fastfact.federation.strategy import Phase
 from fastfact.federation.streams import Streams
 from fastfact.optim import step_l1
@@ -121,9 +121,13 @@ class Trainer:
 
     def _buffer(self, key: int, like: Tensor, n: int) -> Tensor:
         """A kept buffer [n or more, …] of the dtype and memory format of `like` [any number, …]."""
-        buffer = self._buffers.get(key)
-        if buffer is None or len(buffer) < n or buffer.dtype != like.dtype or buffer.stride() != like.stride():
-            buffer = self._buffers[key] = like_rows(like, n)
+        last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
+        kind, buffer = torch.channels_last if last else torch.contiguous_format, self._buffers.get(key)
+        fits = buffer is not None and len(buffer) >= n and buffer.shape[1:] == like.shape[1:]
+        if not fits or buffer.dtype != like.dtype or not buffer.is_contiguous(memory_format=kind):
+            shape = (n, *like.shape[1:])
+            buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kind)
+            self._buffers[key] = buffer
         return buffer
 
     def bind(self, state: State, row: int) -> None:
@@ -292,8 +296,10 @@ class Trainer:
         """One epoch's samples of every client in its own order, [k, longest, …]; the tail of shorter ones is unused."""
         longest = max(len(y) for _, y in data)
         x, y = data[0]
-        xs = x.new_zeros(len(data), longest, *x.shape[1:])
-        ys = y.new_zeros(len(data), longest)
+        k = len(data)
+        # Kept: new memory costs more than the samples that are copied into it.
+        xs = self._buffer(2, x, k * longest)[: k * longest].unflatten(0, (k, longest))
+        ys = self._buffer(3, y, k * longest)[: k * longest].unflatten(0, (k, longest))
         for row, ((x, y), (order, _)) in enumerate(zip(data, streams, strict=True)):
             permutation = torch.randperm(len(y), generator=order).to(self.device)
             torch.index_select(x, 0, permutation, out=xs[row, : len(y)])
