@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fastfact import measures, record
-from fastfact.report import COLOURS, STYLES, Cell, new_axes, per_round, save, size
+from fastfact.report import COLOURS, Cell, line_look, new_axes, per_round, save, size
 
 Values = Mapping[tuple[str, str], tuple[float, float] | None]
 
@@ -44,10 +44,6 @@ def _common(labels: Sequence[str]) -> str:
     words = [label.split(", ") for label in labels]
     shared = [parts[0] for parts in zip(*words, strict=False) if len(set(parts)) == 1]
     return ", ".join(shared) or (" / ".join(labels) if len(labels) < 4 else f"{labels[0]} … {labels[-1]}")
-
-
-def _look(index: int) -> dict:
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], "linewidth": 1.8}
 
 
 def _panels(grid: Grid, height: float = 3.6):
@@ -84,10 +80,10 @@ def _over_rounds(grid: Grid, path: Path, of: Callable[[Cell], np.ndarray], label
                 continue
             values = np.stack([curve[: min(map(len, curves))] for curve in curves])
             x, mean = np.arange(1, values.shape[1] + 1), values.mean(0)
-            ax.plot(x, mean, label=row, **_look(index))
+            ax.plot(x, mean, label=row, **line_look(index))
             if len(values) > 1:
                 std = values.std(0, ddof=1)
-                ax.fill_between(x, mean - std, mean + std, color=_look(index)["color"], alpha=0.15, linewidth=0)
+                ax.fill_between(x, mean - std, mean + std, color=line_look(index)["color"], alpha=0.15, linewidth=0)
         ax.set(xlabel="Round", ylabel=label)
         ax.xaxis.get_major_locator().set_params(integer=True)
     _legend(figure, [ax for ax, _ in panels])
@@ -134,10 +130,10 @@ def costs(grid: Grid, path: Path) -> Path:
                 [per_round(c, "bytes_up", np.sum) + per_round(c, "bytes_down", np.sum) for c in cells], axis=0
             ).cumsum()
             if moved[-1]:
-                ax.plot(moved[moved > 0], accuracy[moved > 0], label=row, **_look(index))
-                ax.plot(moved[-1], accuracy[-1], "o", color=_look(index)["color"], markersize=4)
+                ax.plot(moved[moved > 0], accuracy[moved > 0], label=row, **line_look(index))
+                ax.plot(moved[-1], accuracy[-1], "o", color=line_look(index)["color"], markersize=4)
             else:
-                ax.axhline(accuracy[-1], label=f"{row} (sends nothing)", **_look(index))
+                ax.axhline(accuracy[-1], label=f"{row} (sends nothing)", **line_look(index))
         ax.set(xlabel="Bytes sent", ylabel="Test accuracy [%]", xscale="log")
         ax.xaxis.set_major_formatter(lambda value, _: size(value).replace(".00", ""))
     _legend(figure, [ax for ax, _ in panels])
@@ -272,7 +268,7 @@ def distances(grid: Grid, path: Path) -> Path:
         values = np.stack([found[f"updates/{name}"][n] for n in sorted(found[f"updates/{name}"])])
         for client in range(1, values.shape[1]):
             label = who[client] if values.shape[1] == 4 else f"client {client + 1}"
-            ax.plot(range(1, len(values) + 1), values[:, client], label=label, **_look(client - 1))
+            ax.plot(range(1, len(values) + 1), values[:, client], label=label, **line_look(client - 1))
         ax.set(xlabel="Round", ylabel="Distance from partition 1", title=name)
         ax.grid(alpha=0.3)
     _legend(figure, axes)

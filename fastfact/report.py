@@ -165,10 +165,16 @@ def save(figure, path: Path) -> Path:
     return path
 
 
+def line_look(index: int) -> dict[str, Any]:
+    """Colour and style of the line number `index`: 32 different ones."""
+    style = STYLES[(index + index // len(COLOURS)) % len(STYLES)]
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": style, "linewidth": 2}
+
+
 def _curves(cells: Sequence[Cell]):
     """(method, look, accuracy in percent [seeds, rounds], cumulative bytes [rounds]) per method."""
     for index, (method, runs) in enumerate(_by_method(cells).items()):
-        look = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], "linewidth": 2}
+        look = line_look(index)
         rounds = min(len(per_round(run, "accuracy")) for run in runs)
         accuracy = 100 * np.stack([per_round(run, "accuracy")[:rounds] for run in runs])
         moved = [
