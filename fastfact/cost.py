@@ -301,14 +301,14 @@ def _machine() -> dict[str, object]:
     """What the times depend on."""
     from fastfact import __version__
 
-    library = library_file("cpu").stat()
+    library = library_file("cpu")
     return {
         "cpu": processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "fastfact": __version__,
-        "library": [library.st_size, library.st_mtime_ns],
+        "library": library and [library.stat().st_size, library.stat().st_mtime_ns],
     }
 
 
@@ -450,6 +450,32 @@ def _find(table: str, folder: Path | None) -> dict[str, list[float]]:
         except (OSError, RuntimeError) as error:
             log.warning("%s: cannot keep a measured cost model (%s), using the built-in one", folder, error)
     return found or _builtin(table)
+
+
+def remembered(question: object, measure: Callable[[], dict]) -> dict | None:
+    """What `measure()` answered the first time `question` came up on this machine, kept beside the coefficients.
+
+    Both as JSON holds them. None where the built-in figures are asked for, or an answer cannot be kept: what is decided
+    by a measurement is then decided anew each time, so better without one.
+    """
+    folder = directory()
+    if folder is None:
+        return None
+    digest = hashlib.blake2b(json.dumps(question, sort_keys=True).encode(), digest_size=8).hexdigest()
+    path = _path(folder, f"answer-{digest}")
+    for replace in (False, True):
+        try:
+            if replace or not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+                _write(path, {"machine": _machine(), "question": question, "answer": measure()}, replace)
+            return dict(json.loads(path.read_text())["answer"])
+        except OSError as error:
+            log.warning("%s: cannot keep what was measured (%s)", folder, error)
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("%s: damaged (%s), measured again", path, error)
+    return None
 
 
 def _elsewhere(function: Callable[[], object]) -> object:

@@ -11,10 +11,11 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
+from fastfact import cost
 from fastfact.federation.client import Samples
 from fastfact.federation.cohort import State, stack, tensors_of
 from fastfact.federation.strategy import Phase
@@ -162,7 +163,9 @@ LONG_STEP = 0.05
 
 
 def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int, most: int | None = None) -> Plan:
-    """The fastest plan for this model, by a measurement of a few steps.
+    """The fastest plan for this model, by a measurement of a few steps; what `rule` says where nothing is measured.
+
+    It is made once on a machine (`cost.remembered`), so that a run that is repeated takes the same plan.
 
     trainers, data: for each of `ONE` and `BATCHED` (threads run as `ONE` does, but for the cores) the model and the
     samples of one client in the memory format that plan would have. most: the largest cohort memory allows.
@@ -172,6 +175,22 @@ def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int,
         chosen = expected if clients > 1 and expected.cohort > 1 else Plan(ONE)
         log.info("cohort=auto: %s", chosen)
         return chosen
+    settings, (x, y) = trainers[ONE].settings, data[ONE]
+    question = {
+        "executor": cores(),
+        "tensors": [[name, list(t.shape), str(t.dtype)] for name, t in tensors_of(trainers[ONE].model).items()],
+        "batch": [min(settings.batch_size, len(y)), *x.shape[1:]],
+        "clients": min(clients, 64),
+        "most": most,
+        "draws": settings.draws,
+    }
+    found = cost.remembered(question, lambda: asdict(_fastest(trainers, data, clients, most, expected)))
+    chosen = Plan(**found) if found else expected
+    log.info("cohort=auto: %s", chosen)
+    return chosen
+
+
+def _fastest(trainers, data, clients: int, most: int | None, expected: Plan) -> Plan:
     plans = {Plan(ONE), expected}
     if cores() > 1 and trainers[ONE].settings.draws != "globally":
         plans.add(Plan(THREADS))
@@ -181,11 +200,9 @@ def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int,
     if times[Plan(ONE)] < LONG_STEP and not any(plan.how == BATCHED for plan in times):
         plan = Plan(BATCHED, min(16, clients, most or 16))
         times[plan] = _measure(trainers, data, plan, clients, most)
+    log.info("a step of a client: %s", ", ".join(f"{plan} {1e3 * seconds:.1f} ms" for plan, seconds in times.items()))
     best = min(times, key=times.get)
-    chosen = best if times[best] * SURE < times[expected] else expected
-    shown = ", ".join(f"{plan} {1e3 * seconds:.1f} ms" for plan, seconds in times.items())
-    log.info("cohort=auto: %s (a step of a client: %s)", chosen, shown)
-    return chosen
+    return best if times[best] * SURE < times[expected] else expected
 
 
 def _measure(trainers, data, plan: Plan, clients: int, most: int | None) -> float:

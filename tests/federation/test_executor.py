@@ -123,7 +123,7 @@ def test_an_interrupted_round_with_every_plan(make, same, cohort):
     assert same(fed, straight)
 
 
-def test_auto_takes_the_fastest_but_near_a_tie_what_the_rule_says(make, monkeypatch, caplog):
+def test_auto_takes_the_fastest_but_near_a_tie_what_the_rule_says(make, monkeypatch, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     times = {}
     monkeypatch.setattr(executor, "_measure", lambda trainers, data, plan, clients, most: times[plan.how])
@@ -134,6 +134,7 @@ def test_auto_takes_the_fastest_but_near_a_tie_what_the_rule_says(make, monkeypa
         (1e-3, 6e-4, 7e-4, BATCHED),
     ]:
         times |= {ONE: one, THREADS: threads, BATCHED: batched}
+        monkeypatch.setenv("FASTFACT_COST", str(tmp_path / f"{one}-{threads}-{batched}"))
         fed = make(cohort="auto")
         assert fed.plan.how == expected and (fed.cohort > 1) == (expected == BATCHED)
     assert "cohort=auto: " in caplog.text and "batched 0.7 ms" in caplog.text
@@ -143,7 +144,22 @@ def test_auto_takes_the_fastest_but_near_a_tie_what_the_rule_says(make, monkeypa
     assert make(lambda: wide(6).double(), cohort="auto").plan.how == THREADS
 
 
+def test_auto_measures_once_on_a_machine(make, monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTFACT_COST", str(tmp_path))
+    monkeypatch.setattr(executor, "_measure", lambda trainers, data, plan, *_: {ONE: 1e-3}.get(plan.how, 1.0))
+    assert make(cohort="auto").plan == Plan(ONE)
+    monkeypatch.setattr(executor, "_measure", lambda trainers, data, plan, *_: {THREADS: 1e-3}.get(plan.how, 1.0))
+    assert make(cohort="auto").plan == Plan(ONE)
+    (file,) = tmp_path.glob("answer-*.json")
+    file.write_text("{")
+    assert make(cohort="auto").plan == Plan(THREADS)
+    monkeypatch.setenv("FASTFACT_COST", "builtin")
+    monkeypatch.setattr(executor, "_measure", lambda *_: pytest.fail("measured"))
+    assert make(cohort="auto").plan.how == BATCHED
+
+
 def test_auto_measures_and_a_resumed_run_does_not(make, same, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTFACT_COST", str(tmp_path / "cost"))
     fed = make(cohort="auto")
     fed.fit(2, tmp_path / "run")
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())["executor"]
