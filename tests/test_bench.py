@@ -54,7 +54,8 @@ def test_server_quick(tmp_path):
     assert code == 0, err
     rows = {row["work"]: row for row in json.loads(file.read_text())["rows"]}
     assert rows["exact"]["cpu_ratio"] > 1 and rows["exact"]["ratio"] > 0
-    assert 0 < rows["growth"]["memory_mib"] < 100 and rows["growth"]["cpu_slowdown"] > 0
+    # So few clients may need no more than the interpreter and the warm-up held at their peak.
+    assert 0 <= rows["growth"]["memory_mib"] < 100 and rows["growth"]["cpu_slowdown"] > 0
     assert abs(rows["sketch"]["rms_error"] / rows["sketch"]["predicted"] - 1) < 0.5
     assert rows["uplink"]["m"] == 1024 and rows["uplink"]["bytes"] <= rows["uplink"]["goal"]
     assert "numpy_seconds" in out
