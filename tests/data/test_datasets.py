@@ -321,6 +321,7 @@ def test_a_missing_data_set_says_what_to_get_and_where_to_put_it(tmp_path, monke
         "femnist": "TalwalkarLab/leaf",
         "shakespeare": "preprocess.sh -s niid",
         "ag-news": "Xiang Zhang",
+        "mnist-cifar10": "torchvision.datasets.MNIST",
     }[name]
     with pytest.raises(FileNotFoundError) as caught:
         data.load(name, tmp_path / "there")

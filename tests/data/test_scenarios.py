@@ -140,7 +140,7 @@ def test_digits_are_the_real_ones_normalised(digits):
     assert digits.classes == tuple("0123456789")
 
 
-ON_DIGITS = [name for name in data.SCENARIOS if name not in ("superclasses", "natural")]
+ON_DIGITS = [name for name in data.SCENARIOS if name not in ("superclasses", "natural", "twins")]
 
 
 @pytest.mark.parametrize("scenario", ON_DIGITS)
@@ -296,7 +296,24 @@ def test_natural_clients_are_the_owners():
 
 def test_permuted_says_where_labels_differ():
     differ = {name for name, scenario in data.SCENARIOS.items() if scenario.permuted}
-    assert differ == {"permuted-iid", "permuted-non-iid", "domains", "superclasses"}
+    assert differ == {"permuted-iid", "permuted-non-iid", "domains", "superclasses", "twins"}
+
+
+def test_twins_are_two_halves_of_a_domain_one_of_them_twice_and_another_domain(digits):
+    made = data.make_clients("digits", "twins", 4, seed=0)
+    first, second, twin, far = (torch.cat([client.train[0], client.test[0]]) for client in made)
+    assert len(key(torch.cat([first, second, far]))) == len(first) + len(second) + len(far)
+    assert key(second) == key(twin) and len(first) + len(second) == int((digits.y < 5).sum())
+
+    def labels(client):
+        pairs = zip(*(torch.cat(parts) for parts in zip(client.train, client.test, strict=True)), strict=True)
+        return {x.numpy().tobytes(): int(y) for x, y in pairs}
+
+    plain, permuted = labels(made[1]), labels(made[2])
+    pairs = {(label, permuted[sample]) for sample, label in plain.items()}
+    assert len(pairs) == 5 and any(a != b for a, b in pairs)
+    with pytest.raises(ValueError, match="clients=5, must be 4"):
+        data.make_clients("digits", "twins", 5, seed=0)
 
 
 @settings(max_examples=200, deadline=None)
