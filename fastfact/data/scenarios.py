@@ -266,7 +266,7 @@ def _twins(
 
 
 TWIN = 2
-"""Which of the twins has its labels permuted."""
+"""Which of the twins has its labels permuted, as client 0 would: client 2's permutation of five labels is the identity."""
 
 
 def make_clients(
@@ -329,7 +329,9 @@ def make_clients(
         new = torch.zeros(len(data.classes), dtype=torch.int64)
         new[list(labels)] = torch.tensor(
             label_permutation(client, len(labels))
-            if chosen.permutes or (chosen.groups == "halves" and client == TWIN)
+            if chosen.permutes
+            else label_permutation(0, len(labels))
+            if chosen.groups == "halves" and client == TWIN
             else range(len(labels))
         )
         stratum = np.zeros(len(share)) if chosen.owned else y[share]
