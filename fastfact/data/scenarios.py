@@ -266,7 +266,7 @@ def _twins(
 
 
 TWIN = 2
-"""Which of the twins has its labels permuted, as client 0 would: client 2's permutation of five labels is the identity."""
+"""The twin whose labels are permuted: by client 0's permutation, for client 2's leaves five labels as they are."""
 
 
 def make_clients(
