@@ -213,7 +213,7 @@ def test_about_a_directory(tmp_path, store):
 
 def test_a_killed_run_goes_on(tmp_path):
     """SIGKILL in round 2, after the first clients' states of that round were written."""
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], check=False)
+    done = subprocess.run([sys.executable, __file__, str(tmp_path), str(torch.get_num_threads())], check=False)
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / "states" / "clients.sqlite-wal").stat().st_size > 0
     fed = ff.Federation.load(tmp_path / "run", model=small, clients=clients_of())
@@ -233,9 +233,9 @@ def test_not_finite_names_the_tensor_and_passes_over_empty_ones():
     assert not_finite([4, 5, 6], state) == {5: "w has NaN or inf", 6: "b has NaN or inf"}
 
 
-def die(directory):
+def die(directory, threads):
     loop.BLOCK_BYTES = 1
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     fed = federation(store=f"{directory}/states")
     # The log of the transaction reaches the file while the round goes on, as in a round larger than memory.
     fed.states.connection.execute("PRAGMA cache_size = 1")
@@ -248,4 +248,4 @@ def die(directory):
 
 
 if __name__ == "__main__":
-    die(sys.argv[1])
+    die(sys.argv[1], int(sys.argv[2]))
