@@ -88,7 +88,8 @@ struct Run {
     flat.plan(p.back_slab, L);
 
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t group = item / p.parts, part = item % p.parts, per_part = ceil_div(g.units(), p.parts);
+      const int64_t group = item / p.parts, part = item % p.parts;
+      const int64_t first = part * g.units() / p.parts, last = (part + 1) * g.units() / p.parts;
       C* dv = p.needs_v ? p.dv + (part * s.groups + group) * p.dv_size() : nullptr;
       C* dvalues = p.dvalues ? p.dvalues + part * p.nonzeros : nullptr;
       if (dv) std::memset(static_cast<void*>(dv), 0, p.dv_size() * sizeof(C));
@@ -97,7 +98,7 @@ struct Run {
         std::memset(static_cast<void*>(dvalues + from), 0, (to - from) * sizeof(C));
       }
       std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
-      for (int64_t unit = part * per_part; unit < std::min(g.units(), (part + 1) * per_part); ++unit) {
+      for (int64_t unit = first; unit < last; ++unit) {
         const int64_t registers = g.own(unit % g.bands) * p.own.row / L;
         pack(p, p.flat_slab, p.dy, unit, 1, p.flat_low, p.flat_rows, group * s.o, s.o, turned.get(), dy.get(), true,
              [](int64_t, int64_t, C*) {});
