@@ -77,7 +77,7 @@ START = {
     f"{B}, svd, worst matching": (B, SVD | {"matching": "worst"}),
     f"{SIM}, svd": (SIM, SVD),
 }
-ONCE = {
+ABLATIONS = {
     f"{A}, svd, l1 0": (A, MATCH | SVD | {"l1": 0.0}),
     f"{A}, l1 0": (A, MATCH | RANDOM | {"l1": 0.0}),
     f"{A}, nothing mixed": (A, RANDOM | {"tau": 1.0}),
@@ -119,7 +119,7 @@ AFTER = {f"{B}, svd, l1 0": (B, MATCH | SVD | {"l1": 0.0}), f"{F}, svd, l1 0": (
 LONG = ("stand-alone", "fedavg", f"{A}, svd, l1 0", f"{B}, svd, l1 0", f"{F}, svd, l1 0")
 LONG_L1 = (f"{A}, svd", f"{B}, svd", f"{F}, svd")
 """40 rounds, about 400 local steps, seed 0: `LONG` in all scenarios, `LONG_L1` with the default λ in permuted IID."""
-NAMES = CORE | START | ONCE | OTHERS | OWN | AFTER
+NAMES = CORE | START | ABLATIONS | OTHERS | OWN | AFTER
 
 
 def cell(name: str, scenario: str, seed: int) -> tuple[Config, str]:
@@ -143,7 +143,7 @@ def cells() -> list[tuple[str, str, int]]:
     """(name, scenario, seed) of all, the most important first."""
     main = ("stand-alone", "fedavg", A, f"{A}, svd", B, f"{B}, svd", F, f"{F}, svd", f"{F}, no mu")
     standard = [(n, s) for n in ("stand-alone", "fedavg", A, B, f"{A}, svd", f"{B}, svd") for s in STANDARD]
-    order = [(n, s, 0) for n in CORE | START | ONCE | OTHERS for s in SCENARIOS]
+    order = [(n, s, 0) for n in CORE | START | ABLATIONS | OTHERS for s in SCENARIOS]
     order += [(n, s, 0) for n, s in standard]
     order += [(n, s, 1) for n in main for s in SCENARIOS]
     order += [(n, "client-dirichlet", 0) for n in DECOMP]
@@ -152,35 +152,38 @@ def cells() -> list[tuple[str, str, int]]:
     order += [(n, s, 2) for n in main for s in SCENARIOS]
     order += [(n, s, seed) for seed in range(3) for n in OWN for s in SCENARIOS]
     order += [(n, "client-dirichlet", seed) for seed in (1, 2) for n in DECOMP]
-    order += [(n, s, seed) for seed in (1, 2) for n in CORE | START | OTHERS for s in SCENARIOS]
-    order += [(n, s, seed) for seed in (1, 2) for n, s in standard]
+    order += [(n, s, seed) for n in CORE | START for seed in (1, 2) for s in SCENARIOS]
+    order += [(n, s, seed) for n, s in standard for seed in (1, 2)]
+    order += [(n, s, seed) for n in ABLATIONS | OTHERS for seed in (1, 2) for s in SCENARIOS]
     return list(dict.fromkeys(order))
 
 
 def run(directory: Path, part: int, parts: int) -> None:
     todo = [cell(*one) for one in cells()[part::parts]]
     waiting = [(config, directory / where) for config, where in todo if not finished(config, directory / where)]
-    configs, began = {path: config for config, path in waiting}, time.time()
+    configs, about, began = {path: config for config, path in waiting}, provenance(), time.time()
 
     def event(path: Path, kind: str, first, second) -> None:
         if kind == "done":
-            if configs[path].method != "per-fedavg":
-                write_text(path / RECALIBRATED, json.dumps(recalibrated(path, configs[path])))
+            write_text(path / PROVENANCE, json.dumps(about, indent=1) + "\n")
+            recalibrated(path, configs[path])
             accuracy = 100 * first["summary"]["accuracy"]
             print(f"{time.time() - began:7.0f} s  {path.parent.name}/{path.name}  {accuracy:.1f} %", flush=True)
         elif kind == "failed":
             print(f"failed: {path.parent.name}/{path.name}: {first}", flush=True)
 
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / PROVENANCE, json.dumps(provenance(), indent=1) + "\n")
     if run_cells(waiting, 1, event):
         sys.exit(1)
 
 
-def recalibrated(directory: Path, config: Config) -> float:
+def recalibrated(directory: Path, config: Config) -> float | None:
     """The mean accuracy of the final models with the batch-norm statistics of each client's training samples, as
-    `Strategy.recalibrate` has it. (Per-FedAvg adapts its models before evaluation, which is not done here.)
+    `Strategy.recalibrate` has it, kept in the cell. None for Per-FedAvg, which adapts its models before evaluation.
     """
+    if config.method == "per-fedavg":
+        return None
+    if (directory / RECALIBRATED).is_file():
+        return json.loads((directory / RECALIBRATED).read_text())
     parts = experiment._parts(config)
     fed = Federation.load(directory, **{key: parts[key] for key in ("model", "clients", "method", "augment")})
     accuracies = []
@@ -192,7 +195,9 @@ def recalibrated(directory: Path, config: Config) -> float:
         with torch.no_grad():
             model.train()(client.train[0])
             accuracies.append((model.eval()(client.test[0]).argmax(1) == client.test[1]).double().mean().item())
-    return statistics.mean(accuracies)
+    mean = statistics.mean(accuracies)
+    write_text(directory / RECALIBRATED, json.dumps(mean))
+    return mean
 
 
 def similarity(directory: Path) -> dict | None:
@@ -218,19 +223,24 @@ def summary(values: list[float]) -> dict:
 
 
 def write(directory: Path) -> None:
-    """bench/results/claims.json and the table in docs/claims.md."""
-    rows = []
+    """bench/results/claims.json and the table in docs/claims.md.
+
+    A cell says the commit it was trained with: bit for bit the present one's result, except that a factorized layer's
+    kernels may add up in another order, after which two runs differ by about as much as two seeds.
+    """
+    rows, abouts = [], {}
     for name, scenario, seed in cells():
         config, where = cell(name, scenario, seed)
-        if not (directory / where / report.RESULT).is_file():
+        if not finished(config, directory / where):
             continue
         result = report.read_cell(directory / where).result["summary"]
-        cache = directory / where / RECALIBRATED
+        about = json.loads((directory / where / PROVENANCE).read_text())
+        abouts.setdefault(about["commit"], about | {"cells": 0})["cells"] += 1
         row = {"name": name, "scenario": scenario, "seed": seed, "method": config.method}
         row |= {"settings": config.settings.get(config.method, {})}
         row |= {key: result[key] for key in ("accuracy", "accuracy_before", "density", "uplink", "downlink")}
-        row["recalibrated"] = json.loads(cache.read_text()) if cache.is_file() else None
-        rows.append(row | {"similarity": similarity(directory / where)})
+        row["recalibrated"] = recalibrated(directory / where, config)
+        rows.append(row | {"similarity": similarity(directory / where), "commit": about["commit"]})
     table = {}
     for row in rows:
         at = table.setdefault(row["name"], {}).setdefault(row["scenario"], {"accuracy": [], "recalibrated": []})
@@ -240,8 +250,7 @@ def write(directory: Path) -> None:
         name: {s: {key: summary(v) for key, v in at.items() if v} for s, at in by.items()} for name, by in table.items()
     }
     content = {"command": "python bench/claims.py run DIR; python bench/claims.py write DIR"}
-    content |= {"base": asdict(BASE), "table": table, "cells": rows}
-    content |= json.loads((directory / PROVENANCE).read_text())
+    content |= {"trained": list(abouts.values()), "base": asdict(BASE), "table": table, "cells": rows}
     write_text(ROOT / "bench" / "results" / "claims.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     page = ROOT / "docs" / "claims.md"
     before, after = page.read_text().split(BEGIN)[0], page.read_text().split(END)[1]
