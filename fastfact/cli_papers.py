@@ -1,6 +1,6 @@
 """The commands about the papers: reproduce, methods."""
 
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,15 +29,16 @@ def _listing() -> None:
     console.print("runs: of the stand-in; the same runs serve several results. fastfact reproduce PAPER RESULT")
 
 
-def _shown(value: tuple[float, float] | None, digits: int) -> str:
+def _shown(value: tuple[float, float] | None) -> str:
+    """Mean and deviation, with three digits of the mean or more."""
     if value is None:
         return "–"
-    return f"{value[0]:.{digits}f}" + (f" ± {value[1]:.{digits}f}" if value[1] else "")
-
-
-def _digits(values: Sequence[tuple[float, float] | None]) -> int:
-    largest = max((abs(value[0]) for value in values if value), default=0.0)
-    return 1 if largest >= 100 else 2 if largest >= 1 else 4
+    mean, deviation = value
+    if abs(mean) >= 1 or not mean:
+        digits = 1 if abs(mean) >= 100 else 2
+    else:
+        digits = max(4, 2 - math.floor(math.log10(abs(mean))))
+    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
 
 
 def _print(plan: Plan, grid: Grid) -> None:
@@ -53,12 +54,7 @@ def _print(plan: Plan, grid: Grid) -> None:
             table.add_column(f"{column}{unit}\nours", justify="right")
             table.add_column("\nthe paper", justify="right")
         for row in grid.rows:
-            line = []
-            for column in some:
-                pair = grid.ours[row, column], grid.theirs.get((row, column))
-                digits = _digits([*(grid.ours[r, column] for r in grid.rows), pair[1]])
-                line += [_shown(value, digits) for value in pair]
-            table.add_row(row, *line)
+            table.add_row(row, *(_shown(values.get((row, c))) for c in some for values in (grid.ours, grid.theirs)))
         console.print(table)
     if recipe.says:
         console.print(f"The paper says: {recipe.says}", markup=False)

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 from test_cli import call
 
-from fastfact import experiment, measures, pictures, recipes, record, report, reproduce
+from fastfact import cli_papers, experiment, measures, pictures, recipes, record, report, reproduce
 from fastfact.federation.strategy import STRATEGIES
 from fastfact.federation.wire import Ledger
 
@@ -138,6 +138,12 @@ def test_the_command_shows_both_numbers_and_goes_on(tmp_path):
 def test_bad_input_is_one_line_before_any_file(tmp_path, arguments, message):
     code, _, err = call("reproduce", *arguments, "--out", tmp_path / "new")
     assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_small_costs_keep_their_digits():
+    """On the stand-in a run sends kilobytes, where the paper has gigabytes."""
+    shown = [cli_papers._shown(value) for value in (None, (122.33, 0), (0.0, 0), (0.64, 0), (8.64e-6, 0), (0.7, 0.01))]
+    assert shown == ["–", "122.3", "0.00", "0.6400", "0.00000864", "0.7000 ± 0.0100"]
 
 
 def test_without_arguments_it_lists_every_result():
