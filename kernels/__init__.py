@@ -31,6 +31,18 @@ from fastfact.kernels.weights import (
 INTERPRETED: bool = triton.knobs.runtime.interpret
 VERSION: str = triton.__version__
 
+if INTERPRETED and VERSION.startswith("3.6."):
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_with_index(tensor, scope):
+        """With numpy ≥ 2.4 this triton's interpreter cannot take the bound of a loop from an argument."""
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_with_index
+
 __all__ = [
     "INTERPRETED",
     "VERSION",

@@ -133,7 +133,7 @@ def objects(tmp_path_factory):
     if NVCC is None:
         pytest.skip("needs nvcc")
     folder = tmp_path_factory.mktemp("objects")
-    flags = [NVCC, "-std=c++20", "-O3", "-Werror", "all-warnings", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
+    flags = [NVCC, "-std=c++17", "-O3", "-Werror", "all-warnings", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
     reports = compile_all([[*flags, *ARCHITECTURES, "-c", s, "-o", folder / f"{s.stem}.o"] for s in SOURCES])
     return folder, dict(zip((s.stem for s in SOURCES), reports, strict=True))
 

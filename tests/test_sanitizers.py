@@ -13,7 +13,7 @@ KERNELS = ("rank1", "lowrank", "hadamard", "prox", "bitmap", "similarity", "srht
 KERNELS += ("factored_conv", "factored_conv_backward")
 SOURCES = [ROOT / "tests" / "kernels_driver.cpp", *(ROOT / "csrc" / "cpu" / f"{name}.cpp" for name in KERNELS)]
 FLAGS = [
-    "-std=c++20",
+    "-std=c++17",  # what PyTorch 2.11 builds with
     "-O1",
     "-w",
     "-DFF_NO_DISPATCH",

@@ -1,7 +1,6 @@
 // The subsampled randomized Hadamard transform. H of n = a * b points is the Kronecker product of H_a and H_b: chunks
 // of b points that fit the first cache are transformed, and of H_a only the rows that are kept are summed up.
 #include <algorithm>
-#include <bit>
 #include <cmath>
 
 #include "vec.h"
@@ -96,7 +95,7 @@ void keep(const Srht& op, int64_t first, int64_t chunk, int64_t chunks, const C*
       C sum = 0;
       for (int64_t c = 0; c < chunks; ++c) {
         const C value = from[c * chunk];
-        sum += std::popcount(uint64_t(row & c)) & 1 ? -value : value;
+        sum += __builtin_parityll(row & c) ? -value : value;
       }
       out[j] = sum * factor;
       largest = std::max(largest, std::abs(out[j]));
@@ -118,7 +117,8 @@ void srht(const Srht& op, ParallelFor parallel_for) {
   with_type(op.type, [&](auto element) {
     using T = decltype(element);
     using C = Compute<T>;
-    const int64_t n = std::bit_ceil(uint64_t(std::max<int64_t>(op.n, 1)));
+    int64_t n = 1;
+    while (n < op.n) n *= 2;
     const int64_t chunk = std::min(n, kChunk), chunks = n / chunk;
     const int64_t batch = std::clamp<int64_t>((1 << 21) / n, 1, op.clients);
     const Scratch<C> work(batch * n), kept(op.scale ? batch * op.m : 0);
