@@ -1,6 +1,6 @@
 """The GPU kernels against their rivals: the rows of the goal table.
 
-    python -m bench.gpu weights|layers|rank1|clients|resident|tune [--json FILE] [--dry-run]
+    python -m bench.gpu weights|layers|rank1|clients|resident|mix|tune [--json FILE] [--dry-run]
 
 weights   the weight ops and the elementwise kernels for K clients: bytes of the floor (bench/NOTES.md) a second, over
           the copy bandwidth measured in the same run.
@@ -9,6 +9,8 @@ layers    one convolution of ResNet-9, forward + backward, bfloat16: reconstruct
 rank1     rank-1 forward without μ, 256 → 256 channels, against the dense layer.
 clients   a training step of ResNet-9 for K clients together, against one client after the other, and against vmap over
           plain layers (cuDNN's grouped convolution); with peak memory.
+mix       similarity_mix of many clients by the CUDA and the Triton kernels, against its matrix products alone (cuBLAS)
+          and the same step in plain PyTorch.
 tune      the tiles of the fused convolution's kernels: what they choose against other choices.
 resident  clients held on the device: bitmap and bfloat16 values of μ at 10 % density, bfloat16 factors.
 
@@ -519,6 +521,64 @@ def resident_row(bench: Bench) -> dict:
     }
 
 
+# mix
+
+
+def mix(bench: Bench) -> Rows:
+    """The server's step on keys of float32, as Factorized-FL α and β mix, and on int8 sketches."""
+    shapes = bench.pick(
+        [
+            ("float32", 1000, 65536, 73),
+            ("float32", 4000, 4096, 4096),
+            ("int8", 4000, 1024, 73),
+            ("int8", 32768, 1024, 73),
+        ],
+        [("float32", 40, 64, 9), ("int8", 40, 64, 9)],
+    )
+    for keys, k, d, n in shapes:
+        common = {"op": "similarity and mix", "clients": k, "keys": keys, "numbers": d, "mixed": n}
+        yield row(common, functools.partial(mix_row, bench, keys, k, d, n))
+
+
+def mix_row(bench: Bench, keys: str, k: int, d: int, n: int) -> dict:
+    g = torch.Generator().manual_seed(0)
+    v = torch.randn(k, d, generator=g) + torch.randn(1, d, generator=g)
+    v, x = (v if keys == "float32" else ff.ops.srht(v, d)[0]).to(bench.device), torch.randn(k, n, device=bench.device)
+    # every pair is matched: no tile is skipped
+    epsilon, tau, some = 5.0, -1.0, range(min(k, 512))
+    panels = [range(at, min(at + 4096, k)) for at in range(0, k, 4096)]
+    weights, others = torch.ones(min(k, 4096), k, device=bench.device), v.T
+
+    def products():
+        for rows in panels:
+            mine = v[rows.start : rows.stop]
+            torch._int_mm(mine, others) if keys == "int8" else mine @ others
+            weights[: len(rows)] @ x
+
+    def step(backend, rows=None, v=v, x=x):
+        with ff.use_backend(backend):
+            return ff.ops.similarity_mix(v, x, epsilon, tau, rows=rows)
+
+    backends = {"cuda": "cuda" if bench.cuda else "cpu"}
+    if ff.backends()["triton"].available:
+        backends["triton"] = "triton"
+    truth = step("reference", some, v if keys == "int8" else v.double(), x.double())
+    plain = step("reference", some)
+    for name, backend in backends.items():
+        check(f"similarity_mix ({name})", [step(backend, some)], [truth], [plain])
+    sides = {name: functools.partial(step, backend) for name, backend in backends.items()}
+    sides |= {"torch": functools.partial(step, "reference"), "products": products}
+    times = bench.medians(sides, rounds=bench.pick(7, 1), warmup=1)
+    return {
+        **times,
+        "operations": 2 * k * k * (d + n),
+        "tera_operations_s": 2 * k * k * (d + n) / times["cuda"] / 1e9,
+        "products/cuda": times["products"] / times["cuda"],
+        "torch/cuda": times["torch"] / times["cuda"],
+        "goal": {"products/cuda": 1 / 1.5},
+    }
+
+
 # tune
 
 IMAGE_TILES = [
@@ -594,6 +654,7 @@ SECTIONS = {
     "rank1": rank1,
     "clients": clients,
     "resident": resident,
+    "mix": mix,
     "tune": tune,
 }
 

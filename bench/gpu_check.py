@@ -30,11 +30,11 @@ SANITIZERS = {
     "memcheck-triton": ("memcheck", "conv_", TESTS[2], "(test_conv2d and 2-2-5-7) or (test_without_mu and 1-3-3-18)"),
 }
 """step → (tool, part of the names of the kernels watched, test file, tests)."""
-BENCHMARKS = {"weights": 240, "layers": 560, "rank1": 120, "clients": 400, "resident": 120, "tune": 560}
+BENCHMARKS = {"weights": 240, "layers": 560, "rank1": 120, "clients": 400, "resident": 120, "mix": 120, "tune": 560}
 LIMITS = {"environment": 60, "build": 400, "tests": 500, **dict.fromkeys(SANITIZERS, 160), **BENCHMARKS}
 PARTS = {
     "part1": ["environment", "build", "tests"],
-    "part2": ["build", "weights", "rank1", "resident", *SANITIZERS],
+    "part2": ["build", "weights", "rank1", "resident", "mix", *SANITIZERS],
     "part3": ["build", "clients"],
     "part4": ["build", "layers"],
     "part5": ["build", "tune"],
@@ -43,7 +43,8 @@ TAIL = 6000
 
 ENVIRONMENT = """
 import importlib.util, platform, sys
-missing = [n for n in ("torch", "numpy", "safetensors", "pytest", "triton") if importlib.util.find_spec(n) is None]
+needed = ("torch", "numpy", "scipy", "safetensors", "setuptools", "pytest", "triton")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit("missing: " + ", ".join(missing))
 import torch, triton

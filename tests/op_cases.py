@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from fastfact import reference
+from fastfact import ops, reference, use_backend
 from fastfact.reference import KERNEL, LINEAR, SEPARABLE, SPATIAL, VALUE_TYPES, VIEW
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -286,6 +286,30 @@ BIG_SIMILARITIES = [
     (1500, 96, (90, 1100), 4.0, 0.15, 0, 1500, True),
     (2300, 30, (17,), 1.0, -1.0, 600, 1200, False),
 ]
+
+
+def mixing(device, m, widths, epsilon, min_matches, masked, dtype=F32, bits=0):
+    """similarity_mix as `device` serves it against the reference in float64; `bits`: by int8 sketches so long."""
+    g = torch.Generator().manual_seed(m)
+    # groups of clients far from τ = .5 on both sides: cosines .9 and 0
+    v = torch.randn(4, 64, generator=g)[torch.arange(m) % 4] + 0.3 * torch.randn(m, 64, generator=g)
+    v = ops.srht(v, bits)[0] if bits else v.to(dtype)
+    uploads = [torch.randn(m, *shape, generator=g).to(dtype) for shape in widths]
+    valid = torch.rand(m, generator=g) < 0.7 if masked else None
+    settings = (epsilon, 0.5, min_matches)
+    with use_backend("reference"):
+        truths = ops.similarity_mix(v if bits else v.double(), [x.double() for x in uploads], *settings, valid)
+    there = None if valid is None else valid.to(device)
+    mixed = ops.similarity_mix(v.to(device), [x.to(device) for x in uploads], *settings, there)
+    for out, truth in zip(mixed, truths, strict=True):
+        assert out.dtype == dtype and out.shape == truth.shape and out.device.type == device
+        # a mean of numbers near 1; the weights are good to ε times the rounding of a cosine
+        allowed = 1e-10 if dtype == F64 else 2e-6 * (1 + epsilon) + torch.finfo(dtype).eps * 8
+        torch.testing.assert_close(out.cpu().double(), truth, rtol=0, atol=allowed)
+
+
+# (m, shapes of the uploads, epsilon, min_matches, masked)
+MIXINGS = [(1, ((3,),), 1.0, 1, False), (70, ((3, 3), (), (40, 30)), 5.0, 25, True), (90, ((20,),), 20.0, 1, False)]
 
 
 def sketch(impl, dtype, device, k, d, m):

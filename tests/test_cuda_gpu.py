@@ -51,6 +51,13 @@ def test_similarity_sums(cuda, case):
     op_cases.similarity(cuda, torch.float32, "cuda", *case, integers=True)
 
 
+@pytest.mark.parametrize("case", [*op_cases.MIXINGS, (1300, ((9,), (1200,)), 4.0, 400, True)], ids=str)
+def test_similarity_mix(case):
+    for dtype in DTYPES:
+        op_cases.mixing("cuda", *case, dtype=dtype)
+    op_cases.mixing("cuda", *case, bits=32)
+
+
 @pytest.mark.parametrize("case", [*op_cases.SKETCHES, (3, 70_000, 1024)], ids=str)
 def test_srht(cuda, case):
     for dtype in DTYPES:

@@ -60,6 +60,13 @@ def test_similarity_sums(case):
     op_cases.similarity(kernels, torch.float32, DEVICE, *case, integers=True)
 
 
+@pytest.mark.parametrize("case", op_cases.MIXINGS, ids=str)
+def test_similarity_mix(case):
+    with ff.use_backend("triton"):
+        op_cases.mixing(DEVICE, *case)
+        op_cases.mixing(DEVICE, *case, bits=32)
+
+
 @pytest.mark.parametrize("case", op_cases.SKETCHES, ids=str)
 def test_srht(case):
     for dtype in DTYPES:
