@@ -51,7 +51,7 @@ class Work(NamedTuple):
 
     kind: "conv" (layout "spatial"), "separable" (layout "kernel") or "linear". size: (o, i, kh, kw) of W. images: n.
     image, out: (h, w) of input and output. nonzeros: of compact μ, 0 without μ.
-    training: forward and backward.
+    training: forward and backward; else evaluation, where W is kept from call to call.
     """
 
     kind: str
@@ -214,13 +214,16 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
             leaf.requires_grad_()
     how = (work.stride, work.padding, work.dilation, work.groups)
 
+    def make() -> Tensor:
+        mu = None if values is None else sparsity.scatter(values, index, size)
+        return ops.rank1_weight(u, v, mu, layout=layout)
+
+    kept = None
+    if not work.training:
+        kept = make().contiguous(memory_format=torch.channels_last) if work.channels_last else make()
+
     def reconstruct() -> Tensor:
-        if values is None or not work.training:
-            weight = ops.rank1_weight(u, v, layout=layout)
-        else:
-            weight = ops.rank1_weight(u, v, sparsity.scatter(values, index, size), layout=layout)
-        if values is not None and not work.training:
-            sparsity.scatter_add_(weight, values, index)
+        weight = make() if kept is None else kept
         return F.linear(x, weight) if linear else F.conv2d(x, weight, None, *how)
 
     def factored() -> Tensor:

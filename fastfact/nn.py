@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastfact import cost, ops, sparsity
+from fastfact import cost, kept, ops, sparsity
 from fastfact.ops.common import is_channels_last, is_mapped, transforming
 from fastfact.specs import LowRank, Rank1, Spec
 
@@ -36,12 +36,17 @@ class FactorizedLayer(nn.Module):
     convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
     σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
     is two smaller convolutions. "auto" takes it on a GPU, for clients and for `Rank1(sparse=False)`.
+
+    In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it until a
+    factor changes (`fastfact.kept`) or `train()` or `eval()` is called. After writes to a few numbers through `.data`
+    or numpy, which PyTorch does not count, call `eval()`.
     """
 
     spec: Spec
     size: tuple[int, ...]
     path: str = "auto"
     paths = PATHS
+    _kept: kept.Kept | None = None
 
     def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
         if not isinstance(spec, Spec):
@@ -252,14 +257,38 @@ class FactorizedLayer(nn.Module):
     def _nonzeros(self) -> int:
         return len(self.mu) if self.is_compact else 0
 
+    def _kept_weight(self, x: Tensor) -> Tensor | None:
+        """W where it is kept and serves x."""
+        if self.training or not kept.allowed() or (found := self._kept) is None:
+            return None
+        return found.weight if found.serves(self, x) else None
+
+    def _keep(self, weight: Tensor, x: Tensor) -> None:
+        if not self.training and kept.allowed():
+            self._kept = kept.keep(self, weight, x)
+
+    def train(self, mode: bool = True) -> "FactorizedLayer":
+        """As for any module; a weight that was kept is dropped."""
+        self._kept = None
+        return super().train(mode)
+
+    def _apply(self, *args, **kwargs):
+        self._kept = None
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self):
+        return {name: value for name, value in super().__getstate__().items() if name != "_kept"}
+
     def _mark(self) -> None:
         parameter = self._parameters.get(self.spec.sparse_factor)
         if parameter is not None:
             sparsity.mark_penalized(parameter)
 
     def __setattr__(self, name, value):
-        if name == "path" and value not in self.paths:
-            raise ValueError(f"path={value!r}: must be one of {', '.join(map(repr, self.paths))}")
+        if name == "path":
+            if value not in self.paths:
+                raise ValueError(f"path={value!r}: must be one of {', '.join(map(repr, self.paths))}")
+            self._kept = None
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):
             self._mark()
@@ -402,11 +431,14 @@ class FactorizedConv2d(FactorizedLayer):
         return self.A.shape[0] * (1 / (o * kw) + 1 / (i * kh) - 1 / pixels) < 1 / 3
 
     def forward(self, x: Tensor) -> Tensor:
-        fused = self._fused()
-        if fused or self._factored(x):
-            y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
-            return y if x.dim() == 4 else y.squeeze(0)
-        weight = self._weight(None if self.spec.dense in self._parameters else is_channels_last(x))
+        weight = self._kept_weight(x)
+        if weight is None:
+            fused = self._fused()
+            if fused or self._factored(x):
+                y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
+                return y if x.dim() == 4 else y.squeeze(0)
+            weight = self._weight(None if self.spec.dense in self._parameters else is_channels_last(x))
+            self._keep(weight, x)
         if self.padding_mode != "zeros":
             return nn.Conv2d._conv_forward(self, x, weight, self.bias)
         return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
@@ -457,9 +489,13 @@ class FactorizedLinear(FactorizedLayer):
         return cost.linear_work(self.size, n, self.u.shape[0], self._nonzeros(), training, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._factored(x):
-            return ops.factored_linear(x, *self._parts(), size=self.size)
-        return F.linear(x, self.weight, self.bias)
+        weight = self._kept_weight(x)
+        if weight is None:
+            if self._factored(x):
+                return ops.factored_linear(x, *self._parts(), size=self.size)
+            weight = self.weight
+            self._keep(weight, x)
+        return F.linear(x, weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"

@@ -91,16 +91,17 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   });
   p.slab = make_slab<C>(p.s, p.grid.segments, p.grid.rows, c.w, lanes);
   p.band = make_band(p.grid.segments, c.ow, p.grid.rows, lanes);
-  p.plan = make_plan(p.s, p.slab, 0, op.mu, taps, false, sparse_registers(bytes) * lanes);
+  p.plan = make_plan(p.s, p.slab, 0, op.mu, taps, false, sparse_registers(bytes) * lanes, parallel_for);
   const Scratch<C> u(op.rank * taps), v(outputs * op.rank * c.i), bias(outputs), values(p.plan.used);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
-  if (op.rank) pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, product_rows(bytes), v.get());
+  if (op.rank)
+    pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, product_rows(bytes), v.get(), parallel_for);
   if (op.bias) {
     for (int64_t o = 0; o < outputs; ++o) bias.get()[o] = to_compute(static_cast<const T*>(op.bias)[o]);
     p.bias = bias.get();
   }
   if (p.plan.used) {
-    sort_values<T>(p.plan, op.mu, values.get());
+    sort_values<T>(p.plan, op.mu, values.get(), parallel_for);
     p.values = values.get();
   }
   p.u = u.get(), p.v = v.get();

@@ -217,7 +217,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> du_parts(p.parts * c.groups * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
   const Scratch<C> back_values(p.needs_x ? op.mu.count : 0);
-  if (p.nonzeros) p.plan = make_plan(p.s, p.x_slab, 0, op.mu, taps, false, tile);
+  if (p.nonzeros) p.plan = make_plan(p.s, p.x_slab, 0, op.mu, taps, false, tile, parallel_for);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
   C *next_u = back_u.get(), *next_value = back_values.get();
   for (int64_t phase = 0; phase < phases && p.needs_x; ++phase) {
@@ -226,14 +226,14 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
       for (int64_t tap : p.back.phases[phase].tap) *next_u++ = u.get()[r * taps + tap];
     }
     if (!op.mu.count) continue;
-    p.back_plans.push_back(make_plan(p.back, p.back_slab, phase, op.mu, taps, true, tile));
+    p.back_plans.push_back(make_plan(p.back, p.back_slab, phase, op.mu, taps, true, tile, parallel_for));
     p.back_values.push_back(next_value);
-    sort_values<T>(p.back_plans.back(), op.mu, next_value);
+    sort_values<T>(p.back_plans.back(), op.mu, next_value, parallel_for);
     next_value += p.back_plans.back().used;
   }
   for (int64_t r = 0; r < op.rank; ++r) {
     pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, product_rows(bytes),
-           v.get() + r * outputs * c.i);
+           v.get() + r * outputs * c.i, parallel_for);
   }
   p.u = u.get(), p.v = v.get();
   p.du = du_parts.get(), p.dv = dv_parts.get(), p.dvalues = p.nonzeros ? values.get() : nullptr;

@@ -350,7 +350,7 @@ struct Tiles {
 // of μ to its input channels.
 template <class C>
 Plan make_plan(const Geometry& s, const Slab<C>& slab, size_t phase, const Sparse& mu, int64_t kernel, bool swapped,
-               int64_t tile) {
+               int64_t tile, ParallelFor parallel_for) {
   Plan plan{};
   plan.outputs = s.o;
   if (!mu.count) return plan;
@@ -375,17 +375,26 @@ Plan make_plan(const Geometry& s, const Slab<C>& slab, size_t phase, const Spars
     offset[k] = int32_t(slab.offset[phase][found - taps.tap.begin()] + (swapped ? 0 : i * slab.channel));
     key[k] = int32_t(swapped ? i : i / plan.block * (s.o + 1));
   }
+  // Pieces of μ that share no key: rows, or where they are the inner channels, blocks of them.
+  const int64_t pieces = s.groups * (swapped ? plan.blocks : rows);
+  auto row_of = [&](int64_t piece) {
+    return swapped ? piece / plan.blocks * rows + std::min(piece % plan.blocks * plan.block, rows) : piece;
+  };
   auto each = [&](auto&& take) {
-    int64_t nz = 0;
-    for (int64_t row = 0; row < s.groups * rows; ++row) {
-      const int64_t group = row / rows, r = row % rows, first = row * columns;
-      const int64_t key_of_row = (group * plan.blocks + (swapped ? r / plan.block : 0)) * (s.o + 1) + (swapped ? 0 : r);
-      const int64_t offset_of_row = swapped ? r * slab.channel : 0;
-      for (; nz < mu.count && mu.index[nz] < first + columns; ++nz) {
-        const int64_t k = mu.index[nz] - first;
-        if (offset[k] >= 0) take(nz, key_of_row + key[k], offset_of_row + offset[k]);
+    parallel(parallel_for, pieces, ceil_div(8192 * pieces, mu.count), [&](int64_t begin, int64_t end) {
+      const int64_t last = row_of(end);
+      int64_t row = row_of(begin), nz = std::lower_bound(mu.index, mu.index + mu.count, row * columns) - mu.index;
+      for (; row < last; ++row) {
+        const int64_t group = row / rows, r = row % rows, first = row * columns;
+        const int64_t key_of_row =
+            (group * plan.blocks + (swapped ? r / plan.block : 0)) * (s.o + 1) + (swapped ? 0 : r);
+        const int64_t offset_of_row = swapped ? r * slab.channel : 0;
+        for (; nz < mu.count && mu.index[nz] < first + columns; ++nz) {
+          const int64_t k = mu.index[nz] - first;
+          if (offset[k] >= 0) take(nz, key_of_row + key[k], offset_of_row + offset[k]);
+        }
       }
-    }
+    });
   };
   each([&](int64_t, int64_t at, int64_t) { ++plan.starts[at]; });
   int32_t sum = 0;
@@ -404,29 +413,33 @@ Plan make_plan(const Geometry& s, const Slab<C>& slab, size_t phase, const Spars
 
 // The values of μ in the order of the plan.
 template <class T>
-void sort_values(const Plan& plan, const Sparse& mu, Compute<T>* to) {
-  for (int64_t nz = 0; nz < plan.used; ++nz) to[nz] = to_compute(static_cast<const T*>(mu.values)[plan.source[nz]]);
+void sort_values(const Plan& plan, const Sparse& mu, Compute<T>* to, ParallelFor parallel_for) {
+  parallel(parallel_for, plan.used, 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t nz = begin; nz < end; ++nz) to[nz] = to_compute(static_cast<const T*>(mu.values)[plan.source[nz]]);
+  });
 }
 
 // v [rank, groups·o, i] for Tiles::multiply, from `inputs` to `outputs` channels: [group][outputs / width][rank ·
 // inputs][width], the last block narrower. With `swapped`, from the output channels of v to its input channels.
 template <class T>
 void pack_v(const T* v, int64_t groups, int64_t inputs, int64_t outputs, int64_t rank, bool swapped, int64_t width,
-            Compute<T>* to) {
+            Compute<T>* to, ParallelFor parallel_for) {
   const int64_t rows = swapped ? inputs : outputs, columns = swapped ? outputs : inputs;
-  for (int64_t group = 0; group < groups; ++group) {
-    for (int64_t o = 0; o < outputs; o += width) {
-      const int64_t m = std::min(width, outputs - o);
+  const int64_t blocks = ceil_div(outputs, width), depth = rank * inputs;
+  parallel(parallel_for, groups * blocks, ceil_div(16384, width * depth), [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t group = block / blocks, o = block % blocks * width, m = std::min(width, outputs - o);
+      Compute<T>* next = to + (group * outputs + o) * depth;
       for (int64_t r = 0; r < rank; ++r) {
         const T* from = v + (r * groups + group) * rows * columns;
         for (int64_t i = 0; i < inputs; ++i) {
           for (int64_t k = 0; k < m; ++k) {
-            *to++ = to_compute(swapped ? from[i * columns + o + k] : from[(o + k) * columns + i]);
+            *next++ = to_compute(swapped ? from[i * columns + o + k] : from[(o + k) * columns + i]);
           }
         }
       }
     }
-  }
+  });
 }
 
 }  // namespace fastfact

@@ -6,7 +6,7 @@ milliseconds, `ratio` is the median over the turns of rival / ours, the rival be
 
 reconstruct  the layer with dense μ, forward and backward, over the eight convolutions of ResNet-9
 weight       `ff.ops.rank1_weight` alone, forward and backward, against torch.compile of the same formula
-forward, training   the layer with compact μ (density 0: without μ), over the same eight
+forward, training   the layer with compact μ (density 0: without μ), over the same eight; forward in evaluation mode
 grid         the same over convolutions of every kind, and batches of 1, 8 and 64, against the dense layer alone
 memory       what a layer and its training state hold, in megabytes
 model        ResNet-9 on 32×32 images, evaluation and training step
@@ -136,6 +136,8 @@ def step(model: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], None]:
 
 
 def evaluation(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    """Forward in evaluation mode."""
+    model.eval()
     return torch.no_grad()(lambda: model(x))
 
 
@@ -224,7 +226,7 @@ def whole_model(density: float, fmt: str, batch: int, training: bool, rivals: bo
         if rivals:
             sides["dense_bf16"] = copy.deepcopy(sides["dense"]).bfloat16()
         inputs = {name: x.bfloat16() if name == "dense_bf16" else x for name in sides}
-        return {name: evaluation(model.eval(), inputs[name]) for name, model in sides.items()}
+        return {name: evaluation(model, inputs[name]) for name, model in sides.items()}
     y = torch.randint(10, (batch,))
 
     def training_step(model: nn.Module) -> Callable[[], None]:

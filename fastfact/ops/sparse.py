@@ -41,6 +41,7 @@ def prox_sgd_step(
     if any(penalty < 0 for penalty in l1):
         raise ValueError(f"{op}: l1={min(l1)}, must not be negative")
     implementation(op)(params, grads, momenta, l1, lr, momentum, weight_decay, proximal)
+    torch.autograd.graph.increment_version([*params, *momenta])
 
 
 @torch.no_grad()

@@ -1,0 +1,77 @@
+"""A weight that a layer makes once in evaluation, and keeps while its factors stay as they are."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastfact.ops.common import is_channels_last
+
+if TYPE_CHECKING:
+    from fastfact.nn import FactorizedLayer
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def allowed() -> bool:
+    """Whether a weight may be kept, and a kept one serve: nothing traces, casts or asks for gradients."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    return not torch.is_autocast_enabled("cpu")
+
+
+def keep(layer: "FactorizedLayer", weight: Tensor, x: Tensor) -> "Kept | None":
+    """`weight` as made for input x, to be kept; None where its factors could change unseen or it is no plain tensor."""
+    tensors = {**layer.factors(), **layer._buffers}
+    if type(weight) is not Tensor or not all(t.is_cpu and not t.is_inference() for t in tensors.values()):
+        return None
+    return Kept(tensors, weight, x, any_input=layer.path == "reconstruct" or not layer.can_factor)
+
+
+class Kept:
+    """weight: W in the memory format of the input it was first made for.
+
+    It serves as long as the layer has the same tensors, PyTorch has counted no write to them, and a few of their
+    numbers are what they were: this last finds writes that are not counted, those through `.data` and numpy, if they
+    change the numbers at large. Where the choice of the path depends on the input, it serves inputs of one shape.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], weight: Tensor, x: Tensor, any_input: bool):
+        last = is_channels_last(x) and weight.dim() == 4
+        self.weight = weight.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        self._input = None if any_input else (x.shape, x.stride(), x.dtype)
+        # The alias keeps the memory from being given to another tensor, so that its address tells it apart.
+        self._made_from = [
+            (
+                name,
+                tensor,
+                tensor._version,
+                tensor.detach(),
+                tensor.data_ptr(),
+                sample := _sample(tensor),
+                sample.tobytes(),
+            )
+            for name, tensor in tensors.items()
+        ]
+
+    def serves(self, layer: "FactorizedLayer", x: Tensor) -> bool:
+        """Whether the weight is still that of `layer`, and what its forward would take for x."""
+        if self._input is not None and self._input != (x.shape, x.stride(), x.dtype):
+            return False
+        parameters, buffers = layer._parameters, layer._buffers
+        for name, tensor, version, _, address, sample, seen in self._made_from:
+            if (
+                (parameters.get(name) is not tensor and buffers.get(name) is not tensor)
+                or tensor._version != version
+                or tensor.data_ptr() != address
+                or sample.tobytes() != seen
+            ):
+                return False
+        return True
+
+
+def _sample(tensor: Tensor):
+    """A view, as numpy array, of eight numbers spread over a tensor without gaps."""
+    n = tensor.numel()
+    some = tensor.detach().as_strided((min(8, n),), (max(1, n // 8),), tensor.storage_offset())
+    return some.view(_INTEGERS[tensor.element_size()]).numpy()
