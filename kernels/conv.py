@@ -48,8 +48,8 @@ def weight_tile(
     mu_i,
     mu_y,
     mu_x,
-    ky: tl.constexpr,
-    kx: tl.constexpr,
+    ky,
+    kx,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     KH: tl.constexpr,
@@ -161,10 +161,10 @@ def conv_kernel(
     x_image = x + client * x_client + n * x_n + group.to(tl.int64) * IN * x_c
     acc = tl.zeros([BLOCK_O, BLOCK_M], ACC)
     # the channels are the inner loop: only that one is pipelined, and with the taps in it each would take its own
-    # stages of shared memory
+    # stages of shared memory. The taps of a row are a loop at run time: unrolled, the addresses of 25 taps spilled.
     for ky in tl.static_range(KH):
         iy = oy * stride_y - padding_y + ky * dilation_y
-        for kx in tl.static_range(KW):
+        for kx in range(KW):
             ix = ox * stride_x - padding_x + kx * dilation_x
             there = m_inside & (iy >= 0) & (iy < height) & (ix >= 0) & (ix < width)
             pixel = x_image + iy.to(tl.int64) * x_y + ix.to(tl.int64) * x_x
@@ -283,7 +283,7 @@ def conv_input_kernel(
         # the output rows that this tap takes from row iy
         ty = iy + padding_y - ky * dilation_y
         oy = ty // stride_y
-        for kx in tl.static_range(KW):
+        for kx in range(KW):
             tx = ix + padding_x - kx * dilation_x
             ox = tx // stride_x
             there = m_inside & (ty >= 0) & (oy * stride_y == ty) & (oy < out_height)
@@ -419,7 +419,7 @@ def conv_weight_kernel(
         v += client * v_client
     dv_tile = tl.zeros([BLOCK_O, BLOCK_I], ACC)
     for ky in tl.static_range(KH):
-        for kx in tl.static_range(KW):
+        for kx in range(KW):
             acc = tl.zeros([BLOCK_O, BLOCK_I], ACC)
             for step in range(STEPS):
                 m = (split * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -503,7 +503,8 @@ def image_tile(dtype: torch.dtype, k: int, m: int, n: int, inner: int) -> Tile:
     if depth == 16:
         # a first layer: the addresses of all taps are kept, in fewer registers where more threads share them
         return Tile(64, columns, depth, 8)
-    return Tile(128 if m >= 128 and k * m * columns >= 132 * 128 * 64 else 64, columns, depth, 4)
+    wide = m >= 128 and k * m * columns >= 132 * 128 * 64
+    return Tile(128, columns, depth, 8) if wide else Tile(64, columns, depth, 4)
 
 
 def gradient_tile(dtype: torch.dtype, out: int, into: int, rows: int) -> Tile:

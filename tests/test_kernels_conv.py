@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from triton_tools import interpret, stand_in
+from triton_tools import interpret, stack_bytes, stand_in
 
 from fastfact.reference import KERNEL, SPATIAL
 
@@ -57,6 +57,26 @@ def test_compiles_ahead_of_time(name, layout, dtype, arch, mu, monkeypatch):
     if dtype == torch.bfloat16:
         assert ("wgmma" if arch == 90 else "mma.sync") in compiled.asm["ptx"]
         assert "cp.async" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["conv_kernel", "conv_input_kernel", "conv_weight_kernel"])
+def test_25_taps_stay_in_the_registers(name, monkeypatch):
+    """The second layer of ResNet-9 for a few clients, in the tiles that many have."""
+    conv = importlib.import_module("fastfact.kernels.conv")
+    chosen = stand_in(monkeypatch, [conv], name, 90)
+    x = torch.zeros(4, 32, 32, 32, 64, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
+    grad = torch.zeros(4, 32, 16, 16, 128, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
+    mu = torch.zeros(4, 128, 5, 5, 64, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
+    u, v = torch.zeros(4, 1, 5, 5, dtype=torch.bfloat16), torch.zeros(4, 1, 128, 64, dtype=torch.bfloat16)
+    settings = (SPATIAL, (128, 64, 5, 5), True, (2, 2), (2, 2), (1, 1), 1)
+    if name == "conv_kernel":
+        conv.fused_conv2d(x, u, v, mu, None, None, *settings)
+    elif name == "conv_input_kernel":
+        conv.fused_conv2d_dx(grad, u, v, mu, None, x.shape[1:], True, *settings)
+    else:
+        conv.fused_conv2d_dw(grad, x, u, v, None, *settings, 7)
+    (compiled,) = chosen.compiled
+    assert "wgmma" in compiled.asm["ptx"] and stack_bytes(compiled) == 0
 
 
 @pytest.mark.parametrize("arch", [80, 90])

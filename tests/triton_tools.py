@@ -1,8 +1,10 @@
 """Running Triton kernels without a GPU: interpreted, in a process of its own, or compiled ahead of time."""
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -52,6 +54,18 @@ class Compiler:
         source = ASTSource(self.kernel, signature, fixed, attributes)
         options = {"num_warps": num_warps, "num_stages": num_stages}
         self.compiled.append(triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=options))
+
+
+def stack_bytes(compiled) -> int:
+    """Local memory of a thread of a compiled kernel: what did not fit into its registers."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        run = subprocess.run([program, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", run.stdout)[1])
 
 
 class Nothing:
