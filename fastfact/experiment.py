@@ -457,7 +457,7 @@ def run(
     parts = _parts(config)
     newcomers = parts.pop("newcomers")
     if group.root(lambda: _rounds(config, directory) > 0):
-        fed = Federation.load(directory, **parts, store=config.store, group=group)
+        fed = Federation.load(directory, **parts, store=config.store, memory_limit=config.memory_limit, group=group)
         group.root(lambda: record.forget(directory, fed.round))
     else:
         fed = _federation(config, parts, group)

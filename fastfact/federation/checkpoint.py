@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 
 CLIENT, MEMORY, RECORDS = "client/", "server/memory/", "records/"
 
+HERE = ("store", "memory_limit")
+"""Settings of the machine: another value goes on with the same run."""
+
 
 def open_directory(fed: "Federation", directory: Path) -> Path:
     """Make `directory` this federation's run directory: the rows in it are those of the rounds it has run."""
     config = json.loads(json.dumps(fed.config()))
     if (directory / store.CONFIG).exists():
         there = store.read_config(directory)
-        if different := sorted(key for key in config if key != "executor" and there.get(key) != config[key]):
+        if different := sorted(key for key in config if key != "executor" and _run(there, key) != _run(config, key)):
             raise RunDirectoryError(f"{directory}: holds another run (its {different[0]} differs)")
         if any(round > fed.round for round in store.checkpoints(directory)):
             raise RunDirectoryError(f"{directory}: has rounds this federation has not run; go on with Federation.load")
@@ -48,6 +51,12 @@ def open_directory(fed: "Federation", directory: Path) -> Path:
     store.write_rows(directory / store.METRICS, fed.history)
     store.write_rows(directory / store.LEDGER, fed.ledger.rows())
     return directory
+
+
+def _run(config: dict[str, Any], key: str) -> Any:
+    """What `config` has under `key`, without the settings that do not tell one run from another."""
+    value = config.get(key)
+    return {name: each for name, each in value.items() if name not in HERE} if key == "settings" else value
 
 
 def append(directory: Path, rows: list[dict], ledger: Ledger, sync: bool) -> None:
@@ -105,7 +114,16 @@ def save(fed: "Federation", directory: Path | None) -> None:
 
 
 def load(
-    cls: type["Federation"], directory: Path, model, clients, method, augment, device, place, group: Group
+    cls: type["Federation"],
+    directory: Path,
+    model,
+    clients,
+    method,
+    augment,
+    device,
+    place,
+    memory_limit,
+    group: Group,
 ) -> "Federation":
     """See `Federation.load`."""
     config = store.read_config(directory)
@@ -115,6 +133,8 @@ def load(
         used, plan = config["augment"], Plan(**config["executor"])
         if place is not None:
             settings["store"] = str(place)
+        if memory_limit is not None:
+            settings["memory_limit"] = memory_limit
         check_settings(settings)
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"{directory / store.CONFIG}: {error!r}") from error
@@ -198,9 +218,10 @@ def _restore_server(fed: "Federation", directory: Path, path: Path, metadata, me
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"{path}: {error}") from error
-    if round and (not history or history[-1]["round"] != round):
+    if len(history) != (rows := round * fed._taking_part(len(fed))):
         raise RunDirectoryError(
-            f"{directory / store.METRICS}: ends before round {round}, the directory is half-written"
+            f"{directory / store.METRICS}: has {len(history)} rows of the first {round} rounds, must be {rows}: the"
+            " directory is half-written"
         )
     fed.memory = {name: tensor.to(fed.device) for name, tensor in memory.items()}
     fed.last = last

@@ -351,7 +351,8 @@ class Federation:
         on_client(round, client, done, total) is called as clients finish training, on_row(row) for each finished row,
         on_round(round, rows) after each round.
 
-        Raises ValueError for bad arguments, or where the federation was loaded without its clients.
+        Raises ValueError for bad arguments, a memory limit that is too small, or where the federation was loaded
+        without its clients.
         """
         if not isinstance(rounds, int) or rounds < 0:
             raise ValueError(f"fit(rounds={rounds!r}): must be an integer of at least 0")
@@ -361,6 +362,9 @@ class Federation:
             raise ValueError("fit: this federation was loaded without clients, pass Federation.load(DIR, clients=)")
         if isinstance(self.augment, str):
             raise ValueError(f"fit: the run used augment={self.augment}, pass Federation.load(DIR, augment=)")
+        if rounds and self.settings["memory_limit"] is not None:
+            # Raises where not even one cohort fits, before a file is touched.
+            self._block(len(self._shard.mine(self.select(self.round + 1))))
         directory = None if out is None else self.group.root(lambda: checkpoint.open_directory(self, Path(out)))
         for step in range(rounds):
             last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
@@ -686,6 +690,7 @@ class Federation:
         augment: Callable | None = None,
         device: str | torch.device | None = None,
         store: str | Path | None = None,
+        memory_limit: float | None = None,
         group: Group | None = None,
     ) -> "Federation":
         """The federation as its newest checkpoint in `directory` has it; `fit` goes on from there, bit for bit.
@@ -694,13 +699,16 @@ class Federation:
         functools.partial of a model class or of `fastfact.models.build` (nothing is imported by a name in a file).
         clients: the same as before, in the same order; without them the federation has models, similarity, ledger and
         history, but `fit` raises. method: needed for a Strategy that is not registered. augment: as model.
-        store: where the clients' states are now, if they were in a directory that has moved. group: as in the
-        constructor, whatever it was when the checkpoint was written; every process reads `directory`.
+        store: where the clients' states are now, if they were in a directory that has moved. memory_limit: in place of
+        the one there was. group: as in the constructor, whatever it was when the checkpoint was written; every process
+        reads `directory`.
         `fed.source` is what was recorded when the federation was made.
 
         Raises RunDirectoryError (a ValueError) naming what is missing or does not fit.
         """
-        return checkpoint.load(cls, Path(directory), model, clients, method, augment, device, store, group or Group())
+        return checkpoint.load(
+            cls, Path(directory), model, clients, method, augment, device, store, memory_limit, group or Group()
+        )
 
 
 def _length(state: State) -> int:

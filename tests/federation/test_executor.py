@@ -181,11 +181,11 @@ def many(n: int) -> list[ff.Client]:
     return [ff.Client((torch.randn(8, 64), y), (torch.randn(2, 64), y[:2])) for _ in range(n)]
 
 
-def test_a_limit_that_is_too_small_is_refused_before_any_work():
+def test_a_limit_that_is_too_small_is_refused_before_any_work(tmp_path):
     fed = ff.Federation(wide, many(3), cohort=1, memory_limit=0.01)
     with pytest.raises(ValueError, match=r"memory_limit=0.01\): 1 client at work need about \d"):
-        fed.fit(1)
-    assert fed.round == 0
+        fed.fit(1, tmp_path / "run")
+    assert fed.round == 0 and not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="memory_limit=0"):
         ff.Federation(wide, many(3), memory_limit=0)
 

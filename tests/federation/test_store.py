@@ -228,7 +228,9 @@ def test_half_written_directories(make, run, tmp_path):
     (directory / "metrics.jsonl").write_text(metrics[: len(metrics) // 2])
     broken("metrics.jsonl: line . is not a row")
     (directory / "metrics.jsonl").write_text("".join(metrics.splitlines(keepends=True)[:3]))
-    broken("metrics.jsonl: ends before round 3")
+    broken("metrics.jsonl: has 3 rows of the first 3 rounds, must be 9")
+    (directory / "metrics.jsonl").write_text(metrics[:-20])
+    broken("metrics.jsonl: has 8 rows of the first 3 rounds, must be 9")
     (directory / "metrics.jsonl").unlink()
     broken("metrics.jsonl: missing")
     (directory / "metrics.jsonl").write_text(metrics)
@@ -268,6 +270,22 @@ def test_another_runs_directory_is_refused(make, run, tmp_path):
     fed.save(directory)
     fed.save(tmp_path / "copy")
     assert ff.Federation.load(tmp_path / "copy").round == 3
+
+
+def test_a_run_goes_on_with_its_clients_and_their_memory_elsewhere(make, same, tmp_path):
+    straight = make()
+    straight.fit(2)
+    make(store=tmp_path / "clients").fit(1, tmp_path / "run")
+    (tmp_path / "clients").rename(tmp_path / "moved")
+    options = {"clients": make.clients(), "store": tmp_path / "moved"}
+    resumed = ff.Federation.load(tmp_path / "run", make.mlp, **options, memory_limit=64)
+    resumed.fit(1, tmp_path / "run")
+    assert same(resumed, straight)
+    settings = store.read_config(tmp_path / "run")["settings"]
+    assert settings["store"] == str(tmp_path / "moved") and settings["memory_limit"] == 64
+    assert ff.Federation.load(tmp_path / "run", make.mlp).settings["memory_limit"] == 64
+    with pytest.raises(RunDirectoryError, match="memory_limit=-1"):
+        ff.Federation.load(tmp_path / "run", make.mlp, memory_limit=-1)
 
 
 def test_an_unregistered_strategy_is_asked_for(make, tmp_path):
