@@ -83,7 +83,9 @@ def reproduce_command(
     clients: Annotated[int | None, typer.Option(help="Clients in place of the recipe's.")] = None,
     width: Annotated[float | None, typer.Option(help="Width multiplier in place of the recipe's.")] = None,
     init_from: Annotated[str | None, typer.Option(help=experiment.HELP["init_from"])] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Three rounds, a narrow network: to see it work.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Three rounds, a narrow network, 100 samples a client: to see it work.")
+    ] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for runs and pictures.")] = Path("runs/reproduce"),
     jobs: Annotated[str, typer.Option(help="Cells trained at once; the numbers do not depend on it.")] = "auto",
     json_file: Json = None,

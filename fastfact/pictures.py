@@ -55,7 +55,7 @@ def _panels(grid: Grid, height: float = 3.6):
     for ax in axes[len(panels) :]:
         ax.set_visible(False)
     for ax, (name, _) in zip(axes, panels, strict=False):
-        ax.set_title(name, fontsize=10)
+        ax.set_title(name if len(panels) > 1 else "", fontsize=10)
         ax.grid(alpha=0.3)
     _title(figure, grid.title)
     return figure, list(zip(axes, (runs for _, runs in panels), strict=False))
@@ -71,6 +71,12 @@ def _legend(figure, axes) -> None:
     figure.legend(handles.values(), handles.keys(), frameon=False, loc="outside lower center", ncols=4, fontsize=8)
 
 
+def _whole(*axes) -> None:
+    """Ticks at whole numbers only: rounds, clients, labels."""
+    for axis in axes:
+        axis.get_major_locator().set_params(integer=True)
+
+
 def _over_rounds(grid: Grid, path: Path, of: Callable[[Cell], np.ndarray], label: str) -> Path:
     figure, panels = _panels(grid)
     for ax, rows in panels:
@@ -80,12 +86,12 @@ def _over_rounds(grid: Grid, path: Path, of: Callable[[Cell], np.ndarray], label
                 continue
             values = np.stack([curve[: min(map(len, curves))] for curve in curves])
             x, mean = np.arange(1, values.shape[1] + 1), values.mean(0)
-            ax.plot(x, mean, label=row, **line_look(index))
+            ax.plot(x, mean, label=row, marker="o" if len(x) == 1 else None, **line_look(index))
             if len(values) > 1:
                 std = values.std(0, ddof=1)
                 ax.fill_between(x, mean - std, mean + std, color=line_look(index)["color"], alpha=0.15, linewidth=0)
         ax.set(xlabel="Round", ylabel=label)
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        _whole(ax.xaxis)
     _legend(figure, [ax for ax, _ in panels])
     return save(figure, path)
 
@@ -150,6 +156,7 @@ def clients(grid: Grid, path: Path) -> Path:
             at = np.arange(1, len(values) + 1) - 0.42 + width * (index + 0.5)
             ax.bar(at, values, width, label=row, color=COLOURS[grid.rows.index(row) % len(COLOURS)])
         ax.set(xlabel="Client", ylabel="Test accuracy [%]")
+        _whole(ax.xaxis)
     _legend(figure, [ax for ax, _ in panels])
     return save(figure, path)
 
@@ -207,10 +214,10 @@ def tuning(grid: Grid, path: Path) -> Path:
     x = np.arange(len(grid.columns))
     for index, row in enumerate(grid.rows):
         colour = COLOURS[index % len(COLOURS)]
-        for values, look in ((grid.ours, "-o"), (grid.theirs, "--")):
+        for values, look in ((grid.ours, "-o"), (grid.theirs, "--D")):
             line = [(values.get((row, column)) or (np.nan, 0))[0] for column in grid.columns]
             if np.isfinite(line).any():
-                ax.plot(x, line, look, color=colour, label=row + (", the paper" if look == "--" else ""), markersize=4)
+                ax.plot(x, line, look, color=colour, label=row + (", the paper" if look == "--D" else ""), markersize=4)
     ax.set(xticks=x, xticklabels=grid.columns)
     _title(figure, grid.title)
     ax.grid(alpha=0.3)
@@ -253,6 +260,7 @@ def frequency(grid: Grid, path: Path) -> Path:
         image = ax.imshow(100 * matrix, cmap="Greys", vmin=0, vmax=100, interpolation="nearest")
         figure.colorbar(image, ax=ax, label="Rounds with a match [%]")
     ax.set(xlabel="Client mixed in", ylabel="Client")
+    _whole(ax.xaxis, ax.yaxis)
     _title(figure, f"{grid.title}: {cell.method}")
     return save(figure, path)
 
@@ -270,6 +278,7 @@ def distances(grid: Grid, path: Path) -> Path:
             label = who[client] if values.shape[1] == 4 else f"client {client + 1}"
             ax.plot(range(1, len(values) + 1), values[:, client], label=label, **line_look(client - 1))
         ax.set(xlabel="Round", ylabel="Distance from partition 1", title=name)
+        _whole(ax.xaxis)
         ax.grid(alpha=0.3)
     _legend(figure, axes)
     return save(figure, path)
@@ -302,6 +311,7 @@ def neurons(grid: Grid, path: Path) -> Path:
         outputs = rounds[max(rounds)]
         image = ax.imshow(outputs[:, np.argsort(-outputs.mean(0))].T, cmap="cividis", aspect="auto")
         ax.set(xlabel="Client", ylabel="Unit, by its mean output", title=name)
+        _whole(ax.xaxis, ax.yaxis)
         figure.colorbar(image, ax=ax, label="Mean output")
     _title(figure, grid.title)
     return save(figure, path)
@@ -352,6 +362,7 @@ def partition(grid: Grid, path: Path) -> Path:
         at, client = np.meshgrid(np.arange(count.shape[1]), np.arange(1, len(count) + 1))
         ax.scatter(at, client, s=120 * count / count.max(), color=COLOURS[1])
         ax.set(xlabel="Label", ylabel="Client", title=name)
+        _whole(ax.xaxis, ax.yaxis)
     _title(figure, grid.title)
     return save(figure, path)
 

@@ -10,7 +10,7 @@ from fastfact.measures import MEASURES
 from fastfact.pictures import PICTURES, Grid
 from fastfact.recipes import Plan, name_of
 
-QUICK: dict[str, Any] = {"rounds": 3, "seeds": 1, "width": 0.1}
+QUICK: dict[str, Any] = {"rounds": 3, "seeds": 1, "width": 0.1, "samples": 100}
 """What --quick changes: to see that a recipe works, not what it shows."""
 
 
