@@ -6,11 +6,68 @@ from torch import Tensor
 
 from fastfact import reference
 from fastfact.backends import implementation
-from fastfact.ops.common import autocast, call, check, fold, is_mapped, must_be_plain, unfold, with_clients
+from fastfact.ops.common import (
+    autocast,
+    call,
+    check,
+    fold,
+    is_mapped,
+    must_be_plain,
+    transforming,
+    unfold,
+    with_clients,
+)
 from fastfact.ops.weights import follows_channels_last
 from fastfact.reference import LAYOUTS
 
 OP, FUSED = "factored_conv2d", "fused_conv2d"
+
+
+def _forward(op, clients, settings, x, u, v, mu, index, bias):
+    return call(implementation(op), clients, (x, u, v, mu, index, bias), *settings)
+
+
+def _backward(op, clients, settings, needs, grad, x, u, v, mu, index):
+    """(dx, du, dv, dμ); bits 0–3 of `needs` ask for them."""
+    if op == OP:
+        return call(implementation(f"{op}_backward"), clients, (grad, x, u, v, mu, index), *settings, needs)
+    dx = du = dv = dmu = grad.new_empty(0)
+    if needs & 1:
+        one = x if clients else x.unsqueeze(0)
+        image = tuple(one.shape[1:])
+        extra = (image, reference.is_channels_last(one), *settings)
+        dx = call(implementation(f"{op}_dx"), clients, (grad, u, v, mu, index), *extra)
+    if needs >> 1:
+        tensors = (grad, x, u, v, index)
+        du, dv, dmu = call(implementation(f"{op}_dw"), clients, tensors, *settings, needs >> 1)
+    return dx, du, dv, dmu
+
+
+def _gradients(ctx, grad):
+    """What `backward` of a convolution returns."""
+    needed = ctx.needs_input_grad[3:7]
+    grads = (None,) * 4
+    if any(needed):
+        needs = sum(1 << bit for bit, need in enumerate(needed) if need)
+        transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        backward = _ConvBackward.apply if transformed else _backward
+        out = backward(ctx.op, ctx.clients, ctx.settings, needs, grad, *ctx.saved_tensors)
+        grads = [g if need else None for g, need in zip(out, needed, strict=True)]
+    return None, None, None, *grads, None, grad.sum((-4, -2, -1)) if ctx.needs_input_grad[8] else None
+
+
+class _EagerConv(torch.autograd.Function):
+    """`_Conv` where nothing transforms it: a Function without `setup_context` has a third of the overhead."""
+
+    @staticmethod
+    def forward(ctx, op, clients, settings, x, u, v, mu, index, bias):
+        ctx.op, ctx.clients, ctx.settings = op, clients, settings
+        ctx.save_for_backward(x, u, v, mu, index)
+        return _forward(op, clients, settings, x, u, v, mu, index, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gradients(ctx, grad)
 
 
 class _Conv(torch.autograd.Function):
@@ -21,7 +78,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def forward(op, clients, settings, x, u, v, mu, index, bias):
-        return call(implementation(op), clients, (x, u, v, mu, index, bias), *settings)
+        return _forward(op, clients, settings, x, u, v, mu, index, bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -30,13 +87,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        needed = ctx.needs_input_grad[3:7]
-        grads = (None,) * 4
-        if any(needed):
-            needs = sum(1 << bit for bit, need in enumerate(needed) if need)
-            out = _ConvBackward.apply(ctx.op, ctx.clients, ctx.settings, needs, grad, *ctx.saved_tensors)
-            grads = [g if need else None for g, need in zip(out, needed, strict=True)]
-        return None, None, None, *grads, None, grad.sum((-4, -2, -1)) if ctx.needs_input_grad[8] else None
+        return _gradients(ctx, grad)
 
     @staticmethod
     def vmap(info, in_dims, op, clients, settings, *tensors):
@@ -45,22 +96,11 @@ class _Conv(torch.autograd.Function):
 
 
 class _ConvBackward(torch.autograd.Function):
-    """(dx, du, dv, dμ); bits 0–3 of `needs` ask for them."""
+    """The backward op as a Function of its own, so that `vmap` folds it too."""
 
     @staticmethod
     def forward(op, clients, settings, needs, grad, x, u, v, mu, index):
-        if op == OP:
-            return call(implementation(f"{op}_backward"), clients, (grad, x, u, v, mu, index), *settings, needs)
-        dx = du = dv = dmu = grad.new_empty(0)
-        if needs & 1:
-            one = x if clients else x.unsqueeze(0)
-            image = tuple(one.shape[1:])
-            extra = (image, reference.is_channels_last(one), *settings)
-            dx = call(implementation(f"{op}_dx"), clients, (grad, u, v, mu, index), *extra)
-        if needs >> 1:
-            tensors = (grad, x, u, v, index)
-            du, dv, dmu = call(implementation(f"{op}_dw"), clients, tensors, *settings, needs >> 1)
-        return dx, du, dv, dmu
+        return _backward(op, clients, settings, needs, grad, x, u, v, mu, index)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -78,6 +118,9 @@ class _ConvBackward(torch.autograd.Function):
 
 
 def _apply(op: str, clients: bool, settings, *tensors) -> Tensor:
+    if not transforming():
+        apply = _EagerConv.apply if torch.is_grad_enabled() else _forward
+        return apply(op, clients, settings, *tensors)
     if must_be_plain():
         return call(getattr(reference, op), clients, tensors, *settings)
     return _Conv.apply(op, clients, settings, *tensors)
