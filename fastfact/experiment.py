@@ -37,6 +37,7 @@ from fastfact.federation.group import Group
 from fastfact.federation.newcomers import HOW as JOIN
 from fastfact.federation.states import DATABASE, MEMORY, about_database
 from fastfact.federation.strategy import STRATEGIES
+from fastfact.kinds import must_be
 from fastfact.methods.fedfac import communalities, shared_mask
 from fastfact.sparsity import Schedule
 from fastfact.specs import Hadamard
@@ -137,8 +138,8 @@ class Config:
                 object.__setattr__(self, item.name, float(value))
             elif item.name == "cohort" and type(value) is int:
                 object.__setattr__(self, item.name, str(value))
-            elif isinstance(value, bool) or not isinstance(value, item.type):
-                raise ValueError(f"{item.name}={value!r}, must be {_KINDS[item.type]}")
+            elif rule := must_be(value, item.type):
+                raise ValueError(f"{item.name}={value!r}, must be {rule.removesuffix(' or None')}")
         for name, known in (
             ("dataset", (*data.DATASETS, SIMULATION)),
             ("scenario", data.SCENARIOS),
@@ -178,17 +179,6 @@ class Config:
         if not all(part.isdigit() and 1 <= int(part) <= self.clients for part in numbers):
             raise ValueError(f"only={self.only!r}, must be numbers of clients, 1 … {self.clients}, separated by commas")
         return [int(part) - 1 for part in numbers]
-
-
-_KINDS = {
-    int: "an integer",
-    float: "a number",
-    float | None: "a number",
-    int | None: "an integer",
-    str: "a string",
-    str | None: "a string",
-    dict: "a table",
-}
 
 
 def parse_setting(text: str) -> tuple[str, str, Any]:

@@ -16,6 +16,7 @@ from fastfact.convert import factorized_layers
 from fastfact.federation import Federation
 from fastfact.federation.client import placed
 from fastfact.federation.cohort import generator_for, tensors_of
+from fastfact.kinds import must_be
 
 Gradients = dict[str, Tensor]
 
@@ -131,12 +132,10 @@ def leakage(
     """
     if federation.clients is None:
         raise ValueError("leakage: this federation was loaded without clients, pass Federation.load(DIR, clients=)")
-    if isinstance(images, bool) or not isinstance(images, int) or images < 1:
-        raise ValueError(f"leakage(images={images!r}): must be an integer of at least 1")
     if knows not in ("shared", "all"):
         raise ValueError(f"leakage(knows={knows!r}): must be shared or all")
-    for name, value in (("steps", steps), ("tries", tries)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    for name, value in (("images", images), ("steps", steps), ("tries", tries)):
+        if must_be(value, int) or value < 1:
             raise ValueError(f"leakage({name}={value!r}): must be an integer of at least 1")
     known = range(len(federation))
     if clients is not None and (bad := [k for k in clients if k not in known]):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastfact import ops
+from fastfact.kinds import check_kinds
 
 if TYPE_CHECKING:
     from fastfact.nn import FactorizedLayer
@@ -151,14 +152,14 @@ class Schedule:
     replace: float = 0.1
 
     def __post_init__(self):
+        check_kinds(self, "Schedule")
+
         def require(name: str, holds: bool, rule: str) -> None:
             if not holds:
                 raise ValueError(f"Schedule({name}={getattr(self, name)!r}): {rule}")
 
         for name in ("warmup", "regrow_every"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            require(name, whole and value >= 0, "must be an integer of at least 0")
+            require(name, getattr(self, name) >= 0, "must be an integer of at least 0")
         if (self.target_density is None) == (self.l1 is None):
             raise ValueError("Schedule: must have either target_density or l1")
         if self.l1 is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
+from fastfact.kinds import check_kinds
 from fastfact.ops.weights import follows_channels_last, weight
 from fastfact.reference import LAYOUTS
 
@@ -100,8 +101,9 @@ class Rank1(Spec):
     sparse_factor: ClassVar[str | None] = "mu"
 
     def __post_init__(self):
+        check_kinds(self, "Rank1")
         _check_choice("Rank1", "layout", self.layout, ("spatial", "kernel", "view"))
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if self.rank < 1:
             raise ValueError(f"Rank1(rank={self.rank!r}): must be an integer of at least 1")
 
     def _op_layout(self, size: Size) -> str:
@@ -182,6 +184,7 @@ class LowRank(Spec):
     dense: ClassVar[str | None] = "sigma"
 
     def __post_init__(self):
+        check_kinds(self, "LowRank")
         _check_ratio("LowRank", "ratio", self.ratio)
         _check_ratio("LowRank", "linear_ratio", self.linear_ratio)
         _check_choice("LowRank", "layout", self.layout, ("separable", "view"))
@@ -234,6 +237,7 @@ class Hadamard(Spec):
     tensor: bool = False
 
     def __post_init__(self):
+        check_kinds(self, "Hadamard")
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"Hadamard(ratio={self.ratio}): must be between 0 and 1")
 

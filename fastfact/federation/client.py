@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fastfact.kinds import must_be
+
 Samples = tuple[Tensor, Tensor]
 
 
@@ -45,7 +47,7 @@ class LazyClients(Sequence[Client]):
     def __init__(self, make: Callable[[int], Client], k: int):
         if not callable(make):
             raise ValueError(f"LazyClients(make={make!r}): must be a function client → Client")
-        if not isinstance(k, int) or k < 1:
+        if must_be(k, int) or k < 1:
             raise ValueError(f"LazyClients(k={k!r}): must be an integer of at least 1")
         self.make, self.k = make, k
 

@@ -33,6 +33,7 @@ from fastfact.federation.newcomers import Newcomers
 from fastfact.federation.states import MEMORY, Codec, Database, Records, Stacked, States
 from fastfact.federation.strategy import Strategy, Uploads
 from fastfact.federation.wire import Ledger, Wire
+from fastfact.kinds import must_be
 from fastfact.sparsity import Schedule, penalized
 
 log = logging.getLogger("fastfact")
@@ -133,7 +134,7 @@ class Federation:
             "seed": seed,
             "cohort": cohort,
             "memory_limit": memory_limit,
-            "store": str(store),
+            "store": str(store) if isinstance(store, Path) else store,
             "store_values": store_values,
             "wire": wire,
             "max_norm": max_norm,
@@ -354,9 +355,9 @@ class Federation:
         Raises ValueError for bad arguments, a memory limit that is too small, or where the federation was loaded
         without its clients.
         """
-        if not isinstance(rounds, int) or rounds < 0:
+        if must_be(rounds, int) or rounds < 0:
             raise ValueError(f"fit(rounds={rounds!r}): must be an integer of at least 0")
-        if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
+        if must_be(checkpoint_every, int) or checkpoint_every < 1:
             raise ValueError(f"fit(checkpoint_every={checkpoint_every!r}): must be an integer of at least 1")
         if self.clients is None:
             raise ValueError("fit: this federation was loaded without clients, pass Federation.load(DIR, clients=)")

@@ -14,6 +14,7 @@ from fastfact.federation.exchange import Downloads
 from fastfact.federation.states import Stacked
 from fastfact.federation.strategy import Phase
 from fastfact.federation.wire import Ledger
+from fastfact.kinds import must_be
 
 if TYPE_CHECKING:
     from fastfact.federation.loop import Federation
@@ -36,7 +37,7 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
     """See `Federation.join`."""
     if how not in HOW:
         raise ValueError(f"join(how={how!r}): must be one of {', '.join(HOW)}")
-    if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
+    if must_be(epochs, int | None) or (epochs is not None and epochs < 1):
         raise ValueError(f"join(epochs={epochs!r}): must be an integer of at least 1, or None")
     if how == "ensemble" and fed.group.size > 1:
         raise ValueError(f"join(how='ensemble'): needs all clients' models in one process; here are {fed.group.size}")

@@ -46,6 +46,8 @@ class Data:
     """
 
     def __init__(self, clients: Sequence[Client], like: Tensor, method: Strategy, seed: int):
+        if not isinstance(clients, Sequence):
+            raise ValueError(f"Federation(clients={type(clients).__name__}): must be a sequence of ff.Client")
         if not len(clients):
             raise ValueError("Federation(clients=[]): must be at least one client")
         self.clients, self.method, self.seed = clients, method, seed

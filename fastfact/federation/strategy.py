@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastfact.convert import factorize, factorized_layers
 from fastfact.federation import mixing, statistics
 from fastfact.federation.cohort import State, TensorInfo
+from fastfact.kinds import check_kinds
 from fastfact.specs import Spec
 
 if TYPE_CHECKING:
@@ -120,10 +121,11 @@ class Strategy:
     whole: Sequence[str] = field(default_factory=list)
 
     def __post_init__(self):
+        check_kinds(self, self.name)
         self.check()
 
     def check(self) -> None:
-        """Raise ValueError for a setting out of range."""
+        """Raise ValueError for a setting out of range; that all are of their types is known."""
         self._require("l1", self.l1 >= 0, "must not be negative")
         self._require("l1_method", self.l1_method in ("proximal", "subgradient"), "must be proximal or subgradient")
         self._require("after_mix", self.after_mix in AFTER_MIX, f"must be one of {', '.join(AFTER_MIX)}")

@@ -61,8 +61,8 @@ class FedDecomp(Strategy):
 
     def check(self) -> None:
         super().check()
-        whole = self.lora_epochs is None or (isinstance(self.lora_epochs, int) and self.lora_epochs >= 0)
-        self._require("lora_epochs", whole, "must be an integer of at least 0, or None")
+        holds = self.lora_epochs is None or self.lora_epochs >= 0
+        self._require("lora_epochs", holds, "must be an integer of at least 0, or None")
         self._require("training", self.training in ("alternating", "simultaneous"), "must be alternating, simultaneous")
         self._require("shared", self.shared in SHARED, f"must be one of {', '.join(SHARED)}")
         self.spec()

@@ -59,8 +59,7 @@ class FedEM(Strategy):
 
     def check(self) -> None:
         super().check()
-        whole = isinstance(self.components, int) and not isinstance(self.components, bool) and self.components >= 1
-        self._require("components", whole, "must be an integer of at least 1")
+        self._require("components", self.components >= 1, "must be an integer of at least 1")
 
     def prepare(self, model: nn.Module) -> nn.Module:
         model = super().prepare(model)

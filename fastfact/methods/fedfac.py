@@ -214,8 +214,7 @@ class _FedFac(_Split):
         super().check()
         self._require("tau", self.tau >= 0, "must be a quantile 0 … 1, or above 1 for no shared channel")
         self._require("kappa", 0 < self.kappa <= 1, "must be above 0 and at most 1")
-        whole = isinstance(self.iterations, int) and self.iterations >= 1
-        self._require("iterations", whole, "must be an integer of at least 1")
+        self._require("iterations", self.iterations >= 1, "must be an integer of at least 1")
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         super().bind(infos)

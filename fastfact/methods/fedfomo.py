@@ -41,8 +41,7 @@ class FedFOMO(Strategy):
 
     def check(self) -> None:
         super().check()
-        whole = isinstance(self.models, int) and not isinstance(self.models, bool) and self.models >= 1
-        self._require("models", whole, "must be an integer of at least 1")
+        self._require("models", self.models >= 1, "must be an integer of at least 1")
         self._require("epsilon", 0 <= self.epsilon <= 1, "must be between 0 and 1")
         self._require("validation", 0 < self.validation < 1, "must be above 0 and below 1")
 

@@ -50,10 +50,8 @@ class Matched(Strategy):
         super().check()
         self._require("tau", -1 <= self.tau <= 1, "must be between -1 and 1")
         self._require("matching", self.matching in MATCHING, f"must be one of {', '.join(MATCHING)}")
-        whole = isinstance(self.matches, int) and self.matches >= 1
-        self._require("matches", whole, "must be an integer of at least 1")
-        whole = isinstance(self.sketch, int) and not isinstance(self.sketch, bool) and self.sketch >= 0
-        self._require("sketch", whole, "must be an integer of at least 0 (0: no sketch)")
+        self._require("matches", self.matches >= 1, "must be an integer of at least 1")
+        self._require("sketch", self.sketch >= 0, "must be an integer of at least 0 (0: no sketch)")
 
     def matrix(self, similarity: Tensor, clients: list[int], uploads: Uploads) -> Tensor:
         """The mixing weights [k, m] of `clients`, which are also the first k columns of `similarity`."""

@@ -20,11 +20,6 @@ from fastfact.federation.strategy import Phase, Strategy, register
 class _Layers(Strategy):
     """Layers are counted by their weights; a normalisation belongs to the layer before it (`TensorInfo.layer`)."""
 
-    def _whole(self, name: str) -> None:
-        value = getattr(self, name)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        self._require(name, whole, "must be an integer of at least 1")
-
     def _fits(self, infos: dict[str, TensorInfo], name: str) -> None:
         layers = max((info.layers for info in infos.values()), default=0)
         self._require(name, getattr(self, name) < max(layers, 2), f"must be below the model's {layers} layers")
@@ -48,7 +43,7 @@ class FedPer(_Layers):
 
     def check(self) -> None:
         super().check()
-        self._whole("personal_layers")
+        self._require("personal_layers", self.personal_layers >= 1, "must be an integer of at least 1")
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         self._fits(infos, "personal_layers")
@@ -78,7 +73,7 @@ class LGFedAvg(_Layers):
 
     def check(self) -> None:
         super().check()
-        self._whole("global_layers")
+        self._require("global_layers", self.global_layers >= 1, "must be an integer of at least 1")
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         self._fits(infos, "global_layers")
@@ -110,8 +105,7 @@ class FedRep(Strategy):
         super().check()
         for name in ("head_epochs", "body_epochs"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            self._require(name, whole or (name == "head_epochs" and value is None), "must be an integer of at least 0")
+            self._require(name, value is None or value >= 0, "must be an integer of at least 0")
 
     def shares(self, info: TensorInfo) -> bool:
         return not info.classifier and self.allowed(info)

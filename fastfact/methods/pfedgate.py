@@ -125,9 +125,7 @@ class PFedGate(Strategy):
         super().check()
         self._require("density", 0 < self.density <= 1, "must be above 0 and at most 1")
         for name in ("blocks", "features"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            self._require(name, whole, "must be an integer of at least 1")
+            self._require(name, getattr(self, name) >= 1, "must be an integer of at least 1")
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return Gated(super().prepare(model), self.density, self.blocks, self.features, self.classifier)

@@ -62,8 +62,7 @@ class SimFed(Matched):
     def check(self) -> None:
         super().check()
         self._require("alpha", 0 <= self.alpha < float("inf"), "must be a number of at least 0")
-        whole = isinstance(self.inputs, int) and self.inputs >= 1
-        self._require("inputs", whole, "must be an integer of at least 1")
+        self._require("inputs", self.inputs >= 1, "must be an integer of at least 1")
         self._require("init", self.init in ("random", "svd"), "must be random or svd")
         self.spec()
 

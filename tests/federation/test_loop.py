@@ -323,7 +323,12 @@ BAD = [
     ({"weight_decay": -1.0}, r"weight_decay=-1.0"),
     ({"participation": 0.0}, r"participation=0.0.*at most 1"),
     ({"participation": 1.5}, r"participation=1.5"),
+    ({"lr": True}, r"lr=True"),
     ({"seed": "x"}, r"seed='x'"),
+    ({"seed": True}, r"seed=True"),
+    ({"cohort": True}, r"cohort=True"),
+    ({"max_norm": "much"}, r"max_norm='much'"),
+    ({"store": 3}, r"store=3.*a directory"),
     ({"cohort": 0}, r"cohort=0"),
     ({"cohort": "some"}, r"cohort='some'"),
     ({"wire": "int4"}, r"wire='int4'.*exact, bfloat16, int8"),
@@ -339,6 +344,7 @@ BAD = [
     ({"model": lambda: nn.Sequential(nn.Linear(6, 3), nn.Unflatten(1, (3, 1))).double()}, r"gives \[2, 3, 1\]"),
     ({"clients": []}, r"at least one client"),
     ({"clients": [3]}, r"client 0 is int"),
+    ({"clients": iter([3])}, r"clients=list_iterator\): must be a sequence"),
 ]
 
 
