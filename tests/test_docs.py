@@ -1,4 +1,4 @@
-"""The code of docs/methods.md runs as it stands, and its page does what it says."""
+"""The code of docs/ runs as it stands, and the page of docs/methods.md does what it says."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastfact.federation import checkpoint
 from fastfact.federation.strategy import STRATEGIES, Strategy
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "methods.md"
+
+
+def code_of(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def page():
     """The names the page's code leaves behind."""
-    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    code = code_of(PAGE)
     assert len(code) == 3
     names = {}
     try:
@@ -49,3 +55,14 @@ def test_the_table_lists_what_a_strategy_answers():
     listed = {name for row in rows for name in re.findall(r"`(\w+)\(", row)}
     public = {name for name, value in vars(Strategy).items() if callable(value) and not name.startswith("_")}
     assert listed == public - {"check", "settings", "prepare", "bind", "allowed", "schedule"}
+
+
+def test_a_million_clients(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / "many_clients.md"
+    names = {}
+    exec(compile(code_of(page)[0], str(page), "exec"), names)
+    fed = names["fed"]
+    assert len(fed) == 1_000_000 and len(fed.states.touched()) == 20
+    about = checkpoint.about(tmp_path / "runs" / "many" / "run")
+    assert about["clients that have trained"] == 20 and about["bytes a client"] == fed.states.bytes() / 20
