@@ -1,12 +1,14 @@
 """The GPU kernels against their rivals: the rows of the goal table.
 
-    python -m bench.gpu weights|layers|rank1|clients|resident|mix|tune [--json FILE] [--dry-run]
+    python -m bench.gpu weights|layers|rank1|separable|clients|resident|mix|tune
+                        [--json FILE] [--dry-run]
 
 weights   the weight ops and the elementwise kernels for K clients: bytes of the floor (bench/NOTES.md) a second, over
           the copy bandwidth measured in the same run.
 layers    one convolution of ResNet-9, forward + backward, bfloat16: reconstructed (ours) and fused, against the dense
           layer (cuDNN) and the same parameterization in plain PyTorch, eager and compiled.
 rank1     rank-1 forward without μ, 256 → 256 channels, against the dense layer.
+separable kernel factors without μ, forward and data gradient, in one kernel against two and the dense layer.
 clients   a training step of ResNet-9 for K clients together, against one client after the other, and against vmap over
           plain layers (cuDNN's grouped convolution); with peak memory.
 mix       similarity_mix of many clients by the CUDA and the Triton kernels, against its matrix products alone (cuBLAS)
@@ -394,6 +396,67 @@ def rank1_row(bench: Bench, shape, batch: int) -> dict:
     return times | {"ratio": times["dense"] / times["ours"], "goal": 4}
 
 
+# separable
+
+
+def separable(bench: Bench) -> Rows:
+    shapes = bench.pick([(256, 256, 3, 1, 8), (128, 128, 3, 1, 16), (64, 128, 5, 2, 32)], TINY[1:])
+    for k, batch in bench.pick([(100, 32), (1, 256)], [(2, 2)]):
+        for shape in shapes:
+            for rank in bench.pick((1, 16, 64), (2,)):
+                common = {"op": "kh×1 and 1×kw", "clients": k, "batch": batch, "shape": name_of(shape), "rank": rank}
+                yield row(common, functools.partial(separable_row, bench, k, batch, shape, rank))
+
+
+def separable_row(bench: Bench, k: int, batch: int, shape, rank: int) -> dict:
+    i, o, kernel, stride, side = shape
+    repeats = bench.pick(5, 1)
+    torch.manual_seed(0)
+
+    def images(channels, side):
+        drawn = torch.randn(k, batch, side, side, channels, device=bench.device)
+        return drawn.bfloat16().permute(0, 1, 4, 2, 3)
+
+    x, grad = images(i, side), images(o, (side + 2 * (kernel // 2) - kernel) // stride + 1)
+    u, v = ((torch.randn(k, rank, c, kernel, device=bench.device) * 0.1).bfloat16() for c in (i, o))
+    settings = (KERNEL, (o, i, kernel, kernel), True, (stride, stride), (kernel // 2,) * 2, (1, 1), 1)
+    dense = ff.reference.rank1_weight(None, u, v, KERNEL, True)
+    op = torch.ops.fastfact
+
+    def both(x, grad, u, v, mu):
+        y = op.fused_conv2d(x, u, v, mu, None, None, *settings)
+        return y, op.fused_conv2d_dx(grad, u, v, mu, None, x.shape[1:], True, *settings)
+
+    def in_two():
+        with mock.patch("fastfact.kernels.separable_conv.MAX_RANK", 0):
+            return both(x, grad, u, v, None)
+
+    sides: Sides = {"one": lambda: both(x, grad, u, v, None), "two": in_two}
+    sides["fused dense"] = lambda: both(x, grad, None, None, dense)
+    some = [t[:1] for t in (x, grad, u, v)]
+    truth = exact_separable(*some, settings)
+    for name in ("one", "two"):
+        found = [t[:1] for t in sides[name]()]
+        check(f"separable {name_of(shape)} rank {rank}, {name}", found, truth, [t[:1] for t in sides["fused dense"]()])
+    if k == 1:
+        weight, how = dense[0].contiguous(memory_format=torch.channels_last), {"stride": stride, "padding": kernel // 2}
+        sides["cudnn dense"] = lambda: (
+            F.conv2d(x[0], weight, **how),
+            torch.nn.grad.conv2d_input(x.shape[1:], weight, grad[0], **how),
+        )
+    times = bench.medians({name: bench.graphed(one, repeats) for name, one in sides.items()})
+    times = {name: t / repeats for name, t in times.items()}
+    moved = 2 * 2 * (x.numel() + grad.numel())
+    return times | {"two/one": times["two"] / times["one"], "gb_s": moved / times["one"] / 1e6, "goal": 1}
+
+
+def exact_separable(x, grad, u, v, settings):
+    """In float64, by the reference."""
+    doubled = [t.double() for t in (u, v)]
+    y = ff.reference.fused_conv2d(x.double(), *doubled, None, None, None, *settings)
+    return y, ff.reference.fused_conv2d_dx(grad.double(), *doubled, None, None, x.shape[1:], True, *settings)
+
+
 # clients
 
 
@@ -652,6 +715,7 @@ SECTIONS = {
     "weights": weights,
     "layers": layers,
     "rank1": rank1,
+    "separable": separable,
     "clients": clients,
     "resident": resident,
     "mix": mix,

@@ -30,12 +30,21 @@ SANITIZERS = {
     "memcheck-triton": ("memcheck", "conv_", TESTS[2], "(test_conv2d and 2-2-5-7) or (test_without_mu and 1-3-3-18)"),
 }
 """step → (tool, part of the names of the kernels watched, test file, tests)."""
-BENCHMARKS = {"weights": 240, "layers": 560, "rank1": 120, "clients": 400, "resident": 120, "mix": 120, "tune": 560}
+BENCHMARKS = {
+    "weights": 240,
+    "layers": 560,
+    "rank1": 120,
+    "separable": 150,
+    "clients": 400,
+    "resident": 120,
+    "mix": 120,
+    "tune": 560,
+}
 LIMITS = {"environment": 60, "build": 400, "tests": 500, **dict.fromkeys(SANITIZERS, 160), **BENCHMARKS}
 PARTS = {
     "part1": ["environment", "build", "tests"],
     "part2": ["build", "weights", "rank1", "resident", "mix", *SANITIZERS],
-    "part3": ["build", "clients"],
+    "part3": ["build", "clients", "separable"],
     "part4": ["build", "layers"],
     "part5": ["build", "tune"],
 }

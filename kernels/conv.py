@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.kernels import rank1_conv
+from fastfact.kernels import rank1_conv, separable_conv
 from fastfact.kernels.geometry import INT32_LIMIT, accumulator, empty_weight, slices
 from fastfact.kernels.weights import TL_DTYPES, _gather, rank1_weight_backward
 from fastfact.reference import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
@@ -565,6 +565,24 @@ class _Problem:
         return self.rank > 0 and self.constants["LAYOUT"] == SPATIAL and self.rank < self.kh * self.kw
 
     @property
+    def separates(self) -> bool:
+        """Whether the product of u and v is a kh×1 and a 1×kw convolution that cost less than their weight."""
+        cost = self.rank * (self.into * self.kh + self.out * self.kw)
+        return (
+            self.rank > 0
+            and self.groups == 1
+            and self.constants["LAYOUT"] == KERNEL
+            and cost < self.into * self.out * self.kh * self.kw
+        )
+
+    def halves(self, u: Tensor, v: Tensor) -> tuple[tuple[Tensor, tuple], tuple[Tensor, tuple]]:
+        """The weights of the kh×1 and the 1×kw convolution, and their settings as the ops take them."""
+        sy, sx, py, px, dy, dx = self.settings
+        down = (SPATIAL, (self.rank, self.into, self.kh, 1), False, (sy, 1), (py, 0), (dy, 1), 1)
+        across = (SPATIAL, (self.out, self.rank, 1, self.kw), False, (1, sx), (0, px), (1, dx), 1)
+        return (u.unsqueeze(-1), down), (v.transpose(1, 2).unsqueeze(-2), across)
+
+    @property
     def extents(self):
         return self.height, self.width, self.out_height, self.out_width
 
@@ -631,6 +649,12 @@ def fused_conv2d(
     bias, bias_client = slices(bias) if bias is not None else (None, 0)
     if mu is None and p.splits_in_two:
         return rank1_conv.launch(p, out, x, u, v, bias, (u_client, v_client, bias_client), False)
+    if mu is None and p.separates:
+        if separable_conv.fits(p.rank, p.width, p.out_width):
+            return separable_conv.launch(p, out, x, u, v, bias, (u_client, v_client, bias_client), False)
+        (down, first), (across, second) = p.halves(u, v)
+        hidden = fused_conv2d(x, None, None, down, None, None, *first)
+        return to_format(fused_conv2d(hidden, None, None, across, None, bias, *second), is_channels_last(x))
     mu = _Mu(mu, index, size)
     tile = image_tile(x.dtype, p.k, p.rows, p.out // groups, p.into)
     block_m, block_o, block_i, *_ = tile
@@ -692,6 +716,13 @@ def fused_conv2d_dx(
     u, v, u_client, v_client = _factors(u, v)
     if mu is None and p.splits_in_two:
         return rank1_conv.launch(p, dx, grad, u, v, None, (u_client, v_client, 0), True)
+    if mu is None and p.separates:
+        if separable_conv.fits(p.rank, p.height, p.out_height):
+            return separable_conv.launch(p, dx, grad, u, v, None, (u_client, v_client, 0), True)
+        (down, first), (across, second) = p.halves(u, v)
+        hidden = (p.n, p.rank, p.out_height, p.width)
+        above = fused_conv2d_dx(grad, None, None, across, None, hidden, is_channels_last(grad), *second)
+        return fused_conv2d_dx(above, None, None, down, None, image, image_channels_last, *first)
     mu = _Mu(mu, index, size)
     rows = p.n * p.height * p.width
     tile = image_tile(grad.dtype, k, rows, p.into, p.out // groups)
@@ -743,7 +774,7 @@ def fused_conv2d_dw(
     needs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dW is summed into du and dv while its tile is in registers (spatial of rank 1, and kernel of any rank); otherwise
-    it is written and read once more. Where dμ is not asked for, dW of the spatial layout is not computed at all.
+    it is written and read once more. Where dμ is not asked for, dW is not computed at all if its two parts cost less.
     """
     p = _Problem(x.dtype, x.shape, u, layout, size, stride, padding, dilation, groups)
     need_u, need_v, need_mu = (bool(needs >> bit & 1) for bit in range(3))
@@ -762,6 +793,17 @@ def fused_conv2d_dw(
         wanted = (u if need_u else None, v if need_v else None)
         found = rank1_conv.weight_gradient(p, grad, x, left, right, (u_client, v_client), *wanted, acc)
         du, dv = (_gather(one, x).to(x.dtype) for one in found)
+        return du, dv, nothing
+    if not need_mu and p.separates:
+        (down, first), (across, second) = p.halves(left, right)
+        du = dv = nothing
+        if need_u:
+            hidden = (p.n, p.rank, p.out_height, p.width)
+            above = fused_conv2d_dx(grad, None, None, across, None, hidden, is_channels_last(x), *second)
+            du = fused_conv2d_dw(above, x, None, None, None, *first, 4)[2].squeeze(-1)
+        if need_v:
+            hidden = fused_conv2d(x, None, None, down, None, None, *first)
+            dv = fused_conv2d_dw(grad, hidden, None, None, None, *second, 4)[2].squeeze(-2).transpose(1, 2).contiguous()
         return du, dv, nothing
     tile = gradient_tile(x.dtype, p.out // groups, p.into, p.rows)
     block_o, block_i, block_m, *_ = tile

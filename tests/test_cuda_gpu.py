@@ -181,6 +181,24 @@ def test_layers_of_many_clients(spec, dtype):
         assert (one.double() - true).abs().max() <= allowed, name
 
 
+@pytest.mark.parametrize("rank", [1, 16, 100])
+def test_separable_convolutions_with_factors_that_do_not_train(rank):
+    """Forward and data gradient of many clients, in one kernel below rank 65, against those of factors that train."""
+    size, how = (96, 128, 3, 3), {"stride": 2, "padding": 1}
+    x = torch.randn(5, 8, 128, 15, 16, device="cuda", requires_grad=True)
+    u, v = (torch.randn(5, rank, channels, 3, device="cuda") * 0.05 for channels in (128, 96))
+
+    def run(u, v, dtype):
+        y = ff.ops.separable_conv2d(x.to(dtype), u.to(dtype), v.to(dtype), size=size, **how)
+        return y, torch.autograd.grad(y.square().sum(), x)[0]
+
+    with op_cases.without_tf32():
+        truth = run(u.clone().requires_grad_(), v, torch.float64)
+        for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            for one, true in zip(run(u, v, dtype), truth, strict=True):
+                assert (one.double() - true).norm() <= allowed * true.norm()
+
+
 def test_the_convolution_repeats_bit_for_bit():
     torch.manual_seed(0)
     x, grad = (torch.randn(1, 32, 64, 16, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))

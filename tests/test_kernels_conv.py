@@ -79,6 +79,21 @@ def test_25_taps_stay_in_the_registers(name, monkeypatch):
     assert "wgmma" in compiled.asm["ptx"] and stack_bytes(compiled) == 0
 
 
+@pytest.mark.parametrize(("rank", "arch"), [(16, 80), (16, 90), (64, 90)])
+def test_the_separable_path_compiles_ahead_of_time(rank, arch, monkeypatch):
+    conv, separable_conv = (importlib.import_module(f"fastfact.kernels.{name}") for name in ("conv", "separable_conv"))
+    chosen = stand_in(monkeypatch, [separable_conv], "separable_conv_kernel", arch)
+    x = torch.zeros(2, 8, 8, 8, 256, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
+    factors = torch.zeros(2, 2, rank, 256, 3, dtype=torch.bfloat16)
+    settings = (KERNEL, (256, 256, 3, 3), False, (1, 1), (1, 1), (1, 1), 1)
+    conv.fused_conv2d(x, *factors, None, None, None, *settings)
+    conv.fused_conv2d_dx(x, *factors, None, None, x.shape[1:], True, *settings)
+    assert len(chosen.compiled) == 2
+    for compiled in chosen.compiled:
+        assert compiled.metadata.shared <= 100 * 1024 and stack_bytes(compiled) == 0
+        assert ("wgmma" if arch == 90 else "mma.sync") in compiled.asm["ptx"]
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", ["rank1_conv_kernel", "rank1_conv_v_kernel", "rank1_conv_u_kernel"])
 def test_the_rank1_path_compiles_ahead_of_time(name, arch, monkeypatch):

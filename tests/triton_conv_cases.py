@@ -9,7 +9,7 @@ from op_cases import ATOL, rank1_factors, variants, without_tf32
 
 import fastfact as ff
 from fastfact import kernels, reference
-from fastfact.kernels import conv
+from fastfact.kernels import conv, separable_conv
 from fastfact.reference import KERNEL, SPATIAL, VIEW
 
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
@@ -126,6 +126,39 @@ def test_without_mu(case):
         for dtype in DTYPES if GPU else DTYPES[case == CASES[0] :][:1]:
             (x, u, v, _, _, bias, grad), settings = draw(case, SPATIAL, how, dtype)
             compare((x, u, v, None, None, bias, grad), settings, needs=3)
+
+
+SEPARABLE_CASES = [
+    CASES[0],
+    CASES[2],
+    CASES[4],
+    # several tiles of lines, more channels than a block has, a rank that is no power of two
+    ((2, 2, 19, 66, 9, 11), (3, 3), 17, (2, 2), (1, 1), (1, 1), 1),
+]
+BIG_SEPARABLE_CASES = [
+    ((3, 8, 64, 65, 16, 15), (3, 3), 20, (1, 1), (1, 1), (1, 1), 1),
+    ((2, 32, 64, 128, 32, 32), (5, 5), 16, (2, 2), (2, 2), (1, 1), 1),
+    ((1, 4, 128, 256, 100, 120), (3, 3), 64, (1, 1), (1, 1), (1, 1), 1),
+    ((4, 8, 128, 128, 16, 16), (3, 3), 100, (1, 1), (1, 1), (1, 1), 1),
+]
+
+
+@pytest.mark.parametrize("ranks", [64, 0], ids=["one kernel", "two kernels"])
+@pytest.mark.parametrize(
+    "case", SEPARABLE_CASES + BIG_SEPARABLE_CASES * GPU, ids=lambda case: "-".join(map(str, case[0]))
+)
+def test_separable_without_mu(case, ranks, monkeypatch):
+    """Kernel factors alone: kh×1 and 1×kw, no weight."""
+    torch.manual_seed(0)
+    launched = []
+    launch = separable_conv.launch
+    monkeypatch.setattr(separable_conv, "launch", lambda *args: launched.append(args[-1]) or launch(*args))
+    monkeypatch.setattr(separable_conv, "MAX_RANK", ranks)
+    for how in ("channels_last", "shared")[: 1 if ranks == 0 and not GPU else 2]:
+        for dtype in DTYPES if GPU else DTYPES[case == CASES[0] :][:1]:
+            (x, u, v, _, _, bias, grad), settings = draw(case, KERNEL, how, dtype)
+            compare((x, u, v, None, None, bias, grad), settings, needs=3)
+    assert set(launched) == ({False, True} if case[2] <= ranks else set())
 
 
 def test_only_what_is_needed():

@@ -215,7 +215,8 @@ def fused_conv2d(
 ) -> Tensor:
     """conv2d(x, Σ_r u_r ⊗ v_r + μ, bias) as a dense product whose weight tile is made where it is used, never written.
 
-    Where there are only u and v, spatial, of a rank below kh·kw, it is a depthwise and a 1×1 convolution in one kernel.
+    Where there are only u and v, spatial, of a rank below kh·kw, it is a depthwise and a 1×1 convolution in one kernel;
+    in layout "kernel", where that costs less than W, a kh×1 and a 1×kw one, in one kernel up to rank 64.
     One call serves all clients, each with its own weight, which `vmap` over `conv2d` turns into a grouped convolution.
     On CUDA a Triton implicit GEMM on the tensor cores; elsewhere W is made and convolved, one client after the other.
 
@@ -276,6 +277,12 @@ def separable_conv2d(
     check(op, "v", v, (u.shape[clients], size[0], size[3]), clients, x)
     (sy, sx), (py, px), (dy, dx) = stride, padding, dilation
     if groups == 1 and values is None and x.is_cuda and not must_be_plain() and (clients or is_mapped(u)):
+        rank, (o, i, kh, kw) = u.shape[clients], size
+        trained = torch.is_grad_enabled() and (u.requires_grad or v.requires_grad)
+        if not trained and rank * (i * kh + o * kw) < i * o * kh * kw:
+            # nothing needs the r channels afterwards: one kernel, from which they do not come out
+            how = {"stride": stride, "padding": padding, "dilation": dilation}
+            return fused_conv2d(x, u, v, bias=bias, layout="kernel", size=size, **how)
         how = {"size": (u.shape[clients], size[1], size[2], 1), "stride": (sy, 1), "padding": (py, 0)}
         hidden = fused_conv2d(x, mu=u.unsqueeze(-1), dilation=(dy, 1), **how)
         how = {"size": (size[0], u.shape[clients], 1, size[3]), "stride": (1, sx), "padding": (0, px)}
