@@ -1,4 +1,4 @@
-"""The command line: run, compare, report, info."""
+"""The command line: run, compare, report, info, bench; reproduce and methods are in `cli_papers`."""
 
 import inspect
 import sys
@@ -222,7 +222,8 @@ def bench_layers(
     torch.set_num_threads(threads or torch.get_num_threads())
     rows = layers.run(quick, only, clock, rounds, rivals)
     for op in dict.fromkeys(row["op"] for row in rows):
-        table_of([row for row in rows if row["op"] == op], f"{op}: milliseconds, medians; ratio = dense / ours")
+        unit = "megabytes" if op == "memory" else "milliseconds, medians"
+        table_of([row for row in rows if row["op"] == op], f"{op}: {unit}; ratio = dense / ours")
     write_json(json_file, {"rows": rows})
 
 

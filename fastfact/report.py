@@ -101,7 +101,8 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """A row per method: personalized test accuracy and what it cost.
 
-    `accuracy`: mean over clients in the last round, then mean and standard deviation over seeds;
+    `accuracy`: mean over clients in the last round, then mean and standard deviation over seeds; `accuracy_before`: the
+    same of what they had downloaded, before they trained it, None where nothing was;
     `client_std`: standard deviation over clients, mean over seeds; `uplink`, `downlink`: bytes of all clients and
     rounds, mean over seeds; `formula`: the papers' count, four bytes a number both ways; `density`: share of nonzero μ,
     None where there is no μ; `seconds`: local training of all clients and rounds, mean over seeds.
@@ -110,11 +111,13 @@ def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     for method, runs in _by_method(cells).items():
         summaries = [run.result["summary"] for run in runs]
         densities = [s["density"] for s in summaries if s["density"] is not None]
+        before = [s["accuracy_before"] for s in summaries if s["accuracy_before"] is not None]
         rows.append(
             {
                 "method": method,
                 "seeds": [run.seed for run in runs],
                 "accuracy": _spread([s["accuracy"] for s in summaries]),
+                "accuracy_before": _spread(before) if before else None,
                 "client_std": float(np.mean([s["client_std"] for s in summaries])),
                 **{
                     name: float(np.mean([s[name] for s in summaries]))

@@ -85,18 +85,26 @@ def comparison_table(rows: list[dict[str, Any]], title: str) -> Table:
     """The rows of `report.table`, for people."""
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
-    for column in ("accuracy [%]", "std over clients", "uplink", "downlink", "density of μ", "seconds"):
+    for column in (
+        "accuracy [%]",
+        "as downloaded [%]",
+        "std over clients",
+        "uplink",
+        "downlink",
+        "density of μ",
+        "seconds",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     most = max(len(row["seeds"]) for row in rows)
     for row in rows:
-        accuracy = f"{100 * row['accuracy']['mean']:.1f}"
-        if len(row["seeds"]) > 1:
-            accuracy += f" ± {100 * row['accuracy']['std']:.1f}"
+        several = len(row["seeds"]) > 1
+        accuracy, before = (_percent(row[name], several) for name in ("accuracy", "accuracy_before"))
         if len(row["seeds"]) < most:
             accuracy += f" ({len(row['seeds'])} of {most} seeds)"
         table.add_row(
             row["method"],
             accuracy,
+            before,
             f"{100 * row['client_std']:.1f}",
             report.size(row["uplink"]),
             report.size(row["downlink"]),
@@ -104,6 +112,12 @@ def comparison_table(rows: list[dict[str, Any]], title: str) -> Table:
             f"{row['seconds']:.1f}",
         )
     return table
+
+
+def _percent(value: dict[str, float] | None, several: bool) -> str:
+    if value is None:
+        return "–"
+    return f"{100 * value['mean']:.1f}" + (f" ± {100 * value['std']:.1f}" if several else "")
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:

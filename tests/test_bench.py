@@ -27,7 +27,7 @@ def test_layers_quick(tmp_path):
             assert row["ours"] > 0 and row[row.get("against", "dense")] > 0
     (memory,) = (row for row in written["rows"] if row["op"] == "memory")
     assert memory["ours"] / memory["dense"] < 0.35  # the goal of a layer at 10 % with its training state
-    assert "ratio" in out
+    assert "forward: milliseconds, medians; ratio" in out and "memory: megabytes; ratio" in out
 
 
 def test_a_wrong_side_is_found_before_it_is_timed():

@@ -233,7 +233,8 @@ def test_compare_leaves_merged_metrics_and_a_table(comparison):
         of = [row for row in rows if row["method"] == line["method"]]
         means = [sum(r["accuracy"] for r in of if r["seed"] == s and r["round"] == 2) / 3 for s in (0, 1)]
         assert line["accuracy"]["mean"] == pytest.approx(sum(means) / 2)
-        assert f"{100 * line['accuracy']['mean']:.1f} ± {100 * line['accuracy']['std']:.1f}" in out
+        for name in ("accuracy", "accuracy_before"):
+            assert f"{100 * line[name]['mean']:.1f} ± {100 * line[name]['std']:.1f}" in out
     assert list((directory / "c" / "cells").glob("*/checkpoints/*.safetensors"))
 
 

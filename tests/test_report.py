@@ -36,6 +36,7 @@ def write_cell(directory, method, seed, rounds=12, clients=20):
         "config": {"method": method, "seed": seed, "dataset": "digits", "scenario": "iid", "clients": clients},
         "summary": {
             "accuracy": float(np.mean(last)),
+            "accuracy_before": None if method == "stand-alone" else 0.5 * float(np.mean(last)),
             "client_std": float(np.std(last)),
             "uplink": sent * clients * rounds,
             "downlink": sent // 2 * clients * rounds,
@@ -87,15 +88,16 @@ def test_table_against_numbers_worked_out_by_hand(comparison):
     for seed, accuracy in enumerate((0.5, 0.6, 0.7)):
         path = comparison / report.CELLS / f"factorized-fl-beta-seed{seed}" / report.RESULT
         result = json.loads(path.read_text())
-        result["summary"] |= {"accuracy": accuracy, "client_std": 0.1 * seed, "density": 0.2 + 0.1 * seed}
+        result["summary"] |= {"accuracy": accuracy, "accuracy_before": accuracy - 0.2}
+        result["summary"] |= {"client_std": 0.1 * seed, "density": 0.2 + 0.1 * seed}
         path.write_text(json.dumps(result))
     row = next(row for row in report.table(report.read(comparison)) if row["method"] == "factorized-fl-beta")
     assert row["accuracy"] == pytest.approx({"mean": 0.6, "std": 0.1})
+    assert row["accuracy_before"] == pytest.approx({"mean": 0.4, "std": 0.1})
     assert row["client_std"] == pytest.approx(0.1) and row["density"] == pytest.approx(0.3)
     assert (row["uplink"], row["downlink"], row["seeds"]) == (60_000 * 240, 30_000 * 240, [0, 1, 2])
-    assert (
-        next(row for row in report.table(report.read(comparison)) if row["method"] == "stand-alone")["density"] is None
-    )
+    alone = next(row for row in report.table(report.read(comparison)) if row["method"] == "stand-alone")
+    assert alone["density"] is None and alone["accuracy_before"] is None
 
 
 def test_unfinished_cells_are_left_out(comparison):
