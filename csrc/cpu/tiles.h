@@ -7,7 +7,7 @@
 
 namespace fastfact {
 
-// Lane i of the result is the sum over the lanes ≡ i (mod Span) of row(first + i), for i < Span; for Span = all lanes,
+// Lane i of the result is the sum over the lanes ≡ i (mod Span) of row(first + i), for i < Span: with Span = all lanes,
 // the sum of row(first + i).
 template <int Span, class V, class Row>
 FF_INLINE V sums_of_rows(Row& row, int first) {
@@ -279,58 +279,34 @@ struct Tiles {
     });
   }
 
-  template <int which, class W>
-  FF_INLINE static auto half(W x) {
-    typename VecOf<C, sizeof(W) / 2>::Type out;
-    std::memcpy(&out, reinterpret_cast<const char*>(&x) + which * sizeof(out), sizeof(out));
-    return out;
-  }
-  // Lane i of the result is the sum of the lanes ≡ i (mod Count).
-  template <int Count, class W>
-  FF_INLINE static auto fold(W x) {
-    if constexpr (sizeof(W) == Count * sizeof(C)) {
-      return x;
-    } else {
-      return fold<Count>(half<0>(x) + half<1>(x));
-    }
-  }
-
-  // grads[nz] += Σ_j y[o][j] · x[offsets[nz] + j]: the gradient of `values` in `sparse`.
+  // grads[nz] += Σ_j y[o][j] · x[offsets[nz] + j]: the gradient of `values` in `sparse`. The lanes of L nonzeros, of
+  // whatever outputs, are summed at once.
   template <int N>
   FF_INLINE static void sampled_tile(const C* x, const int32_t* offsets, const int32_t* starts, int64_t outputs,
                                      const C* y, int64_t y_channel, C* grads) {
+    alignas(64) C lanes[L * L];
+    auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<B>(lanes + n * L); };
+    int32_t nz = starts[0];
+    int held = 0;
     for (int64_t o = 0; o < outputs; ++o, y += y_channel) {
-      int32_t nz = starts[o];
       const int32_t end = starts[o + 1];
       if (nz == end) continue;
       V dy[N];
 #pragma GCC unroll 16
       for (int p = 0; p < N; ++p) dy[p] = load<B>(y + p * L);
-      auto row = [&](int n) FF_INLINE_LAMBDA {
-        const C* from = x + offsets[nz + n];
+      do {
+        const C* from = x + offsets[nz++];
         V sums[2]{};
 #pragma GCC unroll 16
         for (int p = 0; p < N; ++p) sums[p % 2] += dy[p] * load<B>(from + p * L);
-        return sums[0] + sums[1];
-      };
-      for (; nz + L <= end; nz += L) store<B>(grads + nz, load<B>(grads + nz) + sums_of_rows<L, V>(row, 0));
-      if constexpr (L == 16) {
-        if (nz + 8 <= end) {
-          const V sums = sums_of_rows<8, V>(row, 0);
-          store<B / 2>(grads + nz, load<B / 2>(grads + nz) + half<0>(sums) + half<1>(sums));
-          nz += 8;
+        store<B>(lanes + held * L, sums[0] + sums[1]);
+        if (++held == L) {
+          store<B>(grads + nz - L, load<B>(grads + nz - L) + sums_of_rows<L, V>(waiting, 0));
+          held = 0;
         }
-      }
-      if constexpr (L >= 8) {
-        for (; nz < end; nz += 4) {
-          const int32_t last = end - nz - 1;
-          auto some = [&](int n) FF_INLINE_LAMBDA { return row(n < last ? n : last); };
-          auto sums = fold<4>(sums_of_rows<4, V>(some, 0));
-          for (int n = 0; n < 4 && n <= last; ++n) grads[nz + n] += sums[n];
-        }
-      }
-      for (; nz < end; ++nz) grads[nz] += sum_lanes(row(0));
+      } while (nz < end);
     }
+    for (int n = 0; n < held; ++n) grads[nz - held + n] += sum_lanes(waiting(n));
   }
 
   FF_INLINE static void sampled(const Plan& plan, int64_t group, const C* x, const C* y, int64_t y_channel,
