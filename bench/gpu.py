@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 import fastfact as ff
 from fastfact import models
+from fastfact.bench.common import RESNET9
 from fastfact.convert import factorized_layers
 from fastfact.experiment import provenance
 from fastfact.federation.cohort import State, describe, stack, tensors_of
@@ -49,17 +50,6 @@ from fastfact.federation.strategy import Phase
 from fastfact.federation.train import Settings, Trainer
 from fastfact.reference import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
 
-# in, out, kernel, stride, image side: conv1 … conv8 of ResNet-9 on 32×32 images
-RESNET9 = [
-    (3, 64, 3, 1, 32),
-    (64, 128, 5, 2, 32),
-    (128, 128, 3, 1, 16),
-    (128, 128, 3, 1, 16),
-    (128, 256, 3, 1, 16),
-    (256, 256, 3, 1, 8),
-    (256, 256, 3, 1, 8),
-    (256, 256, 3, 1, 8),
-]
 TINY = [(3, 8, 3, 1, 6), (8, 8, 3, 2, 6)]
 DENSE_CLIENT_BYTES = 2 * 4 * 2_571_338
 """Dense ResNet-9 with momentum, float32."""

@@ -123,6 +123,12 @@ def _numbers(cell: Cell, name: str) -> np.ndarray:
     return np.array([rounds[number] for number in sorted(rounds)])
 
 
+def _latest(cell: Cell, name: str) -> np.ndarray:
+    """What was recorded under `name` after the last round that has it."""
+    rounds = record.read(cell.directory)[name]
+    return rounds[max(rounds)]
+
+
 def costs(grid: Grid, path: Path) -> Path:
     """Test accuracy over the bytes sent so far, both ways; a row that sends none is a level line."""
     figure, panels = _panels(grid)
@@ -289,8 +295,7 @@ def embeddings(grid: Grid, path: Path) -> Path:
     from sklearn.manifold import TSNE
 
     cell = next(iter(grid.cells.values()))[0]
-    rounds = record.read(cell.directory)["embeddings/encoding"]
-    codes = rounds[max(rounds)]
+    codes = _latest(cell, "embeddings/encoding")
     flat = codes.reshape(-1, codes.shape[-1])
     points = TSNE(init="pca", perplexity=min(30, len(flat) // 4), random_state=0).fit_transform(flat)
     figure, (ax,) = new_axes(6, 5)
@@ -307,8 +312,7 @@ def neurons(grid: Grid, path: Path) -> Path:
     panels = grid.panels()
     figure, axes = new_axes(4.6 * len(panels) + 1, 4.6, len(panels))
     for ax, (name, runs) in zip(axes, panels, strict=True):
-        rounds = record.read(next(iter(runs.values()))[0].directory)["neurons/output"]
-        outputs = rounds[max(rounds)]
+        outputs = _latest(next(iter(runs.values()))[0], "neurons/output")
         image = ax.imshow(outputs[:, np.argsort(-outputs.mean(0))].T, cmap="cividis", aspect="auto")
         ax.set(xlabel="Client", ylabel="Unit, by its mean output", title=name)
         _whole(ax.xaxis, ax.yaxis)
@@ -322,8 +326,7 @@ def entropies(grid: Grid, path: Path) -> Path:
     panels = grid.panels()
     figure, axes = new_axes(4.6 * len(panels), 3.6, len(panels))
     for ax, (name, runs) in zip(axes, panels, strict=True):
-        rounds = record.read(next(iter(runs.values()))[0].directory)["neurons/output"]
-        outputs = rounds[max(rounds)]
+        outputs = _latest(next(iter(runs.values()))[0], "neurons/output")
         values = measures.entropy(outputs / max(float(outputs.std()), 1e-12))
         ax.hist(values[np.isfinite(values)], bins=30, color=COLOURS[0])
         ax.set(xlabel="Entropy over clients [nat]", ylabel="Units", title=name)
@@ -357,8 +360,7 @@ def partition(grid: Grid, path: Path) -> Path:
     panels = grid.panels()
     figure, axes = new_axes(4.4 * len(panels), 4.2, len(panels))
     for ax, (name, runs) in zip(axes, panels, strict=True):
-        rounds = record.read(next(iter(runs.values()))[0].directory)["labels/count"]
-        count = rounds[max(rounds)]
+        count = _latest(next(iter(runs.values()))[0], "labels/count")
         at, client = np.meshgrid(np.arange(count.shape[1]), np.arange(1, len(count) + 1))
         ax.scatter(at, client, s=120 * count / count.max(), color=COLOURS[1])
         ax.set(xlabel="Label", ylabel="Client", title=name)
