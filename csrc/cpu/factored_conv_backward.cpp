@@ -210,7 +210,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.dx_band = make_band(g.segments, p.back.ow, g.rows, lanes);
   p.dv_row = ceil_div(depth, lanes) * lanes;
   // The number of partial sums depends on the shape only, so that results repeat.
-  const int64_t most = std::clamp<int64_t>((1 << 20) / (p.dv_size() * c.groups + p.nonzeros + 1), 8, 64);
+  const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + p.nonzeros + 1), 8, 64);
   p.parts = std::min(p.needs_u || p.needs_v || p.nonzeros ? most : INT64_MAX, g.units());
 
   const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * p.nonzeros);
