@@ -205,6 +205,9 @@ def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tupl
         more = (SEPARABLE, list(shape), 1.0)
         add("lowrank_weight", 2 * n * size + product, "lowrank_weight", dense, a, b, *more, True)
         add("lowrank_weight_backward", n * size + 2 * product, "lowrank_weight_backward", dense, a, b, *more, 3)
+        thin = draw(clients, 16, o * kernel), draw(clients, i * kernel, 16), *more[:3]
+        floor = n * size + 2 * (thin[0].numel() + thin[1].numel()) * size
+        add("lowrank_weight_backward rank 16", floor, "lowrank_weight_backward", dense, *thin, 3)
         product = 2 * (x1.numel() + y1.numel()) * size
         pairs = (x1, y1, x1, y1, list(shape), False)
         add("hadamard_weight", n * size + product, "hadamard_weight", *pairs, True)

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [f"tests/{name}.py" for name in ("test_cuda_gpu", "test_kernels_triton", "test_kernels_conv")]
 # a sample of every kernel: under the sanitizer a test takes a hundred times as long
-SANITIZED = "(test_weight and plain) or (test_bitmap and 2051) or test_prox_sgd_step"
+SANITIZED = "(test_weight and plain) or (test_thin and plain) or (test_bitmap and 2051) or test_prox_sgd_step"
 SANITIZERS = {
     "memcheck": ("memcheck", "fastfact_cuda", TESTS[0], SANITIZED),
     "racecheck": ("racecheck", "fastfact_cuda", TESTS[0], SANITIZED),

@@ -269,6 +269,16 @@ std::tuple<Tensor, Tensor> lowrank_weight_backward(const Tensor& grad, const Ten
   const int64_t rank = a.size(1), columns = a.size(2);
   const Held dw = gradient(grad, layout == fastfact_cuda::kView), left = slices(b), right = slices(a);
   const View view = lowrank_view(layout, to_size(size), strides_of(dw.tensor).data());
+  const auto type = type_of(a);
+  if ((needs & 3) == 3 && dw.tensor.numel() > 0 && rank > 0 && fastfact_cuda::both_pays(type, rank)) {
+    Tensor da = empty(a, sizes_of(a)), db = empty(b, sizes_of(b));
+    const int64_t clients = a.size(0);
+    Tensor parts = workspace(a, fastfact_cuda::both_workspace(type, dw.slices, view, rank, clients));
+    check_error(op, fastfact_cuda::contract_both(type, db.mutable_data_ptr(), da.mutable_data_ptr(), dw.slices,
+                                                 factor_of(left, rank, 1, rank), factor_of(right, 1, columns, rank),
+                                                 scaling, view, parts.mutable_data_ptr(), clients, on.stream()));
+    return {da, db};
+  }
   Tensor da = empty(a, {0}), db = empty(b, {0});
   if (needs & 1) {
     da = contract(op, a, dw, kNone, kNone, factor_of(left, rank, 1, rank), 1, columns, scaling, 0,

@@ -119,6 +119,22 @@ def lowrank(impl, shape, layout, dtype, device, rank, channels_last, how):
         check(impl, "lowrank_weight_backward", (grad, a, b, layout, size, 0.7, needs), dtype)
 
 
+# Thin factors: several stripes of rows, several of columns, tiles that kernels of three columns do not fill; one wider.
+# (shape, layout, rank, channels_last, how) of `lowrank`
+THIN = [
+    ((2, 24, 100, 3, 3), SEPARABLE, 16, True, "plain"),
+    ((1, 180, 12, 3, 3), SEPARABLE, 31, False, "channels_last"),
+    ((1, 300, 300), SEPARABLE, 9, False, "shared"),
+    ((1, 150, 40, 2, 3), VIEW, 5, False, "gaps"),
+    ((2, 40, 40, 3, 3), SEPARABLE, 33, True, "channels_last"),
+]
+
+
+def thin(impl, case, dtype, device):
+    shape, layout, *rest = case
+    lowrank(impl, shape, layout, dtype, device, *rest)
+
+
 def hadamard(impl, shape, dtype, device, rank, channels_last, how, personalized):
     k, *size = shape
     n = size[1:].copy()

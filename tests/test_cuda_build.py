@@ -78,6 +78,12 @@ def test_larger_weight_emulated(emulated, case):
         case(emulated, dtype, "cpu")
 
 
+@pytest.mark.parametrize("case", op_cases.THIN, ids=str)
+def test_thin_factors_emulated(emulated, case):
+    for dtype in DTYPES[2:]:
+        op_cases.thin(emulated, case, dtype, "cpu")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("proximal", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fastfact as ff
-from fastfact.reference import KERNEL, SPATIAL, VALUE_TYPES
+from fastfact.reference import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,6 +27,15 @@ def cuda():
 def test_weight(cuda, case):
     for dtype in DTYPES:
         case(cuda, dtype, "cuda")
+
+
+BIG_THIN = [((8, 256, 256, 3, 3), SEPARABLE, rank, True, "channels_last") for rank in (1, 16, 32, 64)]
+
+
+@pytest.mark.parametrize("case", op_cases.THIN + BIG_THIN, ids=str)
+def test_thin_factors(cuda, case):
+    for dtype in DTYPES:
+        op_cases.thin(cuda, case, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
