@@ -6,6 +6,7 @@ Each takes a `Grid`: (row, column) → the runs of one place of a table. Columns
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,10 @@ def costs(grid: Grid, path: Path) -> Path:
     return save(figure, path)
 
 
+def _bar_look(index: int) -> dict[str, str | None]:
+    return {"color": COLOURS[index % len(COLOURS)], "hatch": "//" if index >= len(COLOURS) else None}
+
+
 def clients(grid: Grid, path: Path) -> Path:
     """Test accuracy of each client after the last round, a bar a row."""
     figure, panels = _panels(grid)
@@ -160,7 +165,7 @@ def clients(grid: Grid, path: Path) -> Path:
         for index, (row, cells) in enumerate(rows.items()):
             values = 100 * np.mean([measures.accuracies(cell)[-1] for cell in cells], axis=0)
             at = np.arange(1, len(values) + 1) - 0.42 + width * (index + 0.5)
-            ax.bar(at, values, width, label=row, color=COLOURS[grid.rows.index(row) % len(COLOURS)])
+            ax.bar(at, values, width, label=row, **_bar_look(grid.rows.index(row)))
         ax.set(xlabel="Client", ylabel="Test accuracy [%]")
         _whole(ax.xaxis)
     _legend(figure, [ax for ax, _ in panels])
@@ -187,10 +192,8 @@ def _bars(grid: Grid, path: Path, across: Sequence[str], groups: Sequence[str], 
         at = np.arange(len(across)) - 0.42 + width * (index + 0.5)
         ours = [grid.ours.get(place(label, group)) or (np.nan, 0) for label in across]
         theirs = [grid.theirs.get(place(label, group)) or (np.nan, 0) for label in across]
-        colour = COLOURS[index % len(COLOURS)]
-        look = {"color": colour, "hatch": "//" if index >= len(COLOURS) else None, "label": group}
         error = [deviation or np.nan for _, deviation in ours]
-        ax.bar(at, [mean for mean, _ in ours], width, yerr=error, capsize=2, **look)
+        ax.bar(at, [mean for mean, _ in ours], width, yerr=error, capsize=2, label=group, **_bar_look(index))
         label = "the paper's" if not index else None
         ax.plot(
             at, [mean for mean, _ in theirs], "D", color="white", markeredgecolor="black", markersize=5, label=label
@@ -236,12 +239,11 @@ def _some(rounds: Mapping[int, np.ndarray], count: int = 5) -> list[int]:
     return sorted({numbers[round(i * (len(numbers) - 1) / (count - 1))] for i in range(count)})
 
 
-def similarity(grid: Grid, path: Path) -> Path:
-    """Cosine between clients at five rounds of the first row's first run: of u and v, or of what is compared."""
+def similarity(grid: Grid, path: Path, of: Sequence[str] = ("u", "v")) -> Path:
+    """Cosine between clients at five rounds of the first row's first run: of u and v, or of "key", what is compared."""
     cell = next(iter(grid.cells.values()))[0]
     found = record.read(cell.directory)
-    names = [name for name in ("u", "v") if f"similarity/{name}" in found] or ["key"]
-    names = [name for name in names if f"similarity/{name}" in found]
+    names = [name for name in of if f"similarity/{name}" in found]
     numbers = _some(found[f"similarity/{names[0]}"]) if names else [0]
     figure, axes = new_axes(max(6, 2.6 * len(numbers) + 1), 2.8 * max(1, len(names)), len(numbers), max(1, len(names)))
     for index, name in enumerate(names):
@@ -387,6 +389,7 @@ PICTURES = {
     "columns": Picture(columns),
     "tuning": Picture(tuning),
     "similarity": Picture(similarity, "similarity"),
+    "encodings": Picture(partial(similarity, of=("key",)), "similarity"),
     "frequency": Picture(frequency, "matching"),
     "drift": Picture(drift, "drift"),
     "stability": Picture(stability, "split"),

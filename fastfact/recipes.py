@@ -119,9 +119,12 @@ class Recipe:
                 if not there:
                     made["dataset"] = dataset or STANDIN
                 made |= overrides
-                for key in made.keys() | wanted.keys():
-                    if key not in ("set", "method") and made.get(key) != wanted.get(key):
+                for key in (made.keys() | wanted.keys()) - {"set", "method"}:
+                    if made.get(key) != wanted.get(key):
                         replaced.add(f"{key} {made.get(key)} for {wanted.get(key, _default(key))}")
+                for key, value in made.get("set", {}).items():
+                    if value != (asked := wanted.get("set", {}).get(key)):
+                        replaced.add(f"{key} {value} for {asked}")
                 grid[row, column] = _runs(made, self.records())
         return Plan(self, grid, tuple(sorted(replaced)))
 

@@ -53,9 +53,12 @@ def test_settings_come_in_layers():
     here, there = recipe.plan(), recipe.plan(available=lambda name: True)
     alpha, paper = (plan.grid["Factorized-FL α", "average"][0] for plan in (here, there))
     assert (paper.dataset, paper.rounds, paper.batch_size, paper.lr, paper.width) == ("cifar100", 100, 256, 1e-3, 1.0)
-    assert paper.settings == {"factorized-fl-alpha": {"l1": 5e-4, "tau": 0.95, "epsilon": 20.0, "min_matches": 4}}
-    assert (alpha.dataset, alpha.rounds, alpha.width) == ("digits", 20, 0.25) and alpha.settings == paper.settings
+    own = {"l1": 5e-4, "init": "random", "tau": 0.95, "epsilon": 20.0, "min_matches": 4}
+    assert paper.settings == {"factorized-fl-alpha": own}
+    assert (alpha.dataset, alpha.rounds, alpha.width) == ("digits", 20, 0.25)
+    assert alpha.settings == {"factorized-fl-alpha": own | {"init": "svd"}}
     assert there.changes == () and "dataset digits for cifar100" in here.changes
+    assert "factorized-*.init svd for random" in here.changes
     assert there.grid["FedAvg", "average"][0].settings == {}
     assert [config.seed for config in there.grid["FedAvg", "average"]] == [0, 1, 2]
     given = recipe.plan({"rounds": 3, "seeds": 1}).grid["FedAvg", "cost"]
