@@ -289,6 +289,8 @@ def _parts(config: Config) -> dict[str, Any]:
     clients = {k: Client(train=made[k].train, test=made[k].test) for k in here}
     model = functools.partial(models.build, config.model, shape, classes, config.width, **words)
     trained = [clients[k] for k in here if k not in late]
+    if not trained:
+        raise ValueError(f"newcomers={config.newcomers}: leaves none of {len(here)} clients to train")
     return {
         "model": functools.partial(_pretrained, model, trained, config) if config.pretrain else model,
         "clients": trained,

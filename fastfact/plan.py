@@ -55,7 +55,8 @@ def subject(name: str, density: float | None, shape: str) -> tuple[nn.Module, Te
     `shape` ("3x32x32"), or the first client of a run directory. Its μ is made compact.
 
     density: of μ, drawn at random for a network (by default 0.1), 0 for one without μ; the largest magnitudes for a
-    run (by default all nonzeros). Raises ValueError for what is neither, and for a bad density or shape.
+    run (by default all nonzeros). Raises ValueError for what is neither, for a run without factorized layers, and
+    for a bad density or shape.
     """
     if density is not None and not 0 <= density <= 1:
         raise ValueError(f"density={density}: must be between 0 and 1")
@@ -77,6 +78,8 @@ def subject(name: str, density: float | None, shape: str) -> tuple[nn.Module, Te
             sample = sample.contiguous(memory_format=torch.channels_last)
     else:
         raise ValueError(f"plan={name!r}: must be a run directory or one of {', '.join(models.MODELS)}")
+    if not factorized_layers(model):
+        raise ValueError(f"plan={name!r}: the run's model has no factorized layer, there is nothing to choose")
     for layer in factorized_layers(model).values():
         if "mu" in layer.factors():
             layer.compact(density)

@@ -232,6 +232,9 @@ def test_the_plan_of_a_run(tmp_path):
     ff.Federation(model, [ff.Client(samples, samples)], "factorized-fl-alpha").save(tmp_path / "run")
     code, out, error = call("info", "--plan", tmp_path / "run", "--batch", "16")
     assert code == 0 and "16×1×8×8" in out, error
+    ff.Federation(model, [ff.Client(samples, samples)], "fedavg").save(tmp_path / "dense")
+    code, _, error = call("info", "--plan", tmp_path / "dense")
+    assert code == 2 and "has no factorized layer" in error
 
 
 @pytest.mark.parametrize(
