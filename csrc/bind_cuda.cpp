@@ -508,8 +508,9 @@ std::tuple<std::vector<Tensor>, Tensor> similarity_sums(const Tensor& keys_, std
   }
   std::optional<Tensor> valid;
   if (valid_) valid = torch::stable::contiguous(*valid_);
-  // Wide uploads are multiplied by the weights of a panel of rows, which then are made once only.
-  const bool fused = uploads.size() == 1 && uploads[0].size(1) <= 128;
+  // Else the weights of a panel of rows go to memory: where each would be made for several tiles of uploads, and where
+  // there are too few blocks of 64 rows to fill a large GPU.
+  const bool fused = uploads.size() == 1 && uploads[0].size(1) <= 64 && (m <= 256 || rows >= 264 * 64);
   const int64_t height = fused ? rows : std::max<int64_t>(1, std::min(rows, kPanel / m));
   for (int64_t b = 0; b < rows; b += height) {
     const int64_t some = std::min(height, rows - b);

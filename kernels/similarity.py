@@ -9,7 +9,7 @@ from fastfact import reference
 from fastfact.kernels.geometry import INT32_LIMIT, accumulator
 from fastfact.kernels.weights import TL_DTYPES
 
-# Uploads of more numbers are multiplied by the weights of a panel of rows, which then are made once only.
+# Uploads of more numbers are multiplied by the weights of a panel of rows, which go to memory.
 _FUSED = 128
 _PANEL = 1 << 26
 
@@ -27,6 +27,7 @@ def similarity_kernel(
     m,
     d,
     n,
+    chunk,
     epsilon: tl.float64,
     tau: tl.float64,
     SCALED: tl.constexpr,
@@ -40,7 +41,9 @@ def similarity_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A block of rows against all columns: their weights go into `out` [rows, m] (PANEL), or times x into [rows, n]."""
+    """A block of rows against `chunk` columns: their weights go into `out` [rows, m] (PANEL), or, against all, times x
+    into [rows, n]. `counts` begins as zeros.
+    """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     own = first + row
     depth = tl.arange(0, BLOCK_D)
@@ -52,7 +55,8 @@ def similarity_kernel(
     count = tl.zeros([BLOCK_R], tl.int64)
     if SCALED:
         own_inverse = tl.load(inverse + own, mask=inside, other=0.0)
-    for start in range(0, m, BLOCK_C):
+    begin = tl.program_id(1) * chunk
+    for start in range(begin, tl.minimum(begin + chunk, m), BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         other = keys + column.to(tl.int64)[None, :] * d
         product = tl.zeros([BLOCK_R, BLOCK_C], PRODUCT)
@@ -89,7 +93,8 @@ def similarity_kernel(
             out + row.to(tl.int64)[:, None] * n + width[None, :], sums, mask=inside[:, None] & (width < n)[None, :]
         )
     if COUNT:
-        tl.store(counts + row, count, mask=inside)
+        # of whole numbers: any order gives the same
+        tl.atomic_add(counts + row, count, mask=inside)
 
 
 def similarity_sums(
@@ -128,14 +133,17 @@ def similarity_sums(
         "num_stages": 2,
     }
     mask = None if valid is None else valid.view(torch.uint8)
-    fused = len(uploads) == 1 and uploads[0].shape[1] <= _FUSED
+    # a program takes all columns where it sums the uploads: with few rows there would be too few of them
+    fused = len(uploads) == 1 and uploads[0].shape[1] <= _FUSED and (m <= 256 or rows >= 264 * size)
     height = rows if fused else max(1, min(rows, _PANEL // m))
     for begin in range(0, rows, height):
         some = min(height, rows - begin)
         target = sums[0] if fused else keys.new_empty(some, m, dtype=compute)
         n = uploads[0].shape[1] if fused else 0
+        blocks, tiles = triton.cdiv(some, size), triton.cdiv(m, size)
+        chunk = size * (tiles if fused else triton.cdiv(tiles, min(tiles, triton.cdiv(528, blocks))))
         with torch.cuda.device(keys.device if keys.is_cuda else -1):
-            similarity_kernel[(triton.cdiv(some, size),)](
+            similarity_kernel[(blocks, triton.cdiv(m, chunk))](
                 keys,
                 inverse,
                 uploads[0] if fused else None,
@@ -147,6 +155,7 @@ def similarity_sums(
                 m,
                 d,
                 n,
+                chunk,
                 float(epsilon),
                 float(tau),
                 PANEL=not fused,

@@ -180,6 +180,10 @@ template <typename T>
 T __shfl_up_sync(unsigned, T value, int delta) {
   return emulation::exchange(value, static_cast<int>(threadIdx.x % 32) - delta);
 }
+inline unsigned long long atomicAdd(unsigned long long* sum, unsigned long long x) {
+  *sum += x;
+  return *sum - x;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __dp4a(int x, int y, int sum) {
   for (int l = 0; l < 4; ++l) sum += static_cast<int8_t>(x >> 8 * l) * static_cast<int8_t>(y >> 8 * l);

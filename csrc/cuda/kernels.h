@@ -139,7 +139,7 @@ struct Similarity {
   const void* x;         // [m, n], or null
   const uint8_t* valid;  // [m], or null: all count
   void* out;             // sums of x [rows, n]; without x the weights [rows, m]
-  int64_t* counts;       // [rows], or null
+  int64_t* counts;       // [rows] of zeros, or null
   int64_t first, rows, m, d, n;
   double epsilon, tau;
 };

@@ -1,5 +1,6 @@
-// The server's step: cosines of a block of rows with all columns, their weights and the weighted sums in one kernel, so
-// that no weight goes to memory; and the transform of sketches. Rows belong to one block: the sums have a fixed order.
+// The server's step: cosines of a block of rows with the columns and their weights, which meet the uploads in the same
+// kernel, all columns in one block so that the sums have a fixed order, or go to memory, some columns a block; and the
+// transform of sketches.
 #include "common.cuh"
 
 namespace fastfact_cuda {
@@ -46,6 +47,7 @@ struct Match {
   int64_t first, rows, m, d, n;
   A epsilon, tau;
   uint32_t row_blocks;
+  int64_t chunk;  // columns a block without x goes through
 };
 
 template <typename K>
@@ -70,14 +72,16 @@ __global__ void __launch_bounds__(kThreads) similarity_kernel(Match<K> p) {
   A* upload = reinterpret_cast<A*>(shared + 2 * S::kKeys + S::kWeights);
   const int row = threadIdx.x / kSide, column = threadIdx.x % kSide;
   const int64_t r0 = static_cast<int64_t>(blockIdx.x % p.row_blocks) * kTile;
-  const int64_t n0 = static_cast<int64_t>(blockIdx.x / p.row_blocks) * kTile;
+  const int64_t n0 = p.x ? static_cast<int64_t>(blockIdx.x / p.row_blocks) * kTile : 0;
+  const int64_t begin = p.x ? 0 : blockIdx.x / p.row_blocks * p.chunk;
+  const int64_t end = p.x || begin + p.chunk > p.m ? p.m : begin + p.chunk;
   A sums[kEach][kEach];
   int counts[kEach];
   for (int i = 0; i < kEach; ++i) {
     counts[i] = 0;
     for (int j = 0; j < kEach; ++j) sums[i][j] = 0;
   }
-  for (int64_t c0 = 0; c0 < p.m; c0 += kTile) {
+  for (int64_t c0 = begin; c0 < end; c0 += kTile) {
     typename W::Product product[kEach][kEach];
     for (int i = 0; i < kEach; ++i)
       for (int j = 0; j < kEach; ++j) product[i][j] = 0;
@@ -156,7 +160,9 @@ __global__ void __launch_bounds__(kThreads) similarity_kernel(Match<K> p) {
   for (int i = 0; i < kEach; ++i) {
     for (int step = kSide / 2; step; step /= 2) counts[i] += __shfl_xor_sync(0xffffffffu, counts[i], step);
     const int64_t r = r0 + row + kSide * i;
-    if (column == 0 && r < p.rows) p.counts[r] = counts[i];
+    // of whole numbers: any order gives the same
+    if (column == 0 && r < p.rows)
+      atomicAdd(reinterpret_cast<unsigned long long*>(p.counts + r), static_cast<unsigned long long>(counts[i]));
   }
 }
 
@@ -226,7 +232,10 @@ int run(const Similarity& op, void* stream) {
   p.epsilon = static_cast<A>(op.epsilon), p.tau = static_cast<A>(op.tau);
   constexpr int64_t kTile = Tiles<K>::kTile;
   p.row_blocks = static_cast<uint32_t>(ceil_div(op.rows, kTile));
-  const int64_t column_blocks = op.x ? ceil_div(op.n, kTile) : 1;
+  // enough blocks to fill a large GPU, each with some tiles of columns
+  const int64_t tiles = ceil_div(op.m, kTile), chunks = ceil_div(528, static_cast<int64_t>(p.row_blocks));
+  p.chunk = kTile * ceil_div(tiles, chunks < tiles ? chunks : tiles);
+  const int64_t column_blocks = op.x ? ceil_div(op.n, kTile) : ceil_div(op.m, p.chunk);
   if (const int error = allow_shared(similarity_kernel<K>, Tiles<K>::kBytes)) return error;
   return launch(similarity_kernel<K>, p.row_blocks * column_blocks, kThreads, Tiles<K>::kBytes, stream, p);
 }
