@@ -54,7 +54,8 @@ def last_accuracy(cell: Cell, clients: Clients) -> float | None:
 
 def as_downloaded(cell: Cell, clients: Clients) -> float | None:
     """The same after the last download, before local training; of a method without one its last accuracy."""
-    return _mean(_pick(accuracies(cell, "accuracy_before"), clients)[-1]) or last_accuracy(cell, clients)
+    found = _mean(_pick(accuracies(cell, "accuracy_before"), clients)[-1])
+    return last_accuracy(cell, clients) if found is None else found
 
 
 def best_accuracy(cell: Cell, clients: Clients) -> float | None:

@@ -244,6 +244,10 @@ def test_measures_by_hand(tmp_path):
         assert measures.MEASURES[name].of(cell, None) == (value if value is None else pytest.approx(value)), name
     assert measures.MEASURES["accuracy"].of(cell, (1, 2)) == pytest.approx(0.815)
     assert set(measures.MEASURES) == {*VALUES, "client-std", "entropy", "new-fine-tune", "new-local-train"}
+    for before, value in ((0.0, 0.0), (None, 0.82)):
+        rows = [row | {"accuracy_before": before} for row in cell.rows]
+        changed = report.Cell(cell.directory, rows, cell.result)
+        assert measures.MEASURES["downloaded"].of(changed, None) == pytest.approx(value)
 
 
 def test_entropy_of_known_densities():
