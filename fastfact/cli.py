@@ -15,6 +15,7 @@ from fastfact import cli_papers, experiment, report
 from fastfact.experiment import Config
 from fastfact.federation import checkpoint
 from fastfact.federation.group import Group, ProcessLost, in_torchrun
+from fastfact.federation.memory import keep_freed
 from fastfact.terminal import Display, Json, Out, console, jobs_of, outcome, show, write_json
 
 app = typer.Typer(
@@ -89,6 +90,7 @@ def run(
     spread over its processes.
     """
     config, _ = _merge(given)
+    keep_freed()
     try:
         with Group.of_torchrun() as group:
             console.quiet = group.rank > 0
@@ -259,6 +261,7 @@ def bench_store(json_file: Json = None, quick: Quick = False, threads: Threads =
     """Very many clients at rest and at work: bytes of a client, seconds and memory of rounds out of core."""
     from fastfact.bench import store
 
+    keep_freed()
     torch.set_num_threads(threads or torch.get_num_threads())
     rows = store.run(quick)
     for name in dict.fromkeys(row["work"] for row in rows):
@@ -269,7 +272,7 @@ def bench_store(json_file: Json = None, quick: Quick = False, threads: Threads =
 @bench.command("server")
 def bench_server(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
     """Similarity matching and mixing: exact beside numpy, sketched beside its products alone, growth with clients."""
-    from fastfact.bench.server import run
+    from fastfact.bench.server import draw, run
 
     torch.set_num_threads(threads or torch.get_num_threads())
     rows: list[dict[str, Any]] = []
@@ -277,6 +280,8 @@ def bench_server(json_file: Json = None, quick: Quick = False, threads: Threads 
         rows += some
         table_of(some, work)
         write_json(json_file, {"rows": rows})
+        if json_file and work == "growth":
+            draw(some, json_file.with_suffix(".png"))
 
 
 def main() -> None:

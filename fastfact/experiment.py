@@ -34,6 +34,7 @@ from fastfact.backends import backends
 from fastfact.cost import processor
 from fastfact.federation import Client, Federation, Strategy, store
 from fastfact.federation.group import Group
+from fastfact.federation.memory import keep_freed
 from fastfact.federation.newcomers import HOW as JOIN
 from fastfact.federation.states import DATABASE, MEMORY, about_database
 from fastfact.federation.strategy import STRATEGIES
@@ -567,6 +568,7 @@ def provenance() -> dict[str, Any]:
 def _worker(connection: Connection) -> None:
     """Run the cells that arrive, one torch thread, until None arrives or the parent is gone."""
     torch.set_num_threads(1)
+    keep_freed()
     parent = multiprocessing.parent_process()
     while (task := connection.recv()) is not None:
         config, directory = task

@@ -57,6 +57,7 @@ def test_server_quick(tmp_path):
     # So few clients may need no more than the interpreter and the warm-up held at their peak.
     assert 0 <= rows["growth"]["memory_mib"] < 100 and rows["growth"]["cpu_slowdown"] > 0
     assert abs(rows["sketch"]["rms_error"] / rows["sketch"]["predicted"] - 1) < 0.5
+    assert (tmp_path / "server.png").stat().st_size > 0
     assert rows["uplink"]["m"] == 1024 and rows["uplink"]["bytes"] <= rows["uplink"]["goal"]
     assert "numpy_seconds" in out
 

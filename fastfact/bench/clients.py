@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from fastfact.bench import sides
+from fastfact.bench.common import draw_growth
 
-ROUNDS = {"resnet9": 3, "resnet9, 10 % of μ": 3, "cnn2": 5, "linear": 7}
+ROUNDS = {"resnet9": 2, "resnet9, 10 % of μ": 2, "cnn2": 5, "linear": 5}
 RIVALS = {"resnet9, 10 % of μ": ("loop", "loop, channels_last")}
 GOALS = {
     "resnet9": {"loop": 1.15, "loop, channels_last": 1.0, "vmap": 1.0, "pfl": 1.0, "flower": 1.0},
@@ -173,7 +174,8 @@ def run(
             continue
         if work is None:
             sizes = [k for k in REGISTERED[: 1 if quick else None] if clients is None or k <= clients]
-            yield name, [grow(k, share, 1 if quick else rounds or 3, threads) for share in (1.0, 0.01) for k in sizes]
+            turns = {k: 1 if quick or k >= 10_000 else 3 for k in sizes}
+            yield name, [grow(k, share, rounds or turns[k], threads) for share in (1.0, 0.01) for k in sizes]
             continue
         names = ["ours", *RIVALS.get(name, [side for side in sides.SIDES if side != "ours"])]
         if work.shape == (3072,):
@@ -184,19 +186,9 @@ def run(
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """The growth rows as a picture: client-rounds a second and peak memory over the number of clients."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for share, label in ((True, "all take part"), (False, "1 % take part")):
-        some = [row for row in rows if "seconds" in row and (row["taking_part"] == row["clients"]) == share]
-        for axis, key in zip(axes, ("client_rounds_per_second", "memory_mib"), strict=True):
-            axis.plot([row["clients"] for row in some], [row[key] for row in some], marker="o", label=label)
-    for axis, title in zip(axes, ("client-rounds per second", "peak memory, MiB"), strict=True):
-        axis.set(xscale="log", yscale="log", xlabel="registered clients", title=title)
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    lines = {
+        label: [row for row in rows if "seconds" in row and (row["taking_part"] == row["clients"]) == share]
+        for share, label in ((True, "all take part"), (False, "1 % take part"))
+    }
+    panels = {"client_rounds_per_second": "client-rounds per second", "memory_mib": "peak memory, MiB"}
+    draw_growth(lines, panels, "registered clients", path)

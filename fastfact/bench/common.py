@@ -1,7 +1,9 @@
 """What the benchmarks share: the layers they measure, and interleaved timing."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,3 +45,27 @@ def interleaved(
             if turn >= warmup:
                 times[name].append(1e3 * (now() - start))
     return times
+
+
+def draw_growth(
+    lines: Mapping[str, Sequence[Mapping[str, Any]]], panels: Mapping[str, str], across: str, path: Path
+) -> None:
+    """Rows of each line as a picture, over `clients` on logarithmic axes: a panel for each key of `panels`, which gives
+    its title. A row without a key is left out there. across: what the number of clients counts.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), layout="constrained")
+    for axis, (key, title) in zip(axes, panels.items(), strict=True):
+        for label, rows in lines.items():
+            some = [row for row in rows if key in row]
+            axis.plot([row["clients"] for row in some], [row[key] for row in some], marker="o", label=label)
+        positive = all(row.get(key, 1) > 0 for rows in lines.values() for row in rows)
+        axis.set(xscale="log", yscale="log" if positive else "linear", xlabel=across, title=title)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import fastfact as ff
 from fastfact import models, ops
-from fastfact.bench.common import RESNET9
+from fastfact.bench.common import RESNET9, draw_growth
 from fastfact.federation import mixing
 
 GOALS = {"exact": 300.0, "growth": 1.5, "uplink": 1700}
@@ -200,6 +200,13 @@ def run(quick: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield "sketch", [sketch(65_536, m) for m in (256, 1024, 4096)]
         yield "growth", [_growth_alone(clients, 5 if clients <= 10_000 else 1) for clients in CLIENTS]
     yield "uplink", [uplink(m) for m in (0, SKETCH)]
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """The growth rows as a picture: seconds of a step beside its products alone, and memory, over the clients."""
+    alone = [{"clients": row["clients"], "seconds": row["seconds"] / row["slowdown"]} for row in rows]
+    lines = {"similarity_mix": rows, "its matrix products alone": alone}
+    draw_growth(lines, {"seconds": "seconds of a step", "memory_mib": "peak memory, MiB"}, "clients", path)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class Executor:
     def evaluate(self, work: State, data: Sequence[Samples]) -> list[float]:
         """The accuracy of each row of `work` on its own data."""
         if not self.threads:
-            return self.trainer.evaluate(work, data)
+            return self.trainer.evaluate(work, data, self.plan.cohort)
         accuracies: list[float] = []
         self._spread(
             lambda worker, row: worker.evaluate(_row(work, row), data[row : row + 1])[0],
@@ -140,8 +140,8 @@ def _row(work: State, row: int) -> State:
 def rule(trainer: Trainer, data: Samples) -> Plan:
     """What is likely to be fastest, without measuring.
 
-    Measured on one thread, batching is 3–7 times faster for 650 to 13,000 parameters, even at 30,000 to 55,000, slower
-    above, as soon as the tensors of the cohort leave the cache.
+    Measured on one thread, batching is 3–7 times faster for 650 to 13,000 parameters, 1.4 times at 30,000, slower above
+    55,000, as soon as the tensors of the cohort leave the cache.
     """
     if trainer.device.type == "cuda":
         # There it always pays, as far as half of the device's memory goes.
@@ -149,7 +149,7 @@ def rule(trainer: Trainer, data: Samples) -> Plan:
         return Plan(BATCHED, memory_cohort(trainer.model, data[0][0], trainer.settings.batch_size, most))
     parameters = sum(param.numel() for param in trainer.params.values())
     batch = data[0][0].numel() * min(trainer.settings.batch_size, len(data[1]))
-    if parameters <= 20_000 and batch <= 1 << 16:
+    if parameters <= 40_000 and batch <= 1 << 18:
         return Plan(BATCHED, min(64, max(2, (1 << 19) // parameters)))
     if cores() > 1 and trainer.settings.draws != "globally":
         return Plan(THREADS)
@@ -183,6 +183,7 @@ def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int,
         "clients": min(clients, 64),
         "most": most,
         "draws": settings.draws,
+        "recorded": settings.graphs,
     }
     found = cost.remembered(question, lambda: asdict(_fastest(trainers, data, clients, most, expected)))
     chosen = Plan(**found) if found else expected
@@ -209,6 +210,7 @@ def _measure(trainers, data, plan: Plan, clients: int, most: int | None) -> floa
     """Seconds a client for a step, infinite where the model cannot train that way."""
     trainer = trainers[BATCHED if plan.how == BATCHED else ONE].copy()
     x, y = data[BATCHED if plan.how == BATCHED else ONE]
+    trainer.interval = 1
     n = min(trainer.settings.batch_size, len(y))
     together = plan.cohort if plan.how == BATCHED else cores()
     together = max(1, min(together, clients, most or together))

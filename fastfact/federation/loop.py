@@ -83,7 +83,8 @@ class Federation:
         change of the schedule; a client that is absent is pruned when it takes part next.
     max_norm: clients whose upload has a larger Euclidean norm are left out of the round; None for no limit.
     device: where the model and the data are; by default where `model` puts itself.
-    graphs: on a GPU, replay the step of clients that train together as a CUDA graph; False runs it as it is.
+    graphs: record the step of clients that train together and replay it, on a GPU as a CUDA graph, on the CPU as a list
+        of operations; False runs it as it is, for a model whose forward depends on more than tensors.
     source: anything JSON can hold that says where the clients came from; kept in config.json as it is.
     group: the processes that share the clients, see `federation.group`. Each makes the federation with the same
         arguments and calls the same methods in the same order. `states`, `models`, `mixed` and `encode` know only the

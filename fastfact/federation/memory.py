@@ -1,5 +1,7 @@
 """How many clients fit into memory at once: an estimate from what one client's step keeps."""
 
+import contextlib
+import ctypes
 import resource
 import sys
 from dataclasses import dataclass
@@ -31,6 +33,23 @@ class Need:
                 f" {least:.2f} GiB; a larger limit, fewer clients a round, a smaller cohort or store=DIR would do"
             )
         return int(rest // self.loaded)
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+
+
+def keep_freed() -> bool:
+    """Let this process keep the memory it frees for what it allocates next. Whether it does: glibc can be told to.
+
+    By default glibc gives large blocks back to the kernel, and the next tensor of that size takes its pages anew, each
+    by a page fault: for the output of a convolution that can last longer than the convolution. Once told, it reuses the
+    memory within the process, but returns it to the system only when that ends. For a process of its own that trains on
+    the CPU, at its start; a program that does other things besides should decide for itself.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    return False
 
 
 def resident() -> int:

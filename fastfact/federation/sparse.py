@@ -109,9 +109,9 @@ class CompactTrainer:
             state[name].copy_(rows.scatter_(1, small[_index(name)].long(), small[name]).reshape(state[name].shape))
         return result
 
-    def evaluate(self, state: State, data: Sequence[Samples]) -> list[float]:
+    def evaluate(self, state: State, data: Sequence[Samples], together: int = 1) -> list[float]:
         """`Trainer.evaluate`."""
-        return self.inner.evaluate(self._compact(state), data)
+        return self.inner.evaluate(self._compact(state), data, together)
 
     def _dense_gradients(self, small: State, row: int, data: Samples) -> dict[str, Tensor]:
         """The gradient of one row's mean cross-entropy on `data` by the dense form of each μ, in eval mode."""

@@ -6,6 +6,7 @@ time, the same step runs batched over the client axis. Both take the same batche
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from fastfact import ops
 from fastfact.federation.client import Samples, batches
 from fastfact.federation.cohort import State, TensorInfo, generator_for, seed_for, seeded, tensors_of
+from fastfact.federation.recorded import Recorded
 from fastfact.federation.strategy import Phase
 from fastfact.federation.streams import Streams
 from fastfact.optim import step_l1
@@ -42,7 +44,8 @@ class Settings:
     """Where a training forward of the model draws random numbers from: nowhere ("no"), the client's own stream ("own",
     see `streams`), or PyTorch's generator of the process ("globally")."""
     graphs: bool = True
-    """Whether a cohort's step is replayed as a CUDA graph (on a GPU, in phases without a loss of their own)."""
+    """Whether a cohort's step is recorded and replayed in phases without a loss of their own: on a GPU as a CUDA graph,
+    on the CPU the operations of its gradient (see `recorded`)."""
 
     def penalty(self, name: str) -> float:
         """The l1 of `ops.prox_sgd_step` for a tensor."""
@@ -100,6 +103,11 @@ def cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net(x), y)
 
 
+def _batched_cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """The same for labels that are all classes: under `vmap` a third of the operations `F.cross_entropy` falls into."""
+    return -F.log_softmax(net(x), 1).gather(1, y[:, None]).mean()
+
+
 class Trainer:
     """Trains and evaluates rows of a stacked state with one template model."""
 
@@ -112,8 +120,11 @@ class Trainer:
         self.momenta = {name: torch.zeros_like(param) for name, param in self.params.items() if param.requires_grad}
         self.shared_generator = True
         """Whether PyTorch's generator of the process may be set: not while other threads train."""
-        self._order = torch.Generator()
+        self._orders: list[torch.Generator] = []
         self._buffers: dict[int, Tensor] = {}
+        self._gradients: dict[tuple, Recorded] = {}
+        self.interval = 20
+        """After how many calls something may be recorded, see `Recorded`."""
 
     def copy(self) -> "Trainer":
         """A trainer of the same kind with a model of its own, for another thread."""
@@ -169,13 +180,19 @@ class Trainer:
         seconds = (time.perf_counter() - began) / len(clients)
         return losses, [seconds] * len(clients)
 
-    def _streams(self, round: int, client: int, purpose: str) -> tuple[torch.Generator, torch.Generator]:
-        """The generators of one client and round: order of samples (on the CPU), augmentation (on the device)."""
+    def _streams(self, round: int, clients: Sequence[int], purpose: str) -> list[torch.Generator]:
+        """The generators of the clients' order of samples."""
+        self._orders += [torch.Generator() for _ in range(len(clients) - len(self._orders))]
         seed = self.settings.seed
-        return (
-            generator_for(seed, round, client, purpose),
-            generator_for(seed, round, client, purpose.replace("order", "augment"), self.device),
-        )
+        return [
+            order.manual_seed(seed_for(seed, round, client, purpose))
+            for order, client in zip(self._orders, clients, strict=False)
+        ]
+
+    def _augmentation(self, round: int, client: int, purpose: str) -> torch.Generator | None:
+        if self.settings.augment is None:
+            return None
+        return generator_for(self.settings.seed, round, client, purpose.replace("order", "augment"), self.device)
 
     def _update(self, phase: Phase, state: State, row: int, start: State, data: Samples) -> None:
         """The closed-form part of a phase, on one row of `state`; `start` is that row's."""
@@ -192,10 +209,8 @@ class Trainer:
     ) -> float:
         settings, model, (x, y) = self.settings, self.model, data
         self.bind(state, 0)
-        order = self._order.manual_seed(seed_for(settings.seed, round, client, purpose))
-        augmentation = None
-        if settings.augment is not None:
-            augmentation = generator_for(settings.seed, round, client, purpose.replace("order", "augment"), self.device)
+        (order,) = self._streams(round, [client], purpose)
+        augmentation = self._augmentation(round, client, purpose)
         momenta = self.momenta if settings.momentum else {}
         if momenta:
             torch._foreach_zero_(list(momenta.values()))
@@ -255,7 +270,8 @@ class Trainer:
     ) -> list[float]:
         settings, k = self.settings, len(clients)
         generators = None if masks is None else masks.generators
-        streams = [self._streams(round, client, purpose) for client in clients]
+        orders = self._streams(round, clients, purpose)
+        augmentations = [self._augmentation(round, client, purpose) for client in clients]
         sizes = [len(y) for _, y in data]
         steps = [batches(n, settings.batch_size) for n in sizes]
         momenta = {name: torch.zeros_like(state[name]) for name in self.momenta} if settings.momentum else {}
@@ -267,16 +283,16 @@ class Trainer:
             for row in range(k if phase.update is not None else 0):
                 self._update(phase, state, row, {name: tensor[row] for name, tensor in start.items()}, data[row])
             step = _Step(self, phase, state, momenta, start)
-            if settings.graphs and self._can_record and phase.loss is None:
-                step = _Replayed(step)
+            if settings.graphs and phase.loss is None:
+                step = self._recorded(step)
             for _ in range(phase.epochs):
-                xs, ys = self._shuffled(data, streams)
+                xs, ys = self._shuffled(data, orders)
                 for index in range(len(max(steps, key=len)[: phase.steps])):
                     for (begin, end), rows in _same_batch(steps, index).items():
                         xb, yb = _rows(xs, rows)[:, begin:end], _rows(ys, rows)[:, begin:end]
                         if settings.augment is not None:
                             xb = torch.stack(
-                                [settings.augment(b, streams[row][1]) for b, row in zip(xb, rows, strict=True)]
+                                [settings.augment(b, augmentations[row]) for b, row in zip(xb, rows, strict=True)]
                             )
                         if masks is not None:
                             masks.generators = [generators[row] for row in rows]
@@ -292,7 +308,19 @@ class Trainer:
     def _can_record(self) -> bool:
         return self.device.type == "cuda"
 
-    def _shuffled(self, data: Sequence[Samples], streams) -> tuple[Tensor, Tensor]:
+    def _recorded(self, step: "_Step") -> "_Step | _Replayed":
+        """The step, replayed where it can be."""
+        if self._can_record:
+            return _Replayed(step)
+        if self.device.type == "cpu" and self.settings.draws == "no":
+            # What is recorded serves all cohorts, and all rounds.
+            key = tuple(step.names), frozenset(step.common)
+            if key not in self._gradients:
+                self._gradients[key] = Recorded(step.gradients, self.model, self.interval)
+            step.gradients = self._gradients[key]
+        return step
+
+    def _shuffled(self, data: Sequence[Samples], orders: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
         """One epoch's samples of every client in its own order, [k, longest, …]; the tail of shorter ones is unused."""
         longest = max(len(y) for _, y in data)
         x, y = data[0]
@@ -300,7 +328,7 @@ class Trainer:
         # Kept: new memory costs more than the samples that are copied into it.
         xs = self._buffer(2, x, k * longest)[: k * longest].unflatten(0, (k, longest))
         ys = self._buffer(3, y, k * longest)[: k * longest].unflatten(0, (k, longest))
-        for row, ((x, y), (order, _)) in enumerate(zip(data, streams, strict=True)):
+        for row, ((x, y), order) in enumerate(zip(data, orders, strict=True)):
             permutation = torch.randperm(len(y), generator=order).to(self.device)
             torch.index_select(x, 0, permutation, out=xs[row, : len(y)])
             torch.index_select(y, 0, permutation, out=ys[row, : len(y)])
@@ -320,18 +348,37 @@ class Trainer:
         return torch.stack(losses).cpu()
 
     @torch.no_grad()
-    def evaluate(self, state: State, data: Sequence[Samples]) -> list[float]:
-        """The accuracy of each row of `state` on its own data."""
+    def evaluate(self, state: State, data: Sequence[Samples], together: int = 1) -> list[float]:
+        """The accuracy of each row of `state` on its own data. together: how many rows may be evaluated over the client
+        axis where their test sets are small and alike."""
         self.model.eval()
-        accuracies = []
-        for row, (x, y) in enumerate(data):
-            self.bind(state, row)
-            correct = torch.zeros((), dtype=torch.long, device=self.device)
-            for begin in range(0, len(y), EVALUATION_BATCH):
-                logits = self.model(x[begin : begin + EVALUATION_BATCH])
-                correct += (logits.argmax(1) == y[begin : begin + EVALUATION_BATCH]).sum()
-            accuracies.append(correct.item() / len(y))
-        return accuracies
+        k = len(data)
+        correct = torch.zeros(k, dtype=torch.long, device=self.device)
+        for begin in range(0, k, together):
+            rows = range(begin, min(begin + together, k))
+            n = len(data[begin][1])
+            if len(rows) > 1 and n * len(rows) <= EVALUATION_BATCH and all(len(data[row][1]) == n for row in rows):
+                x, y = (torch.stack([data[row][part] for row in rows]) for part in (0, 1))
+                (right,) = self._count(x, y, *(state[name][begin : rows.stop] for name in self.tensors))
+                correct[begin : rows.stop] = right
+                continue
+            for row in rows:
+                self.bind(state, row)
+                for x, y in zip(*(part.split(EVALUATION_BATCH) for part in data[row]), strict=True):
+                    correct[row] += (self.model(x).argmax(1) == y).sum()
+        return [right / len(y) for right, (_, y) in zip(correct.tolist(), data, strict=True)]
+
+    @functools.cached_property
+    def _count(self) -> Callable[..., Sequence[Tensor]]:
+        """(x [k, n, …], y [k, n], the tensors [k, …]) → how many of their own n samples k clients get right."""
+        batched = vmap(lambda tensors, x: functional_call(self.model, tensors, (x,)))
+
+        def count(x: Tensor, y: Tensor, *tensors: Tensor) -> list[Tensor]:
+            logits = batched(dict(zip(self.tensors, tensors, strict=True)), x)
+            return [(logits.argmax(2) == y).sum(1)]
+
+        records = self.settings.graphs and self.device.type == "cpu"
+        return Recorded(count, self.model, self.interval) if records else count
 
 
 class _Step:
@@ -347,28 +394,34 @@ class _Step:
         self.names = trainer.trained(phase)
         frozen = [name for name in trainer.params if name not in self.names]
         self.common = {name for name in frozen if torch.equal(state[name], state[name][:1].expand_as(state[name]))}
-        objective = phase.loss or cross_entropy
+        self.rest = [name for name in trainer.tensors if name not in self.names]
+        objective = phase.loss or _batched_cross_entropy
 
         def loss(params, rest, start, x, y):
-            return objective(Net(trainer.model, params, start, rest), x, y), ()
+            return objective(Net(trainer.model, params, start, rest), x, y)
 
-        rest = {name: None if name in self.common else 0 for name in trainer.tensors if name not in self.names}
-        self.gradients = vmap(grad_and_value(loss, has_aux=True), in_dims=(0, rest, 0, 0, 0), randomness="different")
+        rest = {name: None if name in self.common else 0 for name in self.rest}
+        batched = vmap(grad_and_value(loss), in_dims=(0, rest, 0, 0, 0), randomness="different")
+        groups = [list(self.names), list(self.rest), list(start)]
+
+        def gradients(x: Tensor, y: Tensor, *tensors: Tensor) -> list[Tensor]:
+            each = iter(tensors)
+            params, rest, start = ({name: next(each) for name in names} for names in groups)
+            grads, losses = batched(params, rest, start, x, y)
+            return [losses, *(grads[name] for name in params)]
+
+        self.gradients = gradients
 
     def __call__(self, rows: list[int], x: Tensor, y: Tensor) -> Tensor:
         state, settings, phase = self.state, self.trainer.settings, self.phase
         params = {name: _rows(state[name], rows) for name in self.names}
-        rest = {
-            name: state[name][0] if name in self.common else _rows(state[name], rows)
-            for name in self.trainer.tensors
-            if name not in params
-        }
+        rest = {name: state[name][0] if name in self.common else _rows(state[name], rows) for name in self.rest}
         moving = {name: _rows(self.momenta[name], rows) for name in self.names} if self.momenta else {}
         start = {name: _rows(tensor, rows) for name, tensor in self.start.items()}
-        grads, (losses, _) = self.gradients(params, rest, start, x, y)
+        losses, *grads = self.gradients(x, y, *params.values(), *rest.values(), *start.values())
         ops.prox_sgd_step(
             list(params.values()),
-            [grads[name] for name in self.names],
+            grads,
             list(moving.values()),
             [settings.penalty(name) for name in self.names],
             lr=settings.lr if phase.lr is None else phase.lr,

@@ -1,0 +1,145 @@
+"""A cohort's gradient on the CPU is recorded once and replayed: same numbers, and only where nothing else is done."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from fastfact.federation import recorded
+from fastfact.federation.exchange import not_finite
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """How often each recording was replayed, None for one that failed; one is allowed in every second call."""
+    counts, kept, begin = [], recorded.record, recorded.Recorded.__init__
+    monkeypatch.setattr(
+        recorded.Recorded, "__init__", lambda self, function, model, _=2: begin(self, function, model, 2)
+    )
+
+    def record(function, model, tensors):
+        replay = kept(function, model, tensors)
+        counts.append(0 if replay else None)
+        at = len(counts) - 1
+
+        def counted(*tensors):
+            counts[at] += 1
+            return replay(*tensors)
+
+        return counted if replay else None
+
+    monkeypatch.setattr(recorded, "record", record)
+    return counts
+
+
+@pytest.mark.parametrize("method, sizes", [("factorized-fl-beta", (16, 16, 16, 16)), ("feddecomp", (16, 13, 16, 16))])
+def test_replays_train_and_evaluate_as_the_function_does(make, same, replays, method, sizes):
+    """Batch-norm moves its statistics in the forward; cohorts share what was recorded."""
+
+    def run(graphs):
+        fed = make(make.cnn, (1, 6, 6), method=method, sizes=sizes, cohort=2, epochs=4, graphs=graphs)
+        fed.fit(2)
+        return fed
+
+    plain = run(graphs=False)
+    assert not replays
+    assert same(plain, run(graphs=True))
+    assert None not in replays and len(replays) >= 2 and sum(replays) > 2 * len(replays)
+
+
+class Counting(nn.Module):
+    """Its forward depends on how often it ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 3).double(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) * (1 + self.calls % 2)
+
+
+class Drawing(Counting):
+    """Draws from Python's generator."""
+
+    def forward(self, x):
+        return self.layer(x) * random.random()
+
+
+class Branching(Counting):
+    """Depends on the numbers."""
+
+    def forward(self, x):
+        return self.layer(x) * (2 if x.sum() > 0 else 1)
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 3)).double()
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
+
+
+@pytest.mark.parametrize("model", [Counting, Drawing, Branching, hooked])
+def test_what_is_more_than_tensors_is_not_recorded(model):
+    model, x = model(), torch.randn(2, 6, dtype=torch.float64)
+
+    def function(x):
+        return [model(x)]
+
+    assert recorded.record(function, model, [x]) is None
+    assert recorded.record(lambda x: [nn.functional.relu(x)], nn.ReLU(), [x]) is not None
+
+
+def test_a_recording_leaves_its_tensors_alone_and_changes_those_of_a_replay():
+    def function(x, y):
+        y.add_(x)
+        return [x * y.sum()]
+
+    tensors = [torch.arange(3.0), torch.ones(3)]
+    replay = recorded.record(function, nn.Identity(), tensors)
+    assert tensors[1].tolist() == [1, 1, 1]
+    (out,) = replay(torch.full((3,), 2.0), tensors[1])
+    assert tensors[1].tolist() == [3, 3, 3] and out.tolist() == [18, 18, 18]
+
+
+def test_there_is_one_recording_in_so_many_calls(replays):
+    function = recorded.Recorded(lambda x: [x + 1], nn.Identity(), 2)
+    for n in range(1, 9):
+        for _ in range(2):
+            assert function(torch.zeros(n))[0].shape == (n,)
+    assert len(replays) == 8
+    function.interval = 20
+    for n in range(1, 9):
+        for _ in range(2):
+            function(torch.zeros(n, 1))
+    assert len(replays) == 8
+
+
+@pytest.mark.parametrize("tests", [(5, 5, 5), (5, 4, 5)])
+def test_a_cohort_is_evaluated_as_its_clients_are(make, tests):
+    import fastfact as ff
+
+    g = torch.Generator().manual_seed(0)
+
+    def samples(n):
+        return torch.randn(n, 1, 6, 6, generator=g, dtype=torch.float64), torch.randint(3, (n,), generator=g)
+
+    clients = [ff.Client(samples(8), samples(n)) for n in tests]
+    fed = make(make.cnn, clients=clients, cohort=3)
+    fed.fit(1)
+    state, data = fed.states.state, [client.test for client in clients]
+    assert (
+        fed._trainer.evaluate(state, data, 3)
+        == fed._trainer.evaluate(state, data)
+        == fed._trainer.evaluate(state, data, 2)
+    )
+
+
+def test_a_sum_that_overflows_is_no_reason_to_leave_a_client_out():
+    big = torch.full((3, 4), 3e38)
+    big[1, 2] = math.inf
+    state = {"a": torch.zeros(3, 2), "b": big, "n": torch.zeros(3, dtype=torch.long)}
+    state["a"][2, 0] = math.nan
+    assert not_finite([7, 8, 9], state) == {8: "b has NaN or inf", 9: "a has NaN or inf"}
