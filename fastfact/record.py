@@ -176,7 +176,7 @@ def features(fed: Federation) -> dict[str, Tensor]:
 def leaks(fed: Federation) -> dict[str, Tensor]:
     """PSNR [dB] of what DLG makes of five training images of each client (FedDecomp, Table 7): mean, most, of each."""
     try:
-        rows = privacy.leakage(fed, images=5)
+        rows = privacy.leakage(fed, images=5, steps=300)
     except ValueError:
         return {}
     values = torch.tensor([row["psnr"] for row in rows], dtype=torch.float64)

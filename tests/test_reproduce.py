@@ -316,7 +316,7 @@ def test_recorders_on_a_run(method, tmp_path):
 
 def test_attacks_are_recorded_five_times_and_not_where_nothing_is_sent(tmp_path, monkeypatch):
     attack = record.privacy.leakage
-    monkeypatch.setattr(record.privacy, "leakage", lambda fed, images: attack(fed, images=1, steps=2))
+    monkeypatch.setattr(record.privacy, "leakage", lambda fed, images, steps: attack(fed, images=1, steps=2))
     small = {"clients": 2, "epochs": 1, "model": "cnn2", "width": 0.1, "samples": 20, "scenario": "iid"}
     for method in ("fedavg", "stand-alone"):
         config = experiment.Config(method=method, rounds=10, record="leaks", **small)
