@@ -68,8 +68,9 @@ class Federation:
     seed: every random draw derives from it, the round and the client: a run repeats bit for bit on one machine.
     cohort: how many clients train together over the client axis; 1 is one after another, each on all cores; "threads"
         one on each core; "auto" what is fastest for the model, measured before the first round. Results agree up to
-        rounding, dropout included, for models that draw random numbers nowhere else. A run goes on as it began: the
-        choice is in config.json; two runs made with "auto" may choose differently where it makes little difference.
+        rounding, `F.dropout` and its modules included, for models that draw random numbers nowhere else (the dropout of
+        `nn.MultiheadAttention` is its own). A run goes on as it began: the choice is in config.json; two runs made with
+        "auto" may choose differently where it makes little difference.
     memory_limit: GiB of memory this process may take, by estimate; fewer clients are then loaded at once.
     store: where the clients' states are between rounds: "memory", or a directory for them. There each round is saved
         when it ends, whole or not at all, and memory holds only clients at work; see `federation.states`.
@@ -200,7 +201,7 @@ class Federation:
             if self._draws == "globally" or self.device.type != "cpu":
                 raise ValueError(
                     'Federation(cohort="threads"): the model must run on the CPU, and draw from no generator of PyTorch'
-                    " but in dropout"
+                    " but in nn.Dropout or F.dropout (nn.MultiheadAttention draws its dropout itself)"
                 )
             self.plan = Plan(THREADS)
         elif self.plan is None:
