@@ -290,29 +290,34 @@ struct Packing {
   FF_INLINE static void pack(const Slab<C>& slab, const Planes<S>& planes, int64_t channel, int64_t count, C* to) {
     outline<B>([&]() FF_INLINE_LAMBDA {
       const int64_t stride = slab.stride, base = channel * planes.channel, end = (count - 1) * planes.channel;
+      constexpr int kHalf = std::max(B / 2, 16);
       if (stride > 2 || base + planes.first < 0 || base + end + planes.last > planes.size) {
-        move<0>(slab, planes, base, count, to);
+        move<0, B>(slab, planes, base, count, to);
       } else if (stride == 2) {
-        move<2>(slab, planes, base, count, to);
+        move<2, B>(slab, planes, base, count, to);
+      } else if (slab.columns * int64_t(sizeof(C)) <= kHalf) {
+        // What a whole register would write of the next segment crosses a line of the cache.
+        move<1, kHalf>(slab, planes, base, count, to);
       } else {
-        move<1>(slab, planes, base, count, to);
+        move<1, B>(slab, planes, base, count, to);
       }
     });
   }
 
-  // Stride 0 stands for any, and for channels at the ends of what may be read.
-  template <int stride, class S>
+  // W bytes at a time. Stride 0 stands for any, and for channels at the ends of what may be read.
+  template <int stride, int W, class S>
   FF_INLINE static void move(const Slab<C>& slab, const Planes<S>& planes, int64_t base, int64_t count, C* to) {
-    if (stride > 0 && count == kTogether) return move<stride, kTogether>(slab, planes, base, to);
+    if (stride > 0 && count == kTogether) return move<stride, W, kTogether>(slab, planes, base, to);
     for (int64_t c = 0; c < count; ++c, base += planes.channel, to += slab.channel) {
-      move<stride, 1>(slab, planes, base, to);
+      move<stride, W, 1>(slab, planes, base, to);
     }
   }
 
-  template <int stride, int channels, class S>
+  template <int stride, int W, int channels, class S>
   FF_INLINE static void move(const Slab<C>& slab, const Planes<S>& planes, int64_t base, C* to) {
     using Bits = typename Slab<C>::Bits;
-    using Mask = typename VecOf<Bits, B>::Type;
+    using Mask = typename VecOf<Bits, W>::Type;
+    using Part = typename VecOf<C, W>::Type;
     const Bits* masks = slab.masks.data();
     const S* data = planes.data + base;
     for (const auto& move : planes.moves) {
@@ -322,13 +327,13 @@ struct Packing {
         }
       } else {
         Mask mask;
-        std::memcpy(&mask, masks + move.mask, B);
+        std::memcpy(&mask, masks + move.mask, W);
 #pragma GCC unroll 4
         for (int c = 0; c < channels; ++c) {
           const S* from = data + move.from + c * planes.channel;
-          V x = load<B>(from);
+          Part x = load<W>(from);
           if constexpr (stride == 2) x = evens(x, load<B>(from + L), std::make_integer_sequence<int, L>{});
-          store<B>(to + move.to + c * slab.channel, bit_cast<V>(bit_cast<Mask>(x) & mask));
+          store<W>(to + move.to + c * slab.channel, bit_cast<Part>(bit_cast<Mask>(x) & mask));
         }
       }
     }
