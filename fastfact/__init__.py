@@ -1,6 +1,6 @@
 """fastfact: fast factorized neural-network weights, and the personalized federated learning built on them."""
 
-from fastfact import methods, nn, ops, optim, sparsity
+from fastfact import data, methods, models, nn, ops, optim, sparsity
 from fastfact.backends import backends, use_backend
 from fastfact.convert import densify, factorize, factorized_layers
 from fastfact.federation import Client, Federation, History, Phase, Strategy
@@ -19,10 +19,12 @@ __all__ = [
     "Spec",
     "Strategy",
     "backends",
+    "data",
     "densify",
     "factorize",
     "factorized_layers",
     "methods",
+    "models",
     "nn",
     "ops",
     "optim",

@@ -1,4 +1,4 @@
-"""The code of docs/ runs as it stands, and the page of docs/methods.md does what it says."""
+"""The code of README.md and docs/ runs as it stands, and the page of docs/methods.md does what it says."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastfact as ff
 from fastfact.federation import checkpoint
 from fastfact.federation.strategy import STRATEGIES, Strategy
 
@@ -66,3 +67,18 @@ def test_a_million_clients(tmp_path, monkeypatch):
     assert len(fed) == 1_000_000 and len(fed.states.touched()) == 20
     about = checkpoint.about(tmp_path / "runs" / "many" / "run")
     assert about["clients that have trained"] == 20 and about["bytes a client"] == fed.states.bytes() / 20
+
+
+def test_the_readme(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4, 12, 1, 8, 8, generator=draw), torch.randint(10, (4, 12), generator=draw)
+    names = {
+        "my_data": [(x[k, :8], y[k, :8], x[k, 8:], y[k, 8:]) for k in range(4)],
+        "make_model": lambda: ff.models.build("mlp", (1, 8, 8), 10, width=0.1),
+    }
+    layers, federation = code_of(DOCS.parent / "README.md")
+    exec(layers, names)
+    assert not ff.factorized_layers(names["model"]) and "layer4.1.conv2" in capsys.readouterr().out
+    exec(federation.replace("rounds=50", "rounds=2"), names)
+    assert len(names["history"]) == 8 and (tmp_path / "runs" / "mine" / "metrics.jsonl").is_file()
