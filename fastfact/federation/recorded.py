@@ -14,6 +14,7 @@ log = logging.getLogger("fastfact")
 aten = torch.ops.aten
 
 Function = Callable[..., Sequence[Tensor]]
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Recorded:
@@ -56,9 +57,11 @@ def record(function: Function, model: nn.Module, tensors: Sequence[Tensor]) -> F
         if before is None or before != remembers(model):
             log.info("not recorded: the model's forward depends on more than tensors")
             return None
-        graph = make_fx(function)(*copies())
+        graph = make_fx(function)(*other)
         simplify(graph)
         with torch.no_grad():
+            for copy, tensor in zip(other, tensors, strict=True):
+                copy.copy_(tensor)
             found = graph.forward(*other)
     except Exception as error:
         # Whatever is wrong with a recording, the function itself will tell if it is at fault.
@@ -79,8 +82,10 @@ def remembers(model: nn.Module) -> dict | None:
         for name, value in vars(module).items():
             if isinstance(value, bool | int | float | str | None):
                 state[path, name] = value
-            elif isinstance(value, list | tuple | dict | set) and not name.startswith("_"):
+            elif isinstance(value, list | tuple | dict | set) and name not in _OF_EVERY_MODULE:
                 state[path, name] = tuple(map(id, value.values() if isinstance(value, dict) else value))
+            elif isinstance(value, Tensor):
+                state[path, name] = id(value)
     return state
 
 

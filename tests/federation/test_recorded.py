@@ -68,6 +68,18 @@ class Drawing(Counting):
         return self.layer(x) * random.random()
 
 
+class Keeping(Counting):
+    """Holds on to what it saw last."""
+
+    def __init__(self):
+        super().__init__()
+        self._last = []
+
+    def forward(self, x):
+        self._last = [*self._last[-1:], x.detach()]
+        return self.layer(x)
+
+
 class Branching(Counting):
     """Depends on the numbers."""
 
@@ -81,7 +93,7 @@ def hooked() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("model", [Counting, Drawing, Branching, hooked])
+@pytest.mark.parametrize("model", [Counting, Drawing, Keeping, Branching, hooked])
 def test_what_is_more_than_tensors_is_not_recorded(model):
     model, x = model(), torch.randn(2, 6, dtype=torch.float64)
 
