@@ -72,6 +72,7 @@ HELP = {
     "shift": "Augmentation: random shift by up to so many pixels.",
     "augment": "More augmentation: none, flip (mirrored), or full (cropped, mirrored, colours changed).",
     "cohort": "How many clients train together: a number, threads (one on each core), or auto, the fastest.",
+    "device": "Where to train: cpu, cuda, or cuda:1 [default: cpu; under torchrun each process its own GPU, if any].",
     "store": "Where clients are between rounds: memory, or a directory for very many.",
     "store_values": "Their numbers there: exact or bfloat16.",
     "memory_limit": "GiB of memory the run may take [default: no limit].",
@@ -121,6 +122,7 @@ class Config:
     shift: int = 0
     augment: str = "none"
     cohort: str = "auto"
+    device: str | None = None
     store: str = "memory"
     store_values: str = "exact"
     memory_limit: float | None = None
@@ -378,6 +380,7 @@ def _federation(config: Config, parts: Mapping[str, Any], group: Group | None) -
         participation=config.participation,
         sparsity=schedule(config),
         cohort=int(config.cohort) if config.cohort.isdigit() else config.cohort,
+        device=config.device,
         store=config.store,
         store_values=config.store_values,
         memory_limit=config.memory_limit,
@@ -388,8 +391,9 @@ def _federation(config: Config, parts: Mapping[str, Any], group: Group | None) -
 
 
 def _identity(config: Config) -> dict[str, Any]:
-    """All that decides the numbers of a run but its length; where data and clients lie, and how many fit, do not."""
-    without = ("rounds", "data_dir", "store", "memory_limit")
+    """All that decides the numbers of a run but its length; where data and clients lie and train, and how many fit, do
+    not, but for rounding."""
+    without = ("rounds", "data_dir", "device", "store", "memory_limit")
     return {name: value for name, value in asdict(config).items() if name not in without}
 
 
@@ -450,7 +454,8 @@ def run(
     parts = _parts(config)
     newcomers = parts.pop("newcomers")
     if group.root(lambda: _rounds(config, directory) > 0):
-        fed = Federation.load(directory, **parts, store=config.store, memory_limit=config.memory_limit, group=group)
+        elsewhere = {"device": config.device, "store": config.store, "memory_limit": config.memory_limit}
+        fed = Federation.load(directory, **parts, **elsewhere, group=group)
         group.root(lambda: record.forget(directory, fed.round))
     else:
         fed = _federation(config, parts, group)

@@ -160,6 +160,7 @@ def test_resume_needs_a_run(tmp_path):
         (["--shift", "-1"], "shift=-1"),
         (["--newcomers", "0.9"], "newcomers=0.9: leaves none of 3 clients to train"),
         (["--cohort", "none"], "cohort='none'"),
+        (["--device", "cuda:99"], "device='cuda:99': PyTorch sees"),
         (["--seed", "-3"], "seed=-3"),
         (["--set", "tau=2"], "tau"),
         (["--set", "tau=high"], "tau='high'): must be a number"),

@@ -83,7 +83,8 @@ class Federation:
         largest magnitudes it has (or gets: a mixed μ is cut down again), which changes before the rounds that follow a
         change of the schedule; a client that is absent is pruned when it takes part next.
     max_norm: clients whose upload has a larger Euclidean norm are left out of the round; None for no limit.
-    device: where the model and the data are; by default where `model` puts itself.
+    device: where the model, the data and the states at work are, as "cpu" or "cuda"; by default where `model` puts
+        itself.
     graphs: record the step of clients that train together and replay it, on a GPU as a CUDA graph, on the CPU as a list
         of operations; False runs it as it is, for a model whose forward depends on more than tensors.
     source: anything JSON can hold that says where the clients came from; kept in config.json as it is.

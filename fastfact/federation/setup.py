@@ -31,10 +31,21 @@ def template_of(factory: Callable[[], nn.Module], method: Strategy, seed: int, d
             raise ValueError(f"Federation(model=): returned {type(template).__name__}, must return an nn.Module")
         template = method.prepare(template)
     if device is not None:
-        template = template.to(device)
+        template = template.to(_device_of(device))
     if not any(p.requires_grad for p in template.parameters()):
         raise ValueError("Federation(model=): the model has no parameter that can train")
     return template
+
+
+def _device_of(device: str | torch.device) -> torch.device:
+    """Raises ValueError for a device that does not exist, or not here."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: must be cpu, cuda or cuda:1 ({error})") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={str(device)!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here")
+    return found
 
 
 class Data:
