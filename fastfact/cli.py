@@ -221,8 +221,17 @@ def bench_layers(
     """The factored layers against the dense layer and other rivals; milliseconds, ratio = dense / ours."""
     from fastfact.bench import layers
 
+    keep_freed()
     torch.set_num_threads(threads or torch.get_num_threads())
-    rows = layers.run(quick, only, clock, rounds, rivals)
+    rows: list[dict[str, Any]] = []
+
+    def note(row: dict[str, Any]) -> None:
+        # Written as it comes: the whole takes long.
+        if rows and row["op"] != rows[-1]["op"]:
+            write_json(json_file, {"rows": rows})
+        rows.append(row)
+
+    layers.run(quick, only, clock, rounds, rivals, note)
     for op in dict.fromkeys(row["op"] for row in rows):
         unit = "megabytes" if op == "memory" else "milliseconds, medians"
         table_of([row for row in rows if row["op"] == op], f"{op}: {unit}; ratio = dense / ours")

@@ -89,6 +89,7 @@ CHANGES = {
     "parameter": replace_parameter,
     "swap of .data": swap_data_twice,
     "uncounted write": lambda layer: layer.v.data.mul_(2),
+    "uncounted pruning": lambda layer: layer.mu.data.masked_fill_(layer.mu.data.abs() < 0.1, 0),
     "numpy": lambda layer: layer.mu.detach().numpy().fill(0.5),
     "prune_": lambda layer: layer.prune_(0.2),
     "compact": lambda layer: layer.compact(0.2),
