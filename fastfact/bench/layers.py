@@ -2,7 +2,8 @@
 
 Every side of a row runs in turn, so that noise meets all of them alike: `ours` and the rivals are medians in
 milliseconds, `ratio` is the median over the turns of rival / ours, the rival being the dense layer unless the row says
-`against`. The command keeps freed memory in the process, as training does: else page faults are most of some rows. Correctness is asserted before anything is timed. `path` is the one the layer took.
+`against`. Correctness is asserted before anything is timed. `path` is the one the layer took. The command keeps freed
+memory in the process, as training does: page faults would be most of some rows.
 
 reconstruct  the layer with dense μ, forward and backward, over the eight convolutions of ResNet-9
 weight       `ff.ops.rank1_weight` alone, forward and backward, against torch.compile of the same formula
