@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,33 +15,44 @@ log = logging.getLogger("fastfact")
 aten = torch.ops.aten
 
 Function = Callable[..., Sequence[Tensor]]
+PATIENCE = 4
+"""How many times as long as it has recorded a function must have run before it records another shape."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Recorded:
     """`function` of tensors, which may change them, as operations recorded for each shape its tensors come in.
 
-    A shape is recorded when it comes again, but there is one recording in `interval` calls at most: it takes as long as
-    many of them. Where the operations are not the whole of what the function does, it runs as it is: see `remembers`,
-    and the first replay must give what the function gives, bit for bit.
+    A shape is recorded when it comes again, but there is one recording in `interval` calls at most, and not before the
+    function has run `PATIENCE` times as long as the recordings took: one takes as long as many calls. Where the
+    operations are not the whole of what the function does, it runs as it is: see `remembers`, and the first replay must
+    give what the function gives, bit for bit.
     """
 
     def __init__(self, function: Function, model: nn.Module, interval: int):
         self.function, self.model, self.interval = function, model, interval
         self.calls, self.seen, self.replays = 0, set(), {}
+        self.ran = self.spent = 0.0
+        """Seconds in calls and in recordings."""
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         shapes = tuple((tensor.shape, tensor.stride()) for tensor in tensors)
         self.calls += 1
         replay = self.replays.get(shapes)
-        due = self.calls >= self.interval * (len(self.replays) + 1)
+        due = self.calls >= self.interval * (len(self.replays) + 1) and self.ran >= PATIENCE * self.spent
+        began = time.perf_counter()
         if replay is None and due and shapes in self.seen and shapes not in self.replays:
             replay = self.replays[shapes] = record(self.function, self.model, tensors)
+            self.spent += time.perf_counter() - began
+            began = time.perf_counter()
         self.seen.add(shapes)
         if replay is None:
-            return self.function(*tensors)
-        with torch.no_grad():
-            return replay(*tensors)
+            out = self.function(*tensors)
+        else:
+            with torch.no_grad():
+                out = replay(*tensors)
+        self.ran += time.perf_counter() - began
+        return out
 
 
 def record(function: Function, model: nn.Module, tensors: Sequence[Tensor]) -> Function | None:

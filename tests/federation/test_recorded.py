@@ -116,7 +116,8 @@ def test_a_recording_leaves_its_tensors_alone_and_changes_those_of_a_replay():
     assert tensors[1].tolist() == [3, 3, 3] and out.tolist() == [18, 18, 18]
 
 
-def test_there_is_one_recording_in_so_many_calls(replays):
+def test_there_is_one_recording_in_so_many_calls(replays, monkeypatch):
+    monkeypatch.setattr(recorded, "PATIENCE", 0)
     function = recorded.Recorded(lambda x: [x + 1], nn.Identity(), 2)
     for n in range(1, 9):
         for _ in range(2):
@@ -127,6 +128,29 @@ def test_there_is_one_recording_in_so_many_calls(replays):
         for _ in range(2):
             function(torch.zeros(n, 1))
     assert len(replays) == 8
+
+
+def test_recordings_take_a_share_of_the_time(replays, monkeypatch):
+    now = 0.0
+
+    def run(x):
+        nonlocal now
+        now += 1
+        return [x + 1]
+
+    def record(*arguments):
+        nonlocal now
+        now += 5
+        replays.append(arguments)
+
+    monkeypatch.setattr(recorded.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(recorded, "record", record)
+    function, made = recorded.Recorded(run, nn.Identity(), 1), []
+    for call in range(60):
+        function(torch.zeros(call % 8 + 1))
+        made.append(len(replays))
+    # Each takes five seconds, a call one: the next is due after twenty calls more (in the 40th the shape has one).
+    assert [made.index(n) for n in (1, 2, 3)] == [8, 20, 41]
 
 
 @pytest.mark.parametrize("tests", [(5, 5, 5), (5, 4, 5)])
