@@ -9,6 +9,7 @@ for tests and benchmarks.
 import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from pathlib import Path
 import torch
 
 from fastfact import reference
+
+log = logging.getLogger("fastfact")
 
 OPS = (
     "rank1_weight",
@@ -64,7 +67,17 @@ def _load_library(name: str) -> Backend:
         torch.ops.load_library(str(found))
     except OSError as error:
         return Backend(False, f"{found.name} does not load: {error}")
-    return Backend(True, found.name)
+    lacking = _without_kernel(name.upper())
+    if not lacking:
+        return Backend(True, found.name)
+    detail = f"{found.name}, older than this package: without {', '.join(lacking)}, build it anew"
+    log.warning("%s", detail)
+    return Backend(True, detail)
+
+
+def _without_kernel(key: str) -> list[str]:
+    """The ops for which a compiled library should have registered a kernel under a dispatch key, and none is."""
+    return [op for op in OPS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastfact::{op}", key)]
 
 
 _LIBRARIES: dict[str, Backend] = {}

@@ -1,5 +1,6 @@
 """The ops as every backend must serve them: shapes, errors, transforms, and what PyTorch asks of a custom op."""
 
+import importlib
 import pytest
 import torch
 
@@ -263,3 +264,13 @@ def test_use_backend():
 
 def test_the_compiled_library_serves_here():
     assert ff.backends()["cpu"].available, ff.backends()["cpu"].detail
+
+
+def test_a_library_that_lacks_kernels_is_told(monkeypatch):
+    """The reference serves what an old build has not, correctly and slowly: nobody would notice."""
+    module = importlib.import_module("fastfact.backends")
+    before, name = module._load_library("cpu"), module.library_file("cpu").name
+    assert before.detail == name
+    monkeypatch.setattr(module, "OPS", (*module.OPS, "fused_conv2d"))
+    state = module._load_library("cpu")
+    assert state.available and state.detail == f"{name}, older than this package: without fused_conv2d, build it anew"
