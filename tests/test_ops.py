@@ -1,6 +1,7 @@
 """The ops as every backend must serve them: shapes, errors, transforms, and what PyTorch asks of a custom op."""
 
 import importlib
+
 import pytest
 import torch
 
