@@ -650,7 +650,7 @@ def fused_conv2d(
     if mu is None and p.splits_in_two:
         return rank1_conv.launch(p, out, x, u, v, bias, (u_client, v_client, bias_client), False)
     if mu is None and p.separates:
-        if separable_conv.fits(p.rank, p.width, p.out_width):
+        if separable_conv.fits(x.dtype, p.rank, p.width, p.out_width):
             return separable_conv.launch(p, out, x, u, v, bias, (u_client, v_client, bias_client), False)
         (down, first), (across, second) = p.halves(u, v)
         hidden = fused_conv2d(x, None, None, down, None, None, *first)
@@ -717,7 +717,7 @@ def fused_conv2d_dx(
     if mu is None and p.splits_in_two:
         return rank1_conv.launch(p, dx, grad, u, v, None, (u_client, v_client, 0), True)
     if mu is None and p.separates:
-        if separable_conv.fits(p.rank, p.height, p.out_height):
+        if separable_conv.fits(grad.dtype, p.rank, p.height, p.out_height):
             return separable_conv.launch(p, dx, grad, u, v, None, (u_client, v_client, 0), True)
         (down, first), (across, second) = p.halves(u, v)
         hidden = (p.n, p.rank, p.out_height, p.width)

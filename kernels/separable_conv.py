@@ -139,9 +139,13 @@ def separable_conv_kernel(
         )
 
 
-def fits(rank: int, *extents: int) -> bool:
+def fits(dtype: torch.dtype, rank: int, *extents: int) -> bool:
     """Whether the r channels of a line of the image, so long before and after, are small enough for one program."""
-    return rank <= MAX_RANK and max(extents) <= MAX_LINE
+    longest = triton.next_power_of_2(max(extents))
+    if rank > MAX_RANK or longest > MAX_LINE:
+        return False
+    # they go through shared memory, as much of it as the largest tile of half precision takes
+    return longest * max(16, triton.next_power_of_2(rank)) * dtype.itemsize <= 2 * MAX_LINE * MAX_RANK
 
 
 def launch(p, out: Tensor, source: Tensor, u, v, bias, clients_of, transposed: bool) -> Tensor:
