@@ -71,7 +71,9 @@ def _load_library(name: str) -> Backend:
     if not lacking:
         return Backend(True, found.name)
     detail = f"{found.name}, older than this package: without {', '.join(lacking)}, build it anew"
-    log.warning("%s", detail)
+    if name == "cpu":
+        # That of a device that may not be here is told when asked for.
+        log.warning("%s", detail)
     return Backend(True, detail)
 
 

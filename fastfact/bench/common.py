@@ -62,9 +62,12 @@ def draw_growth(
     for axis, (key, title) in zip(axes, panels.items(), strict=True):
         for label, rows in lines.items():
             some = [row for row in rows if key in row]
+            if not some:
+                continue
             axis.plot([row["clients"] for row in some], [row[key] for row in some], marker="o", label=label)
-        positive = all(row.get(key, 1) > 0 for rows in lines.values() for row in rows)
-        axis.set(xscale="log", yscale="log" if positive else "linear", xlabel=across, title=title)
+        axis.set(xscale="log", xlabel=across, title=title)
+        if any(row.get(key, 0) > 0 for rows in lines.values() for row in rows):
+            axis.set_yscale("log", nonpositive="mask")
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(path, dpi=120)
