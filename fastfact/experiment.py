@@ -57,7 +57,7 @@ HELP = {
     "weight_decay": "Weight decay.",
     "l1": "λ, the L1 penalty on μ of factorized layers [default: the method's].",
     "warmup": "Rounds with dense μ; after them it is pruned and trains on its support [default: all rounds].",
-    "target_density": "Fraction of μ of each layer that is kept after --warmup.",
+    "target_density": "Fraction of μ of each layer that is kept after --warmup [default: what --l1 leaves].",
     "regrow_every": "Rounds between changes of the support after --warmup [default: never].",
     "sketch": "Factorized-FL and SimFed match clients by sketches of so many bytes, 0 for v itself; others ignore it"
     " [default: the method's].",
@@ -155,12 +155,11 @@ class Config:
                 raise ValueError(f"method={method!r}, must be one of {', '.join(methods.names())}")
         if self.cohort not in ("auto", "threads") and not (self.cohort.isdigit() and int(self.cohort) > 0):
             raise ValueError(f"cohort={self.cohort!r}, must be auto, threads or a number of at least 1")
-        if (self.warmup is None) != (self.target_density is None):
-            raise ValueError(
-                f"warmup={self.warmup}, target_density={self.target_density}: must be given together, or neither"
-            )
-        if self.warmup is None and self.regrow_every is not None:
-            raise ValueError(f"regrow_every={self.regrow_every}: needs warmup and target_density")
+        for name in ("target_density", "regrow_every") if self.warmup is None else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}={getattr(self, name)}: needs warmup")
+        if self.warmup is not None and self.target_density is None and self.l1 is None:
+            raise ValueError(f"warmup={self.warmup}: needs target_density, or l1 if λ is to decide what stays")
         if self.rounds < 1:
             raise ValueError(f"rounds={self.rounds}, must be at least 1")
         if not 0 <= self.newcomers < 1:
@@ -356,7 +355,8 @@ def schedule(config: Config) -> Schedule | None:
     """When μ becomes sparse, if the configuration says so."""
     if config.warmup is None:
         return None
-    return Schedule(config.warmup, target_density=config.target_density, regrow_every=config.regrow_every or 0)
+    l1 = config.l1 if config.target_density is None else None
+    return Schedule(config.warmup, config.target_density, l1, config.regrow_every or 0)
 
 
 def federation(config: Config, group: Group | None = None) -> Federation:

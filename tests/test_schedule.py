@@ -168,7 +168,9 @@ def test_the_command_line_trains_on_the_support(tmp_path):
     code, _, error = call("run", *options, "--out", tmp_path / "run", "--resume")
     assert code == 0, error
     code, _, error = call("run", "--warmup", "2", "--out", tmp_path / "other")
-    assert code == 2 and "target_density=None" in error and not (tmp_path / "other").exists()
+    assert code == 2 and "warmup=2: needs target_density, or l1" in error and not (tmp_path / "other").exists()
+    code, _, error = call("run", "--regrow-every", "2", "--out", tmp_path / "other")
+    assert code == 2 and "regrow_every=2: needs warmup" in error
 
 
 def test_on_the_digits_a_fifth_of_mu_is_as_accurate_as_all_of_it():

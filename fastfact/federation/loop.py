@@ -81,7 +81,8 @@ class Federation:
     sparsity: periods are rounds. After those of the warm-up, μ of every layer is pruned to the target density and
         trains on its support, without L1 penalty, by the sparse kernels. Each client has a support of its own, the
         largest magnitudes it has (or gets: a mixed μ is cut down again), which changes before the rounds that follow a
-        change of the schedule; a client that is absent is pruned when it takes part next.
+        change of the schedule; a client that is absent is pruned when it takes part next. A schedule with a λ has it
+        in all rounds, in place of `l1`: then the support are the nonzeros, and clients train one after another.
     max_norm: clients whose upload has a larger Euclidean norm are left out of the round; None for no limit.
     device: where the model, the data and the states at work are, as "cpu" or "cuda"; by default where `model` puts
         itself.
@@ -293,7 +294,7 @@ class Federation:
                 lr=s["lr"],
                 momentum=s["momentum"],
                 weight_decay=s["weight_decay"],
-                l1=self.method.l1,
+                l1=self.method.l1 if self.schedule is None else self.schedule.penalty(1, self.method.l1),
                 proximal=self.method.l1_method == "proximal",
                 penalized=frozenset(self.sparse),
                 augment=self.augment,

@@ -135,7 +135,6 @@ def test_clients_can_join_later(make):
 @pytest.mark.parametrize(
     "method, schedule, message",
     [
-        ("factorized-fl-alpha", Schedule(warmup=1, l1=0.1), "needs target_density"),
         ("factorized-fl-alpha", Schedule(warmup=0, target_density=0.1), "warmup of at least 1"),
         ("fedavg", FIXED, "no layer of the model has a μ"),
         ("factorized-fl-alpha", "often", "sparsity='often'"),
@@ -144,6 +143,64 @@ def test_clients_can_join_later(make):
 def test_schedules_a_federation_cannot_follow(make, method, schedule, message):
     with pytest.raises(ValueError, match=message):
         start(make, method, schedule)
+
+
+LAMBDA = Schedule(warmup=1, l1=0.03, regrow_every=2)
+
+
+def test_lambda_decides_what_stays(make):
+    fed = start(make, schedule=LAMBDA, l1=9.0)  # the schedule's λ, not the method's
+    supports = []
+    for _ in range(4):
+        fed.fit(1)
+        supports.append(fed.states.state["3.mu"] != 0)
+    assert 0.1 < supports[0].double().mean() < 1 and len(set(supports[0].flatten(1).sum(1).tolist())) > 1
+    # Zeros leave and do not come back, until round 4 begins with those whose gradient is beyond λ.
+    assert not (supports[1] & ~supports[0]).any() and not (supports[2] & ~supports[1]).any()
+    assert (supports[3] & ~supports[2]).any()
+
+
+def test_a_round_where_lambda_decides_is_proximal_training_under_a_mask(make):
+    def model():
+        return ff.factorize(make.cnn(), ff.Rank1(), init="svd")
+
+    schedule = dataclasses.replace(LAMBDA, regrow_every=1)
+    fed = make(model, (1, 6, 6), method="stand-alone", sparsity=schedule)
+    fed.fit(2)
+    k, net, (x, y) = 2, fed.models[2], fed.clients[2].train
+    fed.fit(1)
+    layers = list(ff.factorized_layers(net).values())
+    gradients = torch.autograd.grad(nn.functional.cross_entropy(net.eval()(x), y), [layer.mu for layer in layers])
+    masks = [(a.mu != 0) | (g.abs() > 0.03) for a, g in zip(layers, gradients, strict=True)]
+    assert any((mask & (layer.mu == 0)).any() for mask, layer in zip(masks, layers, strict=True))
+    optimizer = ff.optim.ProxSGD(net.train().parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3, l1=0.03)
+    order = ff.federation.cohort.generator_for(3, 3, k, "order")
+    for _ in range(2):
+        for batch in torch.randperm(len(y), generator=order).split(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
+            for layer, mask in zip(layers, masks, strict=True):
+                layer.mu.grad *= mask
+            optimizer.step()
+    for a, b in zip(layers, ff.factorized_layers(fed.models[k]).values(), strict=True):
+        torch.testing.assert_close(a.weight, b.weight, rtol=1e-9, atol=1e-11)
+
+
+def test_where_lambda_decides_together_is_one_after_another(make, same, tmp_path):
+    one, many = start(make, schedule=LAMBDA, cohort=1), start(make, schedule=LAMBDA, cohort=3)
+    one.fit(5), many.fit(5)
+    for name, tensor in one.states.state.items():
+        torch.testing.assert_close(tensor, many.states.state[name], rtol=1e-6, atol=1e-9, msg=name)
+    start(make, schedule=LAMBDA, cohort=1).fit(3, tmp_path)
+    part = ff.Federation.load(tmp_path, model=make.cnn, clients=one.clients)
+    part.fit(2, tmp_path)
+    assert same(one, part)
+
+
+def test_lambda_may_leave_nothing(make):
+    fed = start(make, schedule=Schedule(warmup=1, l1=1e3))
+    fed.fit(3)
+    assert all(density == 0 for row in fed.density().values() for density in row)
 
 
 def test_methods_with_tensors_of_their_own_are_refused(make):
