@@ -7,6 +7,7 @@ time, the same step runs batched over the client axis. Both take the same batche
 import contextlib
 import copy
 import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from fastfact.federation.recorded import Recorded
 from fastfact.federation.strategy import Phase
 from fastfact.federation.streams import Streams
 from fastfact.optim import step_l1
+
+log = logging.getLogger("fastfact")
 
 EVALUATION_BATCH = 1024
 
@@ -123,6 +126,7 @@ class Trainer:
         self._orders: list[torch.Generator] = []
         self._buffers: dict[int, Tensor] = {}
         self._gradients: dict[tuple, Recorded] = {}
+        self._counts_together = True
         self.interval = 20
         """After how many calls something may be recorded, see `Recorded`."""
 
@@ -359,14 +363,26 @@ class Trainer:
             n = len(data[begin][1])
             if len(rows) > 1 and n * len(rows) <= EVALUATION_BATCH and all(len(data[row][1]) == n for row in rows):
                 x, y = (torch.stack([data[row][part] for row in rows]) for part in (0, 1))
-                (right,) = self._count(x, y, *(state[name][begin : rows.stop] for name in self.tensors))
-                correct[begin : rows.stop] = right
-                continue
+                right = self._count_together(x, y, [state[name][begin : rows.stop] for name in self.tensors])
+                if right is not None:
+                    correct[begin : rows.stop] = right
+                    continue
             for row in rows:
                 self.bind(state, row)
                 for x, y in zip(*(part.split(EVALUATION_BATCH) for part in data[row]), strict=True):
                     correct[row] += (self.model(x).argmax(1) == y).sum()
         return [right / len(y) for right, (_, y) in zip(correct.tolist(), data, strict=True)]
+
+    def _count_together(self, x: Tensor, y: Tensor, tensors: list[Tensor]) -> Tensor | None:
+        """`_count`; None from the first time on that the model's forward has an operation without a rule for `vmap`."""
+        if not self._counts_together:
+            return None
+        try:
+            return self._count(x, y, *tensors)[0]
+        except RuntimeError as error:
+            log.info("clients are evaluated one by one: %s", str(error).splitlines()[0])
+            self._counts_together = False
+            return None
 
     @functools.cached_property
     def _count(self) -> Callable[..., Sequence[Tensor]]:
