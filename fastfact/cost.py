@@ -1,7 +1,7 @@
 """How long a layer takes on each compute path: a small model, measured once per machine.
 
 The time of a path is a sum of terms (one call, elements read and written, multiplications of each kind) with a
-coefficient each. The coefficients are fitted to some fifty short measurements, a second in all, when the first layer
+coefficient each. The coefficients are fitted to some fifty short measurements, two seconds in all, when the first layer
 asks, one set for each kind of layer, step, memory format and dtype, and kept in
 
     $XDG_CACHE_HOME/fastfact/cost/   (~/.cache/fastfact/cost/)
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from fastfact import ops, sparsity
 from fastfact.backends import library_file, loaded
+from fastfact.ops.common import transforming
 
 log = logging.getLogger("fastfact")
 
@@ -236,7 +237,8 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
     if not work.training:
         return {"reconstruct": torch.no_grad()(reconstruct), "factored": torch.no_grad()(factored)}
     with torch.no_grad():
-        grad = torch.randn_like(reconstruct())
+        grad = reconstruct()
+        grad.normal_(generator=generator)
 
     def step(forward: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(forward(), leaves, grad)
@@ -244,7 +246,7 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
     return {"reconstruct": step(reconstruct), "factored": step(factored)}
 
 
-def measure(table: str, budget: float = 0.015) -> dict[str, list[float]]:
+def measure(table: str, budget: float = 0.03) -> dict[str, list[float]]:
     """path → its coefficients, in seconds a unit, fitted to the shortest of the runs of each probe.
 
     budget: seconds for one probe, after which no further runs are made (there are at least two, at most nine).
@@ -447,7 +449,7 @@ def _find(table: str, folder: Path | None) -> dict[str, list[float]]:
             # Ask before the work whether the result can be kept.
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-            measured = _elsewhere(lambda: measure(table))
+            measured = _aside(lambda: measure(table))
             _write(path, {"machine": _machine(), "coefficients": measured}, replace=damaged)
             found = _read(path, table)
         except (OSError, RuntimeError) as error:
@@ -481,8 +483,13 @@ def remembered(question: object, measure: Callable[[], dict]) -> dict | None:
     return None
 
 
-def _elsewhere(function: Callable[[], object]) -> object:
-    """Call it in a thread of its own, where no transform, mode or grad setting of this one is at work."""
+def _aside(function: Callable[[], object]) -> object:
+    """Call it where no transform, mode or grad setting of the caller is at work: here if there is none to escape, for
+    a thread of its own has other threads help it, and is slower by up to a half."""
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    if not (modes or transforming()):
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            return function()
     result, errors = [], []
 
     def body() -> None:

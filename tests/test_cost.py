@@ -250,3 +250,22 @@ def test_a_plan_of_nothing_there_is(arguments, message):
 
     code, _, error = call("info", "--plan", *arguments)
     assert code == 2 and message in error
+
+
+def test_measuring_draws_nothing_from_the_caller():
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        cost._aside(lambda: cost.measure("linear-training-contiguous-float32", budget=0.0))
+        assert not torch.is_grad_enabled()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_under_a_mode_it_is_measured_aside():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    with Refuse():
+        assert cost._aside(lambda: (torch.ones(2) + 1).tolist()) == [2, 2]
