@@ -166,9 +166,6 @@ def row(common: dict, measure: Callable[[], dict]) -> dict:
         return common | {"error": f"{type(error).__name__}: {error}"}
 
 
-# weights
-
-
 def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tuple[int, dict, list]]:
     """op → (bytes of the floor, implementations by name, a call (op, arguments) for each layer)."""
 
@@ -271,9 +268,6 @@ def every_call(implementation, calls: list) -> Callable[[], object]:
     return lambda: [function(*args) for function, args in bound]
 
 
-# layers
-
-
 class Plain(nn.Module):
     """The parameterization as one writes it in PyTorch."""
 
@@ -350,9 +344,6 @@ def layer_ratios(times: dict[str, float]) -> dict[str, float]:
     return {f"{rival}/{side}": times[rival] / times[side] for side in ("ours", "fused") for rival in rivals}
 
 
-# rank1
-
-
 def rank1(bench: Bench) -> Rows:
     channels = bench.pick(256, 16)
     for side in bench.pick((8, 16, 32), (5,)):
@@ -387,9 +378,6 @@ def rank1_row(bench: Bench, shape, batch: int) -> dict:
         times = bench.medians({name: bench.graphed(one, repeats) for name, one in sides.items()})
     times = {name: t / repeats for name, t in times.items()}
     return times | {"ratio": times["dense"] / times["ours"], "goal": 4}
-
-
-# separable
 
 
 def separable(bench: Bench) -> Rows:
@@ -448,9 +436,6 @@ def exact_separable(x, grad, u, v, settings):
     doubled = [t.double() for t in (u, v)]
     y = ff.reference.fused_conv2d(x.double(), *doubled, None, None, None, *settings)
     return y, ff.reference.fused_conv2d_dx(grad.double(), *doubled, None, None, x.shape[1:], True, *settings)
-
-
-# clients
 
 
 def trainer(bench: Bench, path: str, dtype: torch.dtype, graphs: bool) -> Trainer:
@@ -528,9 +513,6 @@ def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
     }
 
 
-# resident
-
-
 def resident(bench: Bench) -> Rows:
     yield row({"op": "clients resident, ResNet-9 at 10 % density"}, functools.partial(resident_row, bench))
 
@@ -575,9 +557,6 @@ def resident_row(bench: Bench) -> dict:
         "dense_clients_that_fit": capacity // DENSE_CLIENT_BYTES,
         "goal": 80_000,
     }
-
-
-# mix
 
 
 def mix(bench: Bench) -> Rows:
@@ -634,8 +613,6 @@ def mix_row(bench: Bench, keys: str, k: int, d: int, n: int) -> dict:
         "goal": {"products/cuda": 1 / 1.5},
     }
 
-
-# tune
 
 IMAGE_TILES = [
     (128, 128, 64, 8, 3),

@@ -550,7 +550,8 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout the package runs from, with "-dirty" where it differs; None outside a checkout."""
+    """The commit of the checkout the package runs from, with "-dirty" where it differs in more than the results it
+    wrote; None outside a checkout."""
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
@@ -560,7 +561,8 @@ def commit() -> str | None:
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
             return None
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

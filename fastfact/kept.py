@@ -42,17 +42,8 @@ class Kept:
         last = is_channels_last(x) and weight.dim() == 4
         self.weight = weight.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
         self._input = None if any_input else (x.shape, x.stride(), x.dtype)
-        # The alias keeps the memory from being given to another tensor, so that its address tells it apart.
         self._made_from = [
-            (
-                name,
-                tensor,
-                tensor._version,
-                tensor.detach(),
-                tensor.data_ptr(),
-                sample := _sample(tensor),
-                sample.tobytes(),
-            )
+            (name, tensor, tensor._version, tensor.data_ptr(), sample := _sample(tensor), sample.tobytes())
             for name, tensor in tensors.items()
         ]
 
@@ -61,7 +52,7 @@ class Kept:
         if self._input is not None and self._input != (x.shape, x.stride(), x.dtype):
             return False
         parameters, buffers = layer._parameters, layer._buffers
-        for name, tensor, version, _, address, sample, seen in self._made_from:
+        for name, tensor, version, address, sample, seen in self._made_from:
             if (
                 (parameters.get(name) is not tensor and buffers.get(name) is not tensor)
                 or tensor._version != version
@@ -73,7 +64,8 @@ class Kept:
 
 
 def _sample(tensor: Tensor):
-    """A view, as numpy array, of `SAMPLES` numbers spread over a tensor without gaps."""
+    """A view, as numpy array, of `SAMPLES` numbers spread over a tensor without gaps. As long as it lives the memory is
+    given to no other tensor, so that the address tells it apart."""
     n = tensor.numel()
     some = tensor.detach().as_strided((min(SAMPLES, n),), (max(1, n // SAMPLES),), tensor.storage_offset())
     return some.view(_INTEGERS[tensor.element_size()]).numpy()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastfact.kernels import rank1_conv, separable_conv
 from fastfact.kernels.geometry import INT32_LIMIT, accumulator, empty_weight, slices
+from fastfact.kernels.taps import tap_position
 from fastfact.kernels.weights import TL_DTYPES, _gather, rank1_weight_backward
 from fastfact.reference import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
 
@@ -163,10 +164,10 @@ def conv_kernel(
     # the channels are the inner loop: only that one is pipelined, and with the taps in it each would take its own
     # stages of shared memory. The taps of a row are a loop at run time: unrolled, the addresses of 25 taps spilled.
     for ky in tl.static_range(KH):
-        iy = oy * stride_y - padding_y + ky * dilation_y
+        iy, row_inside = tap_position(oy, ky, height, stride_y, padding_y, dilation_y, False)
         for kx in range(KW):
-            ix = ox * stride_x - padding_x + kx * dilation_x
-            there = m_inside & (iy >= 0) & (iy < height) & (ix >= 0) & (ix < width)
+            ix, column_inside = tap_position(ox, kx, width, stride_x, padding_x, dilation_x, False)
+            there = m_inside & row_inside & column_inside
             pixel = x_image + iy.to(tl.int64) * x_y + ix.to(tl.int64) * x_x
             for start in range(0, IN, BLOCK_I):
                 i = start + tl.arange(0, BLOCK_I)
@@ -281,13 +282,10 @@ def conv_input_kernel(
     acc = tl.zeros([BLOCK_I, BLOCK_M], ACC)
     for ky in tl.static_range(KH):
         # the output rows that this tap takes from row iy
-        ty = iy + padding_y - ky * dilation_y
-        oy = ty // stride_y
+        oy, row_inside = tap_position(iy, ky, out_height, stride_y, padding_y, dilation_y, True)
         for kx in range(KW):
-            tx = ix + padding_x - kx * dilation_x
-            ox = tx // stride_x
-            there = m_inside & (ty >= 0) & (oy * stride_y == ty) & (oy < out_height)
-            there = there & (tx >= 0) & (ox * stride_x == tx) & (ox < out_width)
+            ox, column_inside = tap_position(ix, kx, out_width, stride_x, padding_x, dilation_x, True)
+            there = m_inside & row_inside & column_inside
             pixel = grad_image + oy.to(tl.int64) * grad_y + ox.to(tl.int64) * grad_x
             for start in range(0, OUT // GROUPS, BLOCK_O):
                 in_group = start + tl.arange(0, BLOCK_O)
@@ -427,9 +425,9 @@ def conv_weight_kernel(
                 ox = m % out_width
                 oy = m // out_width % out_height
                 n = (m // out_width // out_height).to(tl.int64)
-                iy = oy * stride_y - padding_y + ky * dilation_y
-                ix = ox * stride_x - padding_x + kx * dilation_x
-                there = m_inside & (iy >= 0) & (iy < height) & (ix >= 0) & (ix < width)
+                iy, row_inside = tap_position(oy, ky, height, stride_y, padding_y, dilation_y, False)
+                ix, column_inside = tap_position(ox, kx, width, stride_x, padding_x, dilation_x, False)
+                there = m_inside & row_inside & column_inside
                 y_pixel = client * grad_client + n * grad_n + oy.to(tl.int64) * grad_y + ox.to(tl.int64) * grad_x
                 x_pixel = client * x_client + n * x_n + iy.to(tl.int64) * x_y + ix.to(tl.int64) * x_x
                 above = tl.load(

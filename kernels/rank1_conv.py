@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastfact.kernels.taps import tap_position
+
 
 @triton.jit
 def depthwise_tile(
@@ -43,18 +45,10 @@ def depthwise_tile(
     tile = tl.zeros(inside.shape, ACC)
     column = channel.to(tl.int64) * source_c
     for ky in tl.static_range(KH):
+        sy, row_inside = tap_position(y, ky, height, stride_y, padding_y, dilation_y, TRANSPOSED)
         for kx in tl.static_range(KW):
-            if TRANSPOSED:
-                ty = y + padding_y - ky * dilation_y
-                tx = x + padding_x - kx * dilation_x
-                sy = ty // stride_y
-                sx = tx // stride_x
-                there = (ty >= 0) & (tx >= 0) & (sy * stride_y == ty) & (sx * stride_x == tx)
-            else:
-                sy = y * stride_y - padding_y + ky * dilation_y
-                sx = x * stride_x - padding_x + kx * dilation_x
-                there = (sy >= 0) & (sx >= 0)
-            there = inside & there & (sy < height) & (sx < width)
+            sx, column_inside = tap_position(x, kx, width, stride_x, padding_x, dilation_x, TRANSPOSED)
+            there = inside & row_inside & column_inside
             at = sy.to(tl.int64) * source_y + sx.to(tl.int64) * source_x
             tile += tl.load(u + (ky * KW + kx)).to(ACC) * tl.load(source + (at + column), mask=there, other=0.0).to(ACC)
     return tile
@@ -346,10 +340,10 @@ def rank1_conv_u_kernel(
     column = (group * IN + i).to(tl.int64) * source_c
     inside = m_inside[None, :] & i_inside[:, None]
     for ky in tl.static_range(KH):
-        sy = y * stride_y - padding_y + ky * dilation_y
+        sy, row_inside = tap_position(y, ky, height, stride_y, padding_y, dilation_y, False)
         for kx in tl.static_range(KW):
-            sx = x * stride_x - padding_x + kx * dilation_x
-            there = (sy >= 0) & (sx >= 0) & (sy < height) & (sx < width)
+            sx, column_inside = tap_position(x, kx, width, stride_x, padding_x, dilation_x, False)
+            there = row_inside & column_inside
             pixel = image + sy.to(tl.int64) * source_y + sx.to(tl.int64) * source_x
             tile = tl.load(pixel[None, :] + column[:, None], mask=inside & there[None, :], other=0.0).to(ACC)
             tl.store(du + (part * KH * KW + (ky * KW + kx)), tl.sum(tl.sum(back * tile, 1), 0))

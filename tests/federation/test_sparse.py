@@ -18,6 +18,18 @@ def start(make, method="factorized-fl-alpha", schedule=SCHEDULE, **options):
     return make(make.cnn, (1, 6, 6), method=method, sparsity=schedule, **options)
 
 
+def train_under(masks, net, optimizer, samples, round, client):
+    """The client's training of that round, dense, where the gradient of each μ passes its mask only."""
+    order, (x, y) = ff.federation.cohort.generator_for(3, round, client, "order"), samples
+    for _ in range(2):
+        for batch in torch.randperm(len(y), generator=order).split(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
+            for layer, mask in zip(ff.factorized_layers(net).values(), masks, strict=True):
+                layer.mu.grad *= mask
+            optimizer.step()
+
+
 def test_every_client_keeps_as_many_numbers_of_its_own_and_the_support_changes_when_it_should(make):
     fed = start(make)
     fed.fit(2)
@@ -50,17 +62,9 @@ def test_a_round_on_the_support_is_dense_training_under_a_mask_without_penalty(m
     fed.fit(1)
     k, net = 2, fed.models[2].train()
     fed.fit(1)
-    dense = [layer.mu for layer in ff.factorized_layers(net).values()]
-    masks = [mu != 0 for mu in dense]
-    (x, y), optimizer = fed.clients[k].train, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    order = ff.federation.cohort.generator_for(3, 2, k, "order")
-    for _ in range(2):
-        for batch in torch.randperm(len(y), generator=order).split(4):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
-            for mu, mask in zip(dense, masks, strict=True):
-                mu.grad *= mask
-            optimizer.step()
+    masks = [layer.mu != 0 for layer in ff.factorized_layers(net).values()]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    train_under(masks, net, optimizer, fed.clients[k].train, round=2, client=k)
     for a, b in zip(ff.factorized_layers(net).values(), ff.factorized_layers(fed.models[k]).values(), strict=True):
         torch.testing.assert_close(a.weight, b.weight, rtol=1e-9, atol=1e-11)
 
@@ -174,14 +178,7 @@ def test_a_round_where_lambda_decides_is_proximal_training_under_a_mask(make):
     masks = [(a.mu != 0) | (g.abs() > 0.03) for a, g in zip(layers, gradients, strict=True)]
     assert any((mask & (layer.mu == 0)).any() for mask, layer in zip(masks, layers, strict=True))
     optimizer = ff.optim.ProxSGD(net.train().parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3, l1=0.03)
-    order = ff.federation.cohort.generator_for(3, 3, k, "order")
-    for _ in range(2):
-        for batch in torch.randperm(len(y), generator=order).split(4):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
-            for layer, mask in zip(layers, masks, strict=True):
-                layer.mu.grad *= mask
-            optimizer.step()
+    train_under(masks, net, optimizer, (x, y), round=3, client=k)
     for a, b in zip(layers, ff.factorized_layers(fed.models[k]).values(), strict=True):
         torch.testing.assert_close(a.weight, b.weight, rtol=1e-9, atol=1e-11)
 
