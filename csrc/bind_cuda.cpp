@@ -261,6 +261,17 @@ Tensor contract(const char* op, const Tensor& like, const Held& dw, const Factor
   return out;
 }
 
+// Every gradient of one or two products of thin factors from one reading of dW.
+void thin(const char* op, const Tensor& like, const Held& dw, const std::vector<fastfact_cuda::Outer>& products,
+          double scaling, double plus, const View& view, void* stream) {
+  const auto type = type_of(like);
+  const int64_t clients = like.size(0);
+  const int count = static_cast<int>(products.size());
+  Tensor parts = workspace(like, fastfact_cuda::thin_workspace(type, dw.slices, view, products.data(), count, clients));
+  check_error(op, fastfact_cuda::thin_backward(type, dw.slices, products.data(), count, scaling, plus, view,
+                                               parts.mutable_data_ptr(), clients, stream));
+}
+
 std::tuple<Tensor, Tensor> lowrank_weight_backward(const Tensor& grad, const Tensor& a, const Tensor& b, int64_t layout,
                                                    Sizes size, double scaling, int64_t needs) {
   const char* op = "lowrank_weight_backward";
@@ -270,13 +281,12 @@ std::tuple<Tensor, Tensor> lowrank_weight_backward(const Tensor& grad, const Ten
   const Held dw = gradient(grad, layout == fastfact_cuda::kView), left = slices(b), right = slices(a);
   const View view = lowrank_view(layout, to_size(size), strides_of(dw.tensor).data());
   const auto type = type_of(a);
-  if ((needs & 3) == 3 && dw.tensor.numel() > 0 && rank > 0 && fastfact_cuda::both_pays(type, rank)) {
+  if ((needs & 3) == 3 && dw.tensor.numel() > 0 && rank > 0 && fastfact_cuda::thin_pays(type, rank)) {
     Tensor da = empty(a, sizes_of(a)), db = empty(b, sizes_of(b));
-    const int64_t clients = a.size(0);
-    Tensor parts = workspace(a, fastfact_cuda::both_workspace(type, dw.slices, view, rank, clients));
-    check_error(op, fastfact_cuda::contract_both(type, db.mutable_data_ptr(), da.mutable_data_ptr(), dw.slices,
-                                                 factor_of(left, rank, 1, rank), factor_of(right, 1, columns, rank),
-                                                 scaling, view, parts.mutable_data_ptr(), clients, on.stream()));
+    thin(op, a, dw,
+         {{factor_of(left, rank, 1, rank), factor_of(right, 1, columns, rank), db.mutable_data_ptr(),
+           da.mutable_data_ptr()}},
+         scaling, 0, view, on.stream());
     return {da, db};
   }
   Tensor da = empty(a, {0}), db = empty(b, {0});
@@ -318,6 +328,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hadamard_weight_backward(const Tensor
   const Tensor* like[4] = {&x1, &y1, &x2, &y2};
   const View view = hadamard_view(to_size(size), strides_of(dw.tensor).data());
   Tensor grads[4];
+  const int64_t r1 = x1.size(2), r2 = x2.size(2);
+  if ((needs & 15) == 15 && dw.tensor.numel() > 0 && std::min(r1, r2) > 0 &&
+      fastfact_cuda::thin_pays(type_of(x1), std::max(r1, r2))) {
+    for (int j = 0; j < 4; ++j) grads[j] = empty(*like[j], sizes_of(*like[j]));
+    thin(op, x1, dw,
+         {{factor_of(held[0], r1, 1, r1), factor_of(held[1], r1, 1, r1), grads[0].mutable_data_ptr(),
+           grads[1].mutable_data_ptr()},
+          {factor_of(held[2], r2, 1, r2), factor_of(held[3], r2, 1, r2), grads[2].mutable_data_ptr(),
+           grads[3].mutable_data_ptr()}},
+         1, personalized, view, on.stream());
+    return {grads[0], grads[1], grads[2], grads[3]};
+  }
   for (int j = 0; j < 4; ++j) {
     if (!(needs >> j & 1)) {
       grads[j] = empty(*like[j], {0});

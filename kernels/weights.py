@@ -1,4 +1,4 @@
-"""The weight ops: one elementwise kernel and its reduction for rank 1, two matrix kernels for the products."""
+"""The weight ops: one elementwise kernel and its reduction for rank 1, three matrix kernels for the products."""
 
 import torch
 import triton
@@ -365,6 +365,110 @@ def contract_kernel(
     )
 
 
+@triton.jit
+def thin_kernel(
+    dx1,
+    dy1,
+    dx2,
+    dy2,
+    grad,
+    x1,
+    y1,
+    x2,
+    y2,
+    scaling: tl.float64,
+    plus,
+    stripes,
+    splits,
+    grad_client,
+    x1_client,
+    y1_client,
+    x2_client,
+    y2_client,
+    x_row,
+    x_rank,
+    y_column,
+    y_rank,
+    rows,
+    columns,
+    m_stride1,
+    m_stride0,
+    n_stride1,
+    n_stride0,
+    M_RADIX: tl.constexpr,
+    N_RADIX: tl.constexpr,
+    M_FACTOR1: tl.constexpr,
+    M_FACTOR0: tl.constexpr,
+    N_FACTOR1: tl.constexpr,
+    N_FACTOR0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    TWO: tl.constexpr,
+    STEPS: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """dW, read once, of W = scaling · x1 y1ᵀ, or (x1 y1ᵀ) (x2 y2ᵀ + plus): for a stripe of rows and a split of columns
+    the parts of dx [client, split, m, r] and of dy [client, stripe, n, r].
+    """
+    pid = tl.program_id(0)
+    stripe = pid % stripes
+    split = pid // stripes % splits
+    client = (pid // stripes // splits).to(tl.int64)
+    em = stripe * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_inside = em < rows
+    m = (em // M_RADIX * M_FACTOR1 + em % M_RADIX * M_FACTOR0).to(tl.int64)
+    m_offset = (em // M_RADIX).to(tl.int64) * m_stride1 + (em % M_RADIX).to(tl.int64) * m_stride0
+    r = tl.arange(0, WIDTH).to(tl.int64)
+    x1_at = (m * x_row)[:, None] + (r * x_rank)[None, :]
+    x1_inside = m_inside[:, None] & (r < RANK1)[None, :]
+    left1 = tl.load(x1 + client * x1_client + x1_at, mask=x1_inside, other=0.0)
+    acc1 = tl.zeros([BLOCK_M, WIDTH], ACC)
+    if TWO:
+        x2_at = (m * RANK2)[:, None] + r[None, :]
+        x2_inside = m_inside[:, None] & (r < RANK2)[None, :]
+        left2 = tl.load(x2 + client * x2_client + x2_at, mask=x2_inside, other=0.0)
+        acc2 = tl.zeros([BLOCK_M, WIDTH], ACC)
+    scale = tl.full([1, 1], scaling, ACC)
+    for step in range(STEPS):
+        en = (step * splits + split) * BLOCK_N + tl.arange(0, BLOCK_N)
+        n_inside = en < columns
+        n = (en // N_RADIX * N_FACTOR1 + en % N_RADIX * N_FACTOR0).to(tl.int64)
+        n_offset = (en // N_RADIX).to(tl.int64) * n_stride1 + (en % N_RADIX).to(tl.int64) * n_stride0
+        inside = m_inside[:, None] & n_inside[None, :]
+        tile = tl.load(grad + client * grad_client + (m_offset[:, None] + n_offset[None, :]), mask=inside, other=0.0)
+        y1_at = (n * y_column)[:, None] + (r * y_rank)[None, :]
+        y1_inside = n_inside[:, None] & (r < RANK1)[None, :]
+        right1 = tl.load(y1 + client * y1_client + y1_at, mask=y1_inside, other=0.0)
+        if TWO:
+            y2_at = (n * RANK2)[:, None] + r[None, :]
+            y2_inside = n_inside[:, None] & (r < RANK2)[None, :]
+            right2 = tl.load(y2 + client * y2_client + y2_at, mask=y2_inside, other=0.0)
+            zero = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+            first = tl.dot(left1, tl.trans(right1), zero, input_precision=PRECISION, out_dtype=ACC)
+            second = tl.dot(left2, tl.trans(right2), zero, input_precision=PRECISION, out_dtype=ACC)
+            whole = tile.to(ACC)
+            # zero times a product that overflowed is not zero
+            tile2 = tl.where(inside, whole * first, 0.0).to(grad.dtype.element_ty)
+            tile = tl.where(inside, whole * (second + plus), 0.0).to(grad.dtype.element_ty)
+            acc2 = tl.dot(tile2, right2, acc2, input_precision=PRECISION, out_dtype=ACC)
+            part = tl.dot(tl.trans(tile2), left2, input_precision=PRECISION, out_dtype=ACC) * scale
+            dy2_at = dy2 + (client * stripes + stripe) * (columns * RANK2) + y2_at
+            tl.store(dy2_at, part.to(dy2.dtype.element_ty), mask=y2_inside)
+        acc1 = tl.dot(tile, right1, acc1, input_precision=PRECISION, out_dtype=ACC)
+        part = tl.dot(tl.trans(tile), left1, input_precision=PRECISION, out_dtype=ACC) * scale
+        dy1_at = dy1 + (client * stripes + stripe) * (columns * RANK1) + y1_at
+        tl.store(dy1_at, part.to(dy1.dtype.element_ty), mask=y1_inside)
+    dx1_at = dx1 + (client * splits + split) * (rows * RANK1) + x1_at
+    tl.store(dx1_at, (acc1 * scale).to(dx1.dtype.element_ty), mask=x1_inside)
+    if TWO:
+        dx2_at = dx2 + (client * splits + split) * (rows * RANK2) + x2_at
+        tl.store(dx2_at, (acc2 * scale).to(dx2.dtype.element_ty), mask=x2_inside)
+
+
 def rank1_digits(layout: int, size, channels_last: bool) -> dict[str, int]:
     """Digits of a position in W (in memory order), and their weights in the positions in u and v."""
     o, i, kh, kw = (*size, 1, 1)[:4]
@@ -618,6 +722,66 @@ def _contract(out, grad, x, y, factor, factor_strides, out_strides, m: Side, n: 
     return _gather(parts, out)
 
 
+THIN_RANK = 32
+"""Up to this rank one reading of dW costs less than one for each factor (bench/NOTES.md)."""
+
+
+def _thin(grad, x1, y1, x2, y2, strides, m: Side, n: Side, scaling, plus) -> list[Tensor]:
+    """Launch `thin_kernel`; the gradients of (x1, y1), or of (x1, y1, x2, y2).
+
+    `strides` = (x1 row, x1 rank, y1 column, y1 rank).
+    """
+    factors = [x1, y1] if x2 is None else [x1, y1, x2, y2]
+    two = x2 is not None
+    rank1, rank2 = x1.numel() // max(x1.shape[0] * m.size, 1), x2.shape[-1] if two else 1
+    width = max(triton.next_power_of_2(max(rank1, rank2)), 16)
+    block_m, block_n = (64, 32) if x1.element_size() == 4 else (128, 64)
+    k, stripes = grad.shape[0], triton.cdiv(m.size, block_m)
+    splits = max(1, min(triton.cdiv(264, k * stripes), n.size // 256))
+    acc = accumulator(x1.dtype)
+    parts = []
+    for position, factor in enumerate(factors):
+        count = stripes if position % 2 else splits
+        parts.append(factor.new_empty(k, count, *factor.shape[1:], dtype=factor.dtype if count == 1 else acc))
+    held = [slices(factor) for factor in factors] + [(None, 0)] * (4 - len(factors))
+    with torch.cuda.device_of(grad):
+        thin_kernel[(k * stripes * splits,)](
+            *parts,
+            *[None] * (4 - len(parts)),
+            grad,
+            *[factor for factor, _ in held],
+            scaling,
+            plus,
+            stripes,
+            splits,
+            grad.stride(0),
+            *[client for _, client in held],
+            *strides,
+            m.size,
+            n.size,
+            m.stride1,
+            m.stride0,
+            n.stride1,
+            n.stride0,
+            **_side_settings(m, n),
+            RANK1=rank1,
+            RANK2=rank2,
+            TWO=two,
+            STEPS=triton.cdiv(n.size, block_n * splits),
+            ACC=_acc(x1.dtype),
+            PRECISION=_precision(x1.dtype),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            WIDTH=width,
+            num_warps=8,
+        )
+    return [_gather(part, factor) for part, factor in zip(parts, factors, strict=True)]
+
+
+def _thin_pays(grad: Tensor, *ranks: int) -> bool:
+    return grad.numel() > 0 and grad.dtype != torch.float64 and min(ranks) > 0 and max(ranks) <= THIN_RANK
+
+
 def lowrank_weight(
     sigma: Tensor | None, a: Tensor, b: Tensor, layout: int, size: list[int], scaling: float, channels_last: bool
 ) -> Tensor:
@@ -635,6 +799,9 @@ def lowrank_weight_backward(
     grad, _ = gradient(grad, layout == VIEW)
     m, n = lowrank_sides(layout, size, grad.stride()[1:])
     rank, columns = a.shape[1:]
+    if needs & 3 == 3 and _thin_pays(grad, rank):
+        db, da = _thin(grad, b, a, None, None, (rank, 1, 1, columns), m, n, float(scaling), 0)
+        return da, db
     da, db = a.new_empty(0), b.new_empty(0)
     if needs & 1:
         like = a.new_empty(a.shape)
@@ -660,6 +827,9 @@ def hadamard_weight_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad, _ = gradient(grad, False)
     m, n = hadamard_sides(size, grad.stride()[1:])
+    rank = x1.shape[2]
+    if needs & 15 == 15 and _thin_pays(grad, rank, x2.shape[2]):
+        return tuple(_thin(grad, x1, y1, x2, y2, (rank, 1, rank, 1), m, n, 1.0, int(personalized)))
     grads = []
     # each factor of one pair against dW times the product of the other pair
     for bit, (like, factor, x, y, plus) in enumerate(

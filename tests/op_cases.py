@@ -135,6 +135,21 @@ def thin(impl, case, dtype, device):
     lowrank(impl, shape, layout, dtype, device, *rest)
 
 
+# (shape, rank, channels_last, how, personalized) of `hadamard`, whose second product has a rank larger by one
+THIN_PAIRS = [
+    ((1, 20, 64, 3, 3), 15, True, "channels_last", True),
+    ((2, 260, 8, 2, 2), 16, False, "plain", False),
+    ((1, 260, 70), 31, False, "shared", False),
+    ((2, 70, 3, 3, 3), 4, True, "gaps", True),
+    ((1, 40, 24, 3, 3), 32, True, "none", False),
+]
+
+
+def thin_pair(impl, case, dtype, device):
+    shape, *rest = case
+    hadamard(impl, shape, dtype, device, *rest)
+
+
 def hadamard(impl, shape, dtype, device, rank, channels_last, how, personalized):
     k, *size = shape
     n = size[1:].copy()

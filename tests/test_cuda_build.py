@@ -80,8 +80,14 @@ def test_larger_weight_emulated(emulated, case):
 
 @pytest.mark.parametrize("case", op_cases.THIN, ids=str)
 def test_thin_factors_emulated(emulated, case):
-    for dtype in DTYPES[2:]:
+    for dtype in DTYPES[1:]:
         op_cases.thin(emulated, case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("case", op_cases.THIN_PAIRS, ids=str)
+def test_thin_pairs_emulated(emulated, case):
+    for dtype in DTYPES[1:]:
+        op_cases.thin_pair(emulated, case, dtype, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

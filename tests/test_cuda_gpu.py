@@ -38,6 +38,15 @@ def test_thin_factors(cuda, case):
         op_cases.thin(cuda, case, dtype, "cuda")
 
 
+BIG_THIN_PAIRS = [((8, 256, 256, 3, 3), rank, True, "channels_last", False) for rank in (8, 16, 31, 64)]
+
+
+@pytest.mark.parametrize("case", op_cases.THIN_PAIRS + BIG_THIN_PAIRS, ids=str)
+def test_thin_pairs(cuda, case):
+    for dtype in DTYPES:
+        op_cases.thin_pair(cuda, case, dtype, "cuda")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("proximal", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -30,6 +30,16 @@ KERNELS = {
         k.lowrank_weight(t(2, *SIZE), t(2, 24, 192), t(2, 96, 24), SEPARABLE, SIZE, 1.0, True),
         k.hadamard_weight(t(2, 64, 16), t(2, 288, 16), t(2, 64, 16), t(2, 288, 16), SIZE, True, False),
     ),
+    "thin_kernel": lambda k, t: [
+        call
+        for rank in (16, 24)
+        for call in (
+            k.lowrank_weight_backward(t(2, *SIZE), t(2, rank, 192), t(2, 96, rank), SEPARABLE, SIZE, 1.0, 3),
+            k.hadamard_weight_backward(
+                t(2, *SIZE), *(t(2, extent, rank) for extent in (64, 288, 64, 288)), SIZE, True, 15
+            ),
+        )
+    ],
     "contract_kernel": lambda k, t: (
         k.lowrank_weight_backward(t(2, *SIZE), t(2, 24, 192), t(2, 96, 24), SEPARABLE, SIZE, 1.0, 1),
         k.hadamard_weight_backward(

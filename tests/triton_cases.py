@@ -29,6 +29,18 @@ def test_weight(case):
         case(kernels, dtype, DEVICE)
 
 
+@pytest.mark.parametrize("case", op_cases.THIN, ids=str)
+def test_thin_factors(case):
+    for dtype in DTYPES:
+        op_cases.thin(kernels, case, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("case", op_cases.THIN_PAIRS, ids=str)
+def test_thin_pairs(case):
+    for dtype in DTYPES:
+        op_cases.thin_pair(kernels, case, dtype, DEVICE)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("proximal", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -87,12 +87,17 @@ int64_t contract_workspace(Type type, const View& view, int64_t width, int64_t c
 int contract(Type type, void* out, int64_t out_row, int64_t out_column, Slices grad, Factor x, Factor y, Factor factor,
              double scaling, double plus, const View& view, void* workspace, int64_t clients, void* stream);
 
-// Whether contract_both, which reads dW once, moves fewer bytes than contract for each factor.
-bool both_pays(Type type, int64_t rank);
-// Bytes that contract_both needs for its partial sums.
-int64_t both_workspace(Type type, Slices grad, const View& view, int64_t rank, int64_t clients);
-// m_out = scaling * dW n_factor and n_out = scaling * dW^T m_factor, each laid out as its factor, which is contiguous.
-int contract_both(Type type, void* m_out, void* n_out, Slices grad, Factor m_factor, Factor n_factor, double scaling,
+// A product m nᵀ of two factors, and where its gradients go, each laid out as its factor, which is contiguous.
+struct Outer {
+  Factor m, n;
+  void *m_out, *n_out;
+};
+// Whether thin_backward, which reads dW once, costs less than contract for each factor.
+bool thin_pays(Type type, int64_t rank);
+// Bytes that thin_backward needs for its partial sums.
+int64_t thin_workspace(Type type, Slices grad, const View& view, const Outer* products, int count, int64_t clients);
+// The gradients of W = scaling * m nᵀ, or (count 2) of W = scaling * (m nᵀ of the first) (m nᵀ of the second + plus).
+int thin_backward(Type type, Slices grad, const Outer* products, int count, double scaling, double plus,
                   const View& view, void* workspace, int64_t clients, void* stream);
 
 struct Step {

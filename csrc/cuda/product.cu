@@ -4,20 +4,18 @@
 #include <mma.h>
 #endif
 
-#include "common.cuh"
+#include "tile.cuh"
 
 namespace fastfact_cuda {
 namespace {
 
 namespace wmma = nvcuda::wmma;
 
-constexpr int kThreads = 128;
-
 // A tile of sums over r of a[row, r] b[column, r]; a and b lie in shared memory as [kTile][kLead], r last.
 template <typename T>
 struct Tile {
   using A = Acc<T>;
-  static constexpr int kTile = sizeof(T) == 8 ? 32 : 64, kLead = kTile + 1, kLeadOut = kLead;
+  static constexpr int kTile = kTileOf<T>, kLead = kTile + 1, kLeadOut = kLead;
   static constexpr int kRows = kTile / 8, kColumns = kTile / 16;
   // the sums can be written over a
   static constexpr bool kInPlace = true;
@@ -114,32 +112,6 @@ struct Positions {
   int64_t m_offset[kTile], n_offset[kTile];
 };
 
-template <int kTile>
-__device__ __forceinline__ void locate(int32_t* index, int64_t* offset, const Axis& axis, uint32_t first,
-                                       uint32_t block) {
-  for (uint32_t j = threadIdx.x; j < kTile; j += kThreads) {
-    const bool inside = j < block && first + j < axis.size;
-    index[j] = inside ? static_cast<int32_t>(axis.factor(first + j)) : -1;
-    offset[j] = inside ? axis.offset(first + j) : 0;
-  }
-}
-
-// The two factors of a product, or one of them: element (position, r) at position * row + r * rank.
-template <typename T>
-struct Operand {
-  const T* data;
-  int64_t client, row, rank_stride;
-  int rank;
-
-  Operand() : data(nullptr), client(0), row(0), rank_stride(0), rank(0) {}
-  explicit Operand(const Factor& f)
-      : data(static_cast<const T*>(f.data)),
-        client(f.client),
-        row(f.row),
-        rank_stride(f.rank_stride),
-        rank(static_cast<int>(f.rank)) {}
-};
-
 // shared[position][r] for the next `1 << shift` of r, zero outside.
 template <typename T>
 __device__ __forceinline__ void load_operand(T* shared, const T* data, const Operand<T>& x, const int32_t* index,
@@ -168,38 +140,6 @@ __device__ __forceinline__ void add_product(Tile<T>& tile, T* a, T* b, const Ope
     tile.multiply(a, b, 1 << shift);
     __syncthreads();
   }
-}
-
-// The order in which the positions of a tile are visited, so that neighbouring threads touch neighbouring memory:
-// `inner` positions of the fast side, then all of the slow side, then the rest of the fast side.
-struct Walk {
-  bool fast_columns, packed;
-  uint32_t block_m, block_n;
-  Divisor inner;
-
-  __device__ __forceinline__ void at(uint32_t e, uint32_t tile, uint32_t* m, uint32_t* n) const {
-    uint32_t low;
-    const uint32_t rest = inner.divide(e, &low);
-    *(fast_columns ? m : n) = rest % tile;
-    *(fast_columns ? n : m) = rest / tile * inner.d + low;
-  }
-  __device__ __forceinline__ uint32_t count(uint32_t tile) const { return tile * (fast_columns ? block_n : block_m); }
-};
-
-template <typename T>
-Walk make_walk(const View& view, Slices data) {
-  constexpr int64_t kTile = Tile<T>::kTile;
-  Walk w;
-  w.fast_columns = view.columns.stride0 <= view.rows.stride0;
-  const Side& fast = w.fast_columns ? view.columns : view.rows;
-  const Side& slow = w.fast_columns ? view.rows : view.columns;
-  const int64_t inner = fast.radix < fast.size && fast.radix < 16 ? fast.radix : kTile;
-  const int64_t block = kTile / inner * inner;
-  w.inner = Divisor(inner);
-  w.block_m = static_cast<uint32_t>(w.fast_columns ? kTile : block);
-  w.block_n = static_cast<uint32_t>(w.fast_columns ? block : kTile);
-  w.packed = inner == kTile && packs(fast, slow, data, kPack<T>, sizeof(T));
-  return w;
 }
 
 template <typename T>
@@ -397,150 +337,11 @@ __global__ void __launch_bounds__(kThreads) contract_kernel(Contract<T> p) {
   }
 }
 
-// Both gradients of a product of two thin factors, dW read once (half precision): a block takes kStripe tiles of rows
-// through all columns (or each splits-th tile of them). The sums of the rows stay in registers; those of a tile of
-// columns are a part for each stripe.
-constexpr int kStripe = 4;
-
-template <typename T>
-struct Both {
-  const T* grad;
-  int64_t grad_client;
-  T *m_out, *n_out;
-  float *m_parts, *n_parts;
-  Operand<T> m_factor, n_factor;
-  float scaling;
-  Axis m, n;
-  Walk walk;
-  uint32_t stripes, splits, width;
-};
-
-template <typename T, int kWidth>
-struct BothShared {
-  static constexpr int kTile = Tile<T>::kTile, kRows = kStripe * kTile, kLead = kWidth + 8, kLeadOut = kWidth + 4;
-  int64_t m_offset[kRows], n_offset[kTile];
-  int32_t m_index[kRows], n_index[kTile];
-  alignas(16) float out[kTile * kLeadOut];
-  alignas(16) T a[kTile * Tile<T>::kLead];
-  alignas(16) T m_factor[kRows * kLead];
-  alignas(16) T n_factor[kTile * kLead];
-};
-
-// shared[position][c] for c below kWidth, zero outside.
-template <typename T, int kWidth>
-__device__ __forceinline__ void load_thin(T* shared, const Operand<T>& x, int64_t client, const int32_t* index,
-                                          int positions) {
-  const T* data = x.data + client * x.client;
-  for (int e = threadIdx.x; e < positions * kWidth; e += kThreads) {
-    const int position = x.rank_stride == 1 ? e / kWidth : e % positions;
-    const int c = x.rank_stride == 1 ? e % kWidth : e / positions;
-    const bool inside = index[position] >= 0 && c < x.rank;
-    shared[position * (kWidth + 8) + c] = inside ? data[index[position] * x.row + c * x.rank_stride] : convert<T>(0.0f);
-  }
-}
-
-// What the warps hold of a tile of positions, to its place in the gradient or in its part.
-template <typename T, int kWidth, typename Fragment>
-__device__ __forceinline__ void write_thin(const Fragment (&sums)[kWidth / 16], float* staged, const int32_t* index,
-                                           const Operand<T>& x, T* out, float* part, float scaling) {
-  constexpr int kTile = Tile<T>::kTile, kLeadOut = kWidth + 4;
-#pragma unroll
-  for (int c = 0; c < kWidth / 16; ++c) {
-    wmma::store_matrix_sync(staged + threadIdx.x / 32 * 16 * kLeadOut + 16 * c, sums[c], kLeadOut, wmma::mem_row_major);
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e < kTile * kWidth; e += kThreads) {
-    const int position = x.rank_stride == 1 ? e / kWidth : e % kTile, c = x.rank_stride == 1 ? e % kWidth : e / kTile;
-    if (index[position] < 0 || c >= x.rank) continue;
-    const float value = scaling * staged[position * kLeadOut + c];
-    const int64_t at = index[position] * x.row + c * x.rank_stride;
-    if (part) {
-      part[at] = value;
-    } else {
-      out[at] = convert<T>(value);
-    }
-  }
-  __syncthreads();
-}
-
-template <typename T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 2) both_kernel(Both<T> p) {
-  using G = Tile<T>;
-  using S = BothShared<T, kWidth>;
-  constexpr int kTile = G::kTile, kSums = kWidth / 16;
-  S& s = *reinterpret_cast<S*>(dynamic_shared());
-  const uint32_t stripe = blockIdx.x % p.stripes, split = blockIdx.x / p.stripes % p.splits;
-  const int64_t client = blockIdx.x / p.stripes / p.splits;
-  const T* grad = p.grad + client * p.grad_client;
-  const int row = threadIdx.x / 32 * 16;
-
-  for (uint32_t t = 0; t < kStripe; ++t) {
-    locate<kTile>(s.m_index + t * kTile, s.m_offset + t * kTile, p.m, (stripe * kStripe + t) * p.walk.block_m,
-                  p.walk.block_m);
-  }
-  __syncthreads();
-  load_thin<T, kWidth>(s.m_factor, p.m_factor, client, s.m_index, S::kRows);
-  wmma::fragment<wmma::accumulator, 16, 16, 16, float> m_sum[kStripe][kSums], n_sum[kSums];
-  wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> rows;
-  wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::col_major> columns;
-  wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::row_major> factor;
-#pragma unroll
-  for (int t = 0; t < kStripe; ++t)
-#pragma unroll
-    for (int c = 0; c < kSums; ++c) wmma::fill_fragment(m_sum[t][c], 0.0f);
-  for (uint32_t n0 = split * p.walk.block_n; n0 < p.n.size; n0 += p.splits * p.walk.block_n) {
-    locate<kTile>(s.n_index, s.n_offset, p.n, n0, p.walk.block_n);
-    __syncthreads();
-    load_thin<T, kWidth>(s.n_factor, p.n_factor, client, s.n_index, kTile);
-#pragma unroll
-    for (int c = 0; c < kSums; ++c) wmma::fill_fragment(n_sum[c], 0.0f);
-#pragma unroll
-    for (int t = 0; t < kStripe; ++t) {
-      if ((stripe * kStripe + t) * p.walk.block_m >= p.m.size) break;
-      load_gradient<T, false>(p.walk, s.a, nullptr, 0, s.m_index + t * kTile, s.m_offset + t * kTile, s.n_index,
-                              s.n_offset, grad);
-      __syncthreads();
-#pragma unroll
-      for (int k = 0; k < kTile; k += 16) {
-        wmma::load_matrix_sync(rows, s.a + row * G::kLead + k, G::kLead);
-        wmma::load_matrix_sync(columns, s.a + k * G::kLead + row, G::kLead);
-#pragma unroll
-        for (int c = 0; c < kSums; ++c) {
-          wmma::load_matrix_sync(factor, s.n_factor + k * S::kLead + 16 * c, S::kLead);
-          wmma::mma_sync(m_sum[t][c], rows, factor, m_sum[t][c]);
-          wmma::load_matrix_sync(factor, s.m_factor + (t * kTile + k) * S::kLead + 16 * c, S::kLead);
-          wmma::mma_sync(n_sum[c], columns, factor, n_sum[c]);
-        }
-      }
-      __syncthreads();
-    }
-    const int64_t size = static_cast<int64_t>(p.n.size) * p.width, part = client * p.stripes + stripe;
-    write_thin<T, kWidth>(n_sum, s.out, s.n_index, p.n_factor, p.n_out + client * size,
-                          p.stripes > 1 ? p.n_parts + part * size : nullptr, p.scaling);
-  }
-  const int64_t size = static_cast<int64_t>(p.m.size) * p.width, part = client * p.splits + split;
-#pragma unroll
-  for (int t = 0; t < kStripe; ++t) {
-    write_thin<T, kWidth>(m_sum[t], s.out, s.m_index + t * kTile, p.m_factor, p.m_out + client * size,
-                          p.splits > 1 ? p.m_parts + part * size : nullptr, p.scaling);
-  }
-}
-
 // Enough blocks to fill a large GPU even for one model, without going below four tiles each.
 int64_t count_splits(int64_t tile, const View& view, int64_t width, int64_t clients) {
   const int64_t blocks = clients * ceil_div(view.rows.size, tile) * ceil_div(width, tile);
   const int64_t most = view.columns.size / (4 * tile), wanted = ceil_div(264, blocks);
   return most < 1 ? 1 : (wanted < most ? wanted : most);
-}
-
-// The stripes of rows and the splits of columns of `both_kernel`; `block_m` as its walk has it.
-struct Grid {
-  int64_t stripes, splits;
-};
-Grid both_grid(int64_t block_m, const View& view, int64_t clients) {
-  const int64_t stripes = ceil_div(view.rows.size, kStripe * block_m), most = view.columns.size / (4 * 64);
-  const int64_t wanted = ceil_div(264, clients * stripes);
-  return {stripes, most < 1 ? 1 : (wanted < most ? wanted : most)};
 }
 
 }  // namespace
@@ -610,60 +411,6 @@ int contract(Type type, void* out, int64_t out_row, int64_t out_column, Slices g
     const int error = launch(kernel, clients * p.splits * p.c_blocks * p.m_blocks, kThreads, shared, stream, p);
     if (error || p.splits == 1) return error;
     return reduce_parts<T>(p.parts, p.out, clients, p.splits, view.rows.size * factor.rank, stream);
-  });
-}
-
-bool both_pays(Type type, int64_t rank) { return type_size(type) == 2 && rank <= 32; }
-
-int64_t both_workspace(Type type, Slices grad, const View& view, int64_t rank, int64_t clients) {
-  int64_t floats = 0;
-  with_type(type, [&](auto* element) -> int {
-    using T = std::remove_pointer_t<decltype(element)>;
-    const Grid grid = both_grid(make_walk<T>(view, grad).block_m, view, clients);
-    if (grid.stripes > 1) floats += grid.stripes * view.columns.size;
-    if (grid.splits > 1) floats += grid.splits * view.rows.size;
-    return cudaSuccess;
-  });
-  return 4 * floats * clients * rank;
-}
-
-int contract_both(Type type, void* m_out, void* n_out, Slices grad, Factor m_factor, Factor n_factor, double scaling,
-                  const View& view, void* workspace, int64_t clients, void* stream) {
-  if (view.rows.size >= kLimit || view.columns.size >= kLimit) return cudaErrorInvalidValue;
-  return with_type(type, [&](auto* element) -> int {
-    using T = std::remove_pointer_t<decltype(element)>;
-    if constexpr (sizeof(T) != 2) {
-      return cudaErrorInvalidValue;
-    } else {
-      Both<T> p;
-      p.grad = static_cast<const T*>(grad.data);
-      p.grad_client = grad.client;
-      p.m_out = static_cast<T*>(m_out);
-      p.n_out = static_cast<T*>(n_out);
-      p.m_factor = Operand<T>(m_factor);
-      p.n_factor = Operand<T>(n_factor);
-      p.scaling = static_cast<float>(scaling);
-      p.m = Axis(view.rows);
-      p.n = Axis(view.columns);
-      p.walk = make_walk<T>(view, grad);
-      p.width = static_cast<uint32_t>(m_factor.rank);
-      const Grid grid = both_grid(p.walk.block_m, view, clients);
-      p.stripes = static_cast<uint32_t>(grid.stripes);
-      p.splits = static_cast<uint32_t>(grid.splits);
-      const int64_t rows = view.rows.size * m_factor.rank, columns = view.columns.size * m_factor.rank;
-      p.n_parts = static_cast<float*>(workspace);
-      p.m_parts = p.n_parts + (grid.stripes > 1 ? clients * grid.stripes * columns : 0);
-      const bool narrow = m_factor.rank <= 16;
-      auto kernel = narrow ? both_kernel<T, 16> : both_kernel<T, 32>;
-      const size_t shared = narrow ? sizeof(BothShared<T, 16>) : sizeof(BothShared<T, 32>);
-      if (const int error = allow_shared(kernel, shared)) return error;
-      int error = launch(kernel, clients * grid.splits * grid.stripes, kThreads, shared, stream, p);
-      if (!error && grid.stripes > 1) {
-        error = reduce_parts<T>(p.n_parts, p.n_out, clients, grid.stripes, columns, stream);
-      }
-      if (!error && grid.splits > 1) error = reduce_parts<T>(p.m_parts, p.m_out, clients, grid.splits, rows, stream);
-      return error;
-    }
   });
 }
 
