@@ -189,6 +189,14 @@ def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tupl
         dense = draw(clients, o, kernel, kernel, i).permute(0, 1, 4, 2, 3)
         spatial = draw(clients, 1, kernel, kernel), draw(clients, 1, o, i)
         by_kernel = draw(clients, 1, i, kernel), draw(clients, 1, o, kernel)
+        # one element of every ten is on the support of a compact μ
+        tenths = torch.arange(0, n // clients - 9, 10, device=bench.device)
+        index = tenths + torch.randint(10, (clients, len(tenths)), device=bench.device)
+        compact = *spatial, draw(*index.shape), index.to(torch.int32), SPATIAL
+        stored = index.numel() * (size + 4) + spatial[1].numel() * size
+        add("compact_weight 10 %", n * size + stored, "compact_weight", *compact, True)
+        floor = n * size + stored + spatial[1].numel() * size
+        add("compact_weight_backward 10 %", floor, "compact_weight_backward", dense, *compact, 7)
         rank = max(1, round(0.3 * min(i, o))) * kernel
         b, a = draw(clients, i * kernel, rank), draw(clients, rank, o * kernel)
         inner = max(2, math.ceil(math.sqrt(min(o, i * kernel * kernel))))
@@ -223,7 +231,9 @@ def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tupl
 
 def check_weight_op(name: str, implementations: dict, op: str, args: tuple) -> None:
     def double(x):
-        return [double(y) for y in x] if isinstance(x, list) else x.double() if isinstance(x, Tensor) else x
+        if isinstance(x, list):
+            return [double(y) for y in x]
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def tensors(out):
         return out if isinstance(out, tuple) else (out,)

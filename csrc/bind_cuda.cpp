@@ -185,9 +185,26 @@ Sizes rank1_size(const Tensor& u, const Tensor& v, int64_t layout) {
   return {v.size(2), v.size(3), u.size(2), u.size(3)};
 }
 
-Tensor rank1_weight(const std::optional<Tensor>& mu, const Tensor& u, const Tensor& v, int64_t layout,
-                    bool channels_last) {
-  const char* op = "rank1_weight";
+// A support as the kernels take it, made from its positions [k, count].
+struct HeldSupport {
+  Tensor bits, starts;
+  fastfact_cuda::Support support;
+};
+
+HeldSupport support_of(const char* op, const Tensor& index_, int64_t n, void* stream) {
+  STD_TORCH_CHECK(index_.scalar_type() == ScalarType::Int, op, ": index must be int32");
+  const Held index = slices(index_);
+  const int64_t clients = index.slices.client == 0 ? 1 : index_.size(0), words = fastfact_cuda::support_words(n);
+  Tensor bits = empty(index_, {clients, words}), starts = empty(index_, {clients, words});
+  auto* set = static_cast<uint32_t*>(bits.mutable_data_ptr());
+  auto* before = static_cast<uint32_t*>(starts.mutable_data_ptr());
+  check_error(op, fastfact_cuda::support(index.slices, index_.size(1), set, before, clients, n, stream));
+  return {bits, starts, {set, before, index.slices.client == 0 ? 0 : words}};
+}
+
+// `mu` dense, or values on the support `index`.
+Tensor rank1_weight_of(const char* op, const std::optional<Tensor>& mu, const Tensor* index, const Tensor& u,
+                       const Tensor& v, int64_t layout, bool channels_last) {
   check_alike(op, u, {&v, mu ? &*mu : &v});
   const Sizes size = rank1_size(u, v, layout);
   const bool last = channels_last && size.size() == 4, convert = last && layout == fastfact_cuda::kView;
@@ -195,33 +212,62 @@ Tensor rank1_weight(const std::optional<Tensor>& mu, const Tensor& u, const Tens
   Tensor out = empty_weight(u, clients, size, last && !convert);
   if (out.numel() == 0) return to_format(out, size, convert);
   const On on(u);
-  const Held dense = laid_out_as(mu, out, size, last && !convert), left = slices(u), right = slices(v);
-  check_error(op,
-              fastfact_cuda::rank1_weight(type_of(u), out.mutable_data_ptr(), dense.slices, left.slices, right.slices,
-                                          layout, last, to_size(size), u.size(1), clients, on.stream()));
+  const Held left = slices(u), right = slices(v);
+  const Held added = index ? slices(*mu) : laid_out_as(mu, out, size, last && !convert);
+  std::optional<HeldSupport> held;
+  if (index) held = support_of(op, *index, to_size(size).numel(), on.stream());
+  check_error(op, fastfact_cuda::rank1_weight(
+                      type_of(u), out.mutable_data_ptr(), added.slices, held ? held->support : fastfact_cuda::Support{},
+                      left.slices, right.slices, layout, last, to_size(size), u.size(1), clients, on.stream()));
   return to_format(out, size, convert);
+}
+
+Tensor rank1_weight(const std::optional<Tensor>& mu, const Tensor& u, const Tensor& v, int64_t layout,
+                    bool channels_last) {
+  return rank1_weight_of("rank1_weight", mu, nullptr, u, v, layout, channels_last);
+}
+
+Tensor compact_weight(const Tensor& u, const Tensor& v, const Tensor& values, const Tensor& index, int64_t layout,
+                      bool channels_last) {
+  return rank1_weight_of("compact_weight", values, &index, u, v, layout, channels_last);
+}
+
+// (du, dv, dW on the support `index`); bits 0-2 of `needs` ask for them.
+std::tuple<Tensor, Tensor, Tensor> rank1_gradients(const char* op, const Tensor& grad, const Tensor& u, const Tensor& v,
+                                                   const Tensor* index, int64_t layout, int64_t needs) {
+  check_alike(op, u, {&v, &grad});
+  const bool need_u = needs & 1, need_v = needs & 2, need_mu = needs & 4;
+  const Sizes none{0}, u_size = need_u ? sizes_of(u) : none, v_size = need_v ? sizes_of(v) : none,
+                       mu_size = need_mu ? sizes_of(*index) : none;
+  if (grad.numel() == 0 || !(needs & 7)) return {zeros(u, u_size), zeros(v, v_size), zeros(u, mu_size)};
+  const On on(u);
+  const int64_t clients = u.size(0), rank = u.size(1);
+  Tensor du = empty(u, u_size), dv = empty(v, v_size), dmu = empty(u, mu_size);
+  const Held dw = gradient(grad, layout == fastfact_cuda::kView), left = slices(u), right = slices(v);
+  const Size size = to_size(rank1_size(u, v, layout));
+  const View view = rank1_view(layout, size, strides_of(dw.tensor).data());
+  const auto type = type_of(u);
+  std::optional<HeldSupport> held;
+  if (need_mu && index->size(1) > 0) held = support_of(op, *index, size.numel(), on.stream());
+  Tensor parts = workspace(u, fastfact_cuda::rank1_workspace(type, view, rank, clients, need_u, need_v));
+  check_error(op, fastfact_cuda::rank1_weight_backward(
+                      type, dw.slices, left.slices, right.slices, need_u ? du.mutable_data_ptr() : nullptr,
+                      need_v ? dv.mutable_data_ptr() : nullptr, held ? view_of(dmu) : Slices{nullptr, 0},
+                      held ? held->support : fastfact_cuda::Support{}, parts.mutable_data_ptr(), view, layout, size,
+                      rank, clients, on.stream()));
+  return {du, dv, dmu};
 }
 
 std::tuple<Tensor, Tensor> rank1_weight_backward(const Tensor& grad, const Tensor& u, const Tensor& v, int64_t layout,
                                                  int64_t needs) {
-  const char* op = "rank1_weight_backward";
-  check_alike(op, u, {&v, &grad});
-  const bool need_u = needs & 1, need_v = needs & 2;
-  if (grad.numel() == 0 || !(needs & 3)) {
-    return {zeros(u, need_u ? sizes_of(u) : Sizes{0}), zeros(v, need_v ? sizes_of(v) : Sizes{0})};
-  }
-  const On on(u);
-  const int64_t clients = u.size(0), rank = u.size(1);
-  Tensor du = empty(u, need_u ? sizes_of(u) : Sizes{0}), dv = empty(v, need_v ? sizes_of(v) : Sizes{0});
-  const Held dw = gradient(grad, layout == fastfact_cuda::kView), left = slices(u), right = slices(v);
-  const View view = rank1_view(layout, to_size(rank1_size(u, v, layout)), strides_of(dw.tensor).data());
-  const auto type = type_of(u);
-  Tensor parts = workspace(u, fastfact_cuda::rank1_workspace(type, view, rank, clients, need_u, need_v));
-  check_error(op, fastfact_cuda::rank1_weight_backward(type, dw.slices, left.slices, right.slices,
-                                                       need_u ? du.mutable_data_ptr() : nullptr,
-                                                       need_v ? dv.mutable_data_ptr() : nullptr,
-                                                       parts.mutable_data_ptr(), view, rank, clients, on.stream()));
+  auto [du, dv, none] = rank1_gradients("rank1_weight_backward", grad, u, v, nullptr, layout, needs & 3);
   return {du, dv};
+}
+
+std::tuple<Tensor, Tensor, Tensor> compact_weight_backward(const Tensor& grad, const Tensor& u, const Tensor& v,
+                                                           const Tensor&, const Tensor& index, int64_t layout,
+                                                           int64_t needs) {
+  return rank1_gradients("compact_weight_backward", grad, u, v, &index, layout, needs);
 }
 
 // A factor of a product whose element (position, r) lies at position * row + r * rank_stride.
@@ -585,6 +631,8 @@ std::tuple<Tensor, Tensor> srht(const Tensor& x_, const Tensor& signs_, const Te
 FASTFACT_EXPAND(FASTFACT_NAMESPACE, FASTFACT_DEVICE, m) {
   m.impl("rank1_weight", TORCH_BOX(&rank1_weight));
   m.impl("rank1_weight_backward", TORCH_BOX(&rank1_weight_backward));
+  m.impl("compact_weight", TORCH_BOX(&compact_weight));
+  m.impl("compact_weight_backward", TORCH_BOX(&compact_weight_backward));
   m.impl("lowrank_weight", TORCH_BOX(&lowrank_weight));
   m.impl("lowrank_weight_backward", TORCH_BOX(&lowrank_weight_backward));
   m.impl("hadamard_weight", TORCH_BOX(&hadamard_weight));

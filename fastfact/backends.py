@@ -35,6 +35,8 @@ OPS = (
     "similarity_sums",
     "srht",
 )
+# Ops without C++ kernels for the CPU, where the reference serves.
+CUDA_OPS = ("compact_weight", "compact_weight_backward")
 # Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
 TRITON_OPS = (
     "factored_conv2d",
@@ -67,7 +69,7 @@ def _load_library(name: str) -> Backend:
         torch.ops.load_library(str(found))
     except OSError as error:
         return Backend(False, f"{found.name} does not load: {error}")
-    lacking = _without_kernel(name.upper())
+    lacking = _without_kernel(name.upper(), OPS if name == "cpu" else OPS + CUDA_OPS)
     if not lacking:
         return Backend(True, found.name)
     detail = f"{found.name}, older than this package: without {', '.join(lacking)}, build it anew"
@@ -77,9 +79,9 @@ def _load_library(name: str) -> Backend:
     return Backend(True, detail)
 
 
-def _without_kernel(key: str) -> list[str]:
-    """The ops for which a compiled library should have registered a kernel under a dispatch key, and none is."""
-    return [op for op in OPS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastfact::{op}", key)]
+def _without_kernel(key: str, ops: tuple[str, ...]) -> list[str]:
+    """Those of `ops`, which a compiled library should have registered under a dispatch key, that have no kernel."""
+    return [op for op in ops if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastfact::{op}", key)]
 
 
 _LIBRARIES: dict[str, Backend] = {}
@@ -95,13 +97,13 @@ def loaded(name: str) -> bool:
 
 def load() -> None:
     """Load the compiled libraries; called once, after the op schemas are defined."""
-    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + TRITON_OPS})
+    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CUDA_OPS + TRITON_OPS})
     _LIBRARIES["cpu"] = _load_library("cpu")
     _LIBRARIES["cuda"] = (
         _load_library("cuda") if torch.version.cuda else Backend(False, "this build of PyTorch has no CUDA")
     )
     if torch.version.cuda and _triton_can_compile():
-        for op in TRITON_OPS if _LIBRARIES["cuda"].available else OPS + TRITON_OPS:
+        for op in TRITON_OPS if _LIBRARIES["cuda"].available else OPS + CUDA_OPS + TRITON_OPS:
             _library.impl(op, _triton_op(op), "CUDA")
 
 
@@ -166,7 +168,7 @@ def use_backend(name: str) -> Iterator[None]:
         table = _dispatched
     else:
         module = reference if name == "reference" else importlib.import_module("fastfact.kernels")
-        table = {op: getattr(module, op) for op in OPS + TRITON_OPS}
+        table = {op: getattr(module, op) for op in OPS + CUDA_OPS + TRITON_OPS}
     before, _serving = _serving, table
     try:
         yield

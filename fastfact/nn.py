@@ -93,6 +93,8 @@ class FactorizedLayer(nn.Module):
         factors = self._parameters
         if not self.is_compact:
             return self.spec.weight(factors, self.size, channels_last)
+        if self.mu.is_cuda:
+            return self.spec.weight({**factors, INDEX: self.mu_index}, self.size, channels_last)
         if torch.is_grad_enabled() or transforming():
             mu = sparsity.scatter(self.mu, self.mu_index, self.size)
             return self.spec.weight({**factors, "mu": mu}, self.size, channels_last)
@@ -437,7 +439,8 @@ class FactorizedConv2d(FactorizedLayer):
             if fused or self._factored(x):
                 y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
                 return y if x.dim() == 4 else y.squeeze(0)
-            weight = self._weight(None if self.spec.dense in self._parameters else is_channels_last(x))
+            follows_x = self.spec.dense not in self._parameters or (self.is_compact and x.is_cuda)
+            weight = self._weight(is_channels_last(x) if follows_x else None)
             self._keep(weight, x)
         if self.padding_mode != "zeros":
             return nn.Conv2d._conv_forward(self, x, weight, self.bias)

@@ -59,6 +59,23 @@ def rank1_weight_backward(grad: Tensor, u: Tensor, v: Tensor, layout: int, needs
     return du.contiguous(), dv.contiguous()
 
 
+def compact_weight(u: Tensor, v: Tensor, values: Tensor, index: Tensor, layout: int, channels_last: bool) -> Tensor:
+    """W = Σ_r u_r ⊗ v_r + μ as `rank1_weight` has it, μ given as values [k, nnz] at ascending flat positions `index`
+    [k, nnz] in W.
+    """
+    weight = rank1_weight(None, u, v, layout, False)
+    weight = weight.flatten(1).scatter_add(1, index.long(), values).reshape(weight.shape)
+    return to_format(weight, channels_last)
+
+
+def compact_weight_backward(
+    grad: Tensor, u: Tensor, v: Tensor, values: Tensor, index: Tensor, layout: int, needs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(du, dv, dvalues) from `grad` = dW. Bits 0–2 of `needs` ask for them; one not asked for has no elements."""
+    dvalues = grad.flatten(1).gather(1, index.long()) if needs & 4 else values.new_empty(0)
+    return *rank1_weight_backward(grad, u, v, layout, needs), dvalues
+
+
 def _product_to_weight(product: Tensor, layout: int, size: list[int]) -> Tensor:
     k = product.shape[0]
     if layout == VIEW:

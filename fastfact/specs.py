@@ -156,6 +156,9 @@ class Rank1(Spec):
 
     def weight(self, factors, size, channels_last=None):
         mu, code = factors.get("mu"), LAYOUTS[self._op_layout(size)]
+        if (index := factors.get("mu_index")) is not None:
+            u, v = factors["u"], factors["v"]
+            return weight("compact_weight", False, (code,), bool(channels_last), None, u, v, mu, index)
         if channels_last is None:
             channels_last = follows_channels_last(mu)
         return weight("rank1_weight", False, (code,), channels_last, mu, factors["u"], factors["v"])

@@ -20,6 +20,8 @@ from fastfact.kernels.conv import (
 from fastfact.kernels.sgd import prox_sgd_step
 from fastfact.kernels.similarity import similarity_sums, srht
 from fastfact.kernels.weights import (
+    compact_weight,
+    compact_weight_backward,
     hadamard_weight,
     hadamard_weight_backward,
     lowrank_weight,
@@ -46,6 +48,8 @@ if INTERPRETED and VERSION.startswith("3.6."):
 __all__ = [
     "INTERPRETED",
     "VERSION",
+    "compact_weight",
+    "compact_weight_backward",
     "factored_conv2d",
     "factored_conv2d_backward",
     "fused_conv2d",

@@ -15,23 +15,10 @@ from torch import Tensor
 
 from fastfact.kernels import rank1_conv, separable_conv
 from fastfact.kernels.geometry import INT32_LIMIT, accumulator, empty_weight, slices
+from fastfact.kernels.support import support_bits, support_tile
 from fastfact.kernels.taps import tap_position
 from fastfact.kernels.weights import TL_DTYPES, _gather, rank1_weight_backward
 from fastfact.reference import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
-
-
-@triton.jit
-def support_tile(bits, starts, flat, inside):
-    """(whether the elements at `flat` are on the support, where their values lie)."""
-    word = tl.load(bits + flat // 32, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    bit = (flat % 32).to(tl.uint32)
-    before = word & ((tl.full(bit.shape, 1, tl.uint32) << bit) - 1)
-    # the number of bits set
-    before = before - ((before >> 1) & 0x55555555)
-    before = (before & 0x33333333) + ((before >> 2) & 0x33333333)
-    before = (((before + (before >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-    at = tl.load(starts + flat // 32, mask=inside, other=0) + before.to(tl.int32)
-    return inside & (((word >> bit) & 1) != 0), at
 
 
 @triton.jit
@@ -593,27 +580,10 @@ class _Mu:
         self.code = 0 if mu is None else 1 if index is None else 2
         self.strides = (0,) * 5 if mu is None else mu.stride()
         if index is not None:
-            shared = index.stride(0) == 0
-            self.bits, self.starts = support_bits(index[:1] if shared else index, size)
-            self.bits_client = 0 if shared else self.bits.stride(0)
+            self.bits, self.starts, self.bits_client = support_bits(index, size)
             if mu is not None:
                 self.data, client = slices(mu)
                 self.strides = (client, 0, 0, 0, 0)
-
-
-def support_bits(index: Tensor, size) -> tuple[Tensor, Tensor]:
-    """(bits, starts) int32 [k, ceil(numel / 32)] of ascending flat positions `index` [k, nnz] in a weight of `size`.
-
-    Bit j of word w is set where 32 w + j is on the support; starts[w] is the number of positions before 32 w.
-    """
-    k, numel = index.shape[0], torch.Size(size).numel()
-    words = triton.cdiv(numel, 32)
-    first = torch.arange(0, 32 * words, 32, dtype=index.dtype, device=index.device)
-    starts = torch.searchsorted(index.contiguous(), first.expand(k, -1).contiguous(), out_int32=True)
-    # each bit is added once, so that the sum is their union
-    bits = torch.zeros(k, words, dtype=torch.int64, device=index.device)
-    bits.scatter_add_(1, index.long() >> 5, torch.ones_like(index, dtype=torch.int64) << (index & 31))
-    return bits.to(torch.int32), starts
 
 
 def _factors(u: Tensor | None, v: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:

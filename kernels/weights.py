@@ -17,6 +17,7 @@ from fastfact.kernels.geometry import (
     rank1_sides,
     slices,
 )
+from fastfact.kernels.support import support_bits, support_tile
 from fastfact.reference import KERNEL, LINEAR, SPATIAL, VIEW, to_format
 
 TL_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -26,11 +27,14 @@ TL_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 def rank1_kernel(
     out,
     mu,
+    bits,
+    starts,
     u,
     v,
     n,
     blocks,
     mu_client,
+    bits_client,
     u_client,
     v_client,
     u_size: tl.constexpr,
@@ -45,13 +49,20 @@ def rank1_kernel(
     V0: tl.constexpr,
     V2: tl.constexpr,
     V3: tl.constexpr,
+    F0: tl.constexpr,
+    F1: tl.constexpr,
+    F2: tl.constexpr,
+    F3: tl.constexpr,
     RANK: tl.constexpr,
-    HAS_MU: tl.constexpr,
+    MU: tl.constexpr,
     ACC: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[client, p] = μ[client, p] + Σ_r u · v, p running over W in memory order with digits (d0, d1, d2, d3)."""
+    """out[client, p] = μ[client, p] + Σ_r u · v, p running over W in memory order with digits (d0, d1, d2, d3).
+
+    MU: 0 none, 1 dense, 2 on a support.
+    """
     pid = tl.program_id(0)
     client = (pid // blocks).to(tl.int64)
     p = (pid % blocks).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
@@ -69,8 +80,13 @@ def rank1_kernel(
         left = tl.load(u_at + r * u_size, mask=inside, other=0.0)
         right = tl.load(v_at + r * v_size, mask=inside, other=0.0)
         acc += left.to(ACC) * right.to(ACC)
-    if HAS_MU:
+    if MU == 1:
         acc += tl.load(mu + client * mu_client + p, mask=inside, other=0.0).to(ACC)
+    if MU == 2:
+        of_client = client * bits_client
+        flat = d0 * F0 + d1 * F1 + d2 * F2 + d3 * F3
+        on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside)
+        acc += tl.load(mu + client * mu_client + place, mask=on_support, other=0.0).to(ACC)
     tl.store(out + client * n + p, acc.to(out.dtype.element_ty), mask=inside)
 
 
@@ -81,11 +97,16 @@ def rank1_backward_kernel(
     v,
     du,
     dv,
+    dmu,
+    bits,
+    starts,
     u_blocks,
     v_blocks,
     grad_client,
     u_client,
     v_client,
+    dmu_client,
+    bits_client,
     u_size,
     v_size,
     u_stride1,
@@ -98,14 +119,21 @@ def rank1_backward_kernel(
     U_FACTOR0: tl.constexpr,
     V_FACTOR1: tl.constexpr,
     V_FACTOR0: tl.constexpr,
+    F_RADIX: tl.constexpr,
+    FU: tl.constexpr,
+    FV1: tl.constexpr,
+    FV0: tl.constexpr,
     RANK: tl.constexpr,
     NEED_U: tl.constexpr,
     NEED_V: tl.constexpr,
+    NEED_MU: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_U: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One tile of dW, read once: its part of du [client, v block, r, u] and of dv [client, u block, r, v]."""
+    """One tile of dW, read once: its part of du [client, v block, r, u] and of dv [client, u block, r, v], and its
+    elements on the support of μ.
+    """
     pid = tl.program_id(0)
     u_block = pid % u_blocks
     v_block = pid // u_blocks % v_blocks
@@ -122,6 +150,11 @@ def rank1_backward_kernel(
     )
     u_index = eu // U_RADIX * U_FACTOR1 + eu % U_RADIX * U_FACTOR0
     v_index = ev // V_RADIX * V_FACTOR1 + ev % V_RADIX * V_FACTOR0
+    if NEED_MU:
+        of_client = client * bits_client
+        flat = (v_index // F_RADIX * FV1 + v_index % F_RADIX * FV0)[:, None] + (u_index * FU)[None, :]
+        on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside)
+        tl.store(dmu + client * dmu_client + place, tile.to(dmu.dtype.element_ty), mask=on_support)
     for r in range(RANK):
         if NEED_U:
             right = tl.load(v + client * v_client + r * v_size + v_index, mask=v_inside, other=0.0).to(ACC)
@@ -470,20 +503,23 @@ def thin_kernel(
 
 
 def rank1_digits(layout: int, size, channels_last: bool) -> dict[str, int]:
-    """Digits of a position in W (in memory order), and their weights in the positions in u and v."""
+    """Digits of a position in W (in memory order), and their weights in the positions in u, in v and in flat W."""
     o, i, kh, kw = (*size, 1, 1)[:4]
+    taps = kh * kw
     if layout == LINEAR:
-        digits = {"D3": i, "U3": 1, "V0": 1}
+        digits = {"D3": i, "U3": 1, "V0": 1, "F0": i, "F3": 1}
     elif layout == VIEW:
-        digits = {"D3": o * i, "U0": 1, "V3": 1}
+        digits = {"D3": o * i, "U0": 1, "V3": 1, "F0": o * i, "F3": 1}
+    elif layout == SPATIAL and channels_last:
+        digits = {"D2": taps, "D3": i, "U2": 1, "V0": i, "V3": 1, "F0": i * taps, "F2": 1, "F3": taps}
     elif layout == SPATIAL:
-        channels_first = {"D3": kh * kw, "U3": 1, "V0": 1}
-        digits = {"D2": kh * kw, "D3": i, "U2": 1, "V0": i, "V3": 1} if channels_last else channels_first
+        digits = {"D3": taps, "U3": 1, "V0": 1, "F0": taps, "F3": 1}
     elif channels_last:
         digits = {"D1": kh, "D2": kw, "D3": i, "U1": 1, "U3": kh, "V0": kw, "V2": 1}
+        digits |= {"F0": i * taps, "F1": kw, "F2": 1, "F3": taps}
     else:
-        digits = {"D2": i * kh, "D3": kw, "U2": 1, "V0": kw, "V3": 1}
-    names = ("D1", "D2", "D3", "U0", "U1", "U2", "U3", "V0", "V2", "V3")
+        digits = {"D2": i * kh, "D3": kw, "U2": 1, "V0": kw, "V3": 1, "F0": i * taps, "F2": kw, "F3": 1}
+    names = ("D1", "D2", "D3", "U0", "U1", "U2", "U3", "V0", "V2", "V3", "F0", "F1", "F2", "F3")
     return {name: digits.get(name, int(name[0] == "D")) for name in names}
 
 
@@ -516,13 +552,40 @@ def _acc(dtype: torch.dtype):
     return TL_DTYPES[accumulator(dtype)]
 
 
+def flat_weights(layout: int, size) -> dict[str, int]:
+    """Weights of the positions in u and v (that of v in two digits) in the flat position in W."""
+    o, i, kh, kw = (*size, 1, 1)[:4]
+    radix, u, v1, v0 = {
+        LINEAR: (1, 1, i, 0),
+        SPATIAL: (1, 1, kh * kw, 0),
+        KERNEL: (kw, kw, i * kh * kw, 1),
+        VIEW: (1, o * i, 1, 0),
+    }[layout]
+    return {"F_RADIX": radix, "FU": u, "FV1": v1, "FV0": v0}
+
+
 def rank1_weight(mu: Tensor | None, u: Tensor, v: Tensor, layout: int, channels_last: bool) -> Tensor:
+    return _rank1_weight(mu, None, u, v, layout, channels_last)
+
+
+def compact_weight(u: Tensor, v: Tensor, values: Tensor, index: Tensor, layout: int, channels_last: bool) -> Tensor:
+    return _rank1_weight(values, index, u, v, layout, channels_last)
+
+
+def _rank1_weight(mu, index, u: Tensor, v: Tensor, layout: int, channels_last: bool) -> Tensor:
+    """μ dense, or values on the support `index`."""
     size = _weight_size(layout, u, v)
     last = channels_last and len(size) == 4
     out = empty_weight(u, size, last and layout != VIEW)
     n = out[:1].numel()
     if out.numel():
-        mu, mu_client = in_format(mu, out)
+        bits = starts = None
+        bits_client = 0
+        if index is None:
+            mu, mu_client = in_format(mu, out)
+        else:
+            mu, mu_client = slices(mu)
+            bits, starts, bits_client = support_bits(index, size)
         (u, u_client), (v, v_client) = slices(u), slices(v)
         block = 1024 if u.element_size() < 4 else 512
         blocks = triton.cdiv(n, block)
@@ -530,18 +593,21 @@ def rank1_weight(mu: Tensor | None, u: Tensor, v: Tensor, layout: int, channels_
             rank1_kernel[(blocks * out.shape[0],)](
                 out,
                 mu,
+                bits,
+                starts,
                 u,
                 v,
                 n,
                 blocks,
                 mu_client,
+                bits_client,
                 u_client,
                 v_client,
                 u_size=u[0, 0].numel(),
                 v_size=v[0, 0].numel(),
                 **rank1_digits(layout, size, last),
                 RANK=u.shape[1],
-                HAS_MU=mu is not None,
+                MU=0 if mu is None else 1 if index is None else 2,
                 ACC=_acc(u.dtype),
                 INDEX=tl.int32 if n < INT32_LIMIT else tl.int64,
                 BLOCK=block,
@@ -551,12 +617,28 @@ def rank1_weight(mu: Tensor | None, u: Tensor, v: Tensor, layout: int, channels_
 
 
 def rank1_weight_backward(grad: Tensor, u: Tensor, v: Tensor, layout: int, needs: int) -> tuple[Tensor, Tensor]:
-    need_u, need_v = bool(needs & 1), bool(needs & 2)
+    return _rank1_weight_backward(grad, None, u, v, layout, needs & 3)[:2]
+
+
+def compact_weight_backward(
+    grad: Tensor, u: Tensor, v: Tensor, values: Tensor, index: Tensor, layout: int, needs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _rank1_weight_backward(grad, index, u, v, layout, needs)
+
+
+def _rank1_weight_backward(grad, index, u: Tensor, v: Tensor, layout: int, needs: int):
+    """(du, dv, dW on the support `index`)."""
+    need_u, need_v, need_mu = (bool(needs >> bit & 1) for bit in range(3))
     k, rank = u.shape[:2]
     grad, grad_client = gradient(grad, layout == VIEW)
-    u_side, v_side = rank1_sides(layout, _weight_size(layout, u, v), grad.stride()[1:])
+    size = _weight_size(layout, u, v)
+    u_side, v_side = rank1_sides(layout, size, grad.stride()[1:])
     if not (grad.numel() and needs):
-        return u.new_zeros(u.shape if need_u else 0), v.new_zeros(v.shape if need_v else 0)
+        shapes = u.shape if need_u else 0, v.shape if need_v else 0, index.shape if need_mu else 0
+        return tuple(u.new_zeros(shape) for shape in shapes)
+    dmu, bits, starts, bits_client = u.new_empty(index.shape if need_mu else 0), None, None, 0
+    if need_mu:
+        bits, starts, bits_client = support_bits(index, size)
     (u, u_client), (v, v_client) = slices(u), slices(v)
     block_u = min(triton.next_power_of_2(u_side.size), 64)
     block_v = min(triton.next_power_of_2(v_side.size), 4096 // block_u, 256)
@@ -571,11 +653,16 @@ def rank1_weight_backward(grad: Tensor, u: Tensor, v: Tensor, layout: int, needs
             v,
             du,
             dv,
+            dmu if need_mu else None,
+            bits,
+            starts,
             u_blocks,
             v_blocks,
             grad_client,
             u_client,
             v_client,
+            dmu.stride(0),
+            bits_client,
             u_side.size,
             v_side.size,
             u_side.stride1,
@@ -588,15 +675,17 @@ def rank1_weight_backward(grad: Tensor, u: Tensor, v: Tensor, layout: int, needs
             U_FACTOR0=u_side.factor0,
             V_FACTOR1=v_side.factor1,
             V_FACTOR0=v_side.factor0,
+            **flat_weights(layout, size),
             RANK=rank,
             NEED_U=need_u,
             NEED_V=need_v,
+            NEED_MU=need_mu,
             ACC=_acc(u.dtype),
             BLOCK_U=block_u,
             BLOCK_V=block_v,
             num_warps=4,
         )
-    return _gather(du, u), _gather(dv, v)
+    return _gather(du, u), _gather(dv, v), dmu
 
 
 def _gather(parts: Tensor | None, like: Tensor) -> Tensor:

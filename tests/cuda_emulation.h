@@ -184,6 +184,10 @@ inline unsigned long long atomicAdd(unsigned long long* sum, unsigned long long 
   *sum += x;
   return *sum - x;
 }
+inline unsigned atomicOr(unsigned* word, unsigned x) {
+  *word |= x;
+  return *word;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __dp4a(int x, int y, int sum) {
   for (int l = 0; l < 4; ++l) sum += static_cast<int8_t>(x >> 8 * l) * static_cast<int8_t>(y >> 8 * l);

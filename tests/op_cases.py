@@ -101,6 +101,41 @@ def rank1(impl, shape, layout, dtype, device, rank, channels_last, how):
         assert (du.numel() > 0, dv.numel() > 0) == (bool(needs & 1), bool(needs & 2))
 
 
+# (shape, layout, rank, channels_last, density, whether the clients share the index and u) of `compact`
+COMPACT = [
+    ((2, 5, 3, 3, 3), SPATIAL, 1, False, 0.3, False),
+    ((3, 16, 8, 3, 3), SPATIAL, 2, True, 0.1, True),
+    ((2, 9, 8, 3, 2), KERNEL, 3, True, 0.5, False),
+    ((2, 9, 8, 3, 2), KERNEL, 1, False, 0.2, False),
+    ((2, 24, 16, 5, 5), SPATIAL, 1, False, 0.15, False),
+    ((1, 4, 6, 3, 3), VIEW, 1, True, 0.4, False),
+    # fewer columns than a tile has, in one stretch of memory
+    ((2, 70, 40), LINEAR, 1, False, 0.1, False),
+    ((2, 4, 4, 3, 3), SPATIAL, 1, False, 0.0, False),
+    ((2, 4, 4, 3, 3), SPATIAL, 1, True, 1.0, False),
+]
+
+
+def compact(impl, case, dtype, device):
+    shape, layout, rank, channels_last, density, shared = case
+    k, *size = shape
+    u, v = rank1_factors(layout, size, k, rank, dtype, device)
+    n = torch.Size(size).numel()
+    index = torch.stack([torch.randperm(n, device=device)[: round(density * n)].sort().values for _ in range(k)])
+    index = index.to(torch.int32)
+    if shared:
+        index, u = variants(index, "shared"), variants(u, "shared")
+    values = draw(*index.shape, dtype=dtype, device=device)
+    weight = check(impl, "compact_weight", (u, v, values, index, layout, channels_last), dtype)
+    check_format(weight, size, channels_last)
+    grad = reference.to_format(draw(k, *size, dtype=dtype, device=device), channels_last)
+    for needs in (7, 4, 3, 6):
+        grads = check(impl, "compact_weight_backward", (grad, u, v, values, index, layout, needs), dtype)
+        assert [g.numel() > 0 for g in grads] == [bool(needs >> j & 1) and (j < 2 or density > 0) for j in range(3)]
+        if needs & 4:
+            assert torch.equal(grads[2], grad.flatten(1).gather(1, index.long()))
+
+
 def lowrank(impl, shape, layout, dtype, device, rank, channels_last, how):
     k, *size = shape
     o, i, kh, kw = (*size, 1, 1)[:4]

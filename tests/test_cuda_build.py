@@ -78,6 +78,12 @@ def test_larger_weight_emulated(emulated, case):
         case(emulated, dtype, "cpu")
 
 
+@pytest.mark.parametrize("case", op_cases.COMPACT, ids=str)
+def test_compact_weight_emulated(emulated, case):
+    for dtype in DTYPES:
+        op_cases.compact(emulated, case, dtype, "cpu")
+
+
 @pytest.mark.parametrize("case", op_cases.THIN, ids=str)
 def test_thin_factors_emulated(emulated, case):
     for dtype in DTYPES[1:]:
@@ -176,11 +182,11 @@ def test_the_library_loads_without_a_gpu(objects, tmp_path):
     load = """
 import sys, torch
 import fastfact.ops
-from fastfact.backends import OPS
+from fastfact.backends import CUDA_OPS, OPS
 library = torch.library.Library("fastfact_loaded", "DEF")
 torch.ops.load_library(sys.argv[1])
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-assert all(has(f"fastfact::{op}", "CUDA") for op in OPS)
+assert all(has(f"fastfact::{op}", "CUDA") for op in OPS + CUDA_OPS)
 """
     run(sys.executable, "-W", "error", "-c", load, library)
     if readelf := shutil.which("readelf"):

@@ -29,6 +29,12 @@ def test_weight(cuda, case):
         case(cuda, dtype, "cuda")
 
 
+@pytest.mark.parametrize("case", [*op_cases.COMPACT, ((8, 256, 128, 3, 3), SPATIAL, 1, True, 0.1, False)], ids=str)
+def test_compact_weight(cuda, case):
+    for dtype in DTYPES:
+        op_cases.compact(cuda, case, dtype, "cuda")
+
+
 BIG_THIN = [((8, 256, 256, 3, 3), SEPARABLE, rank, True, "channels_last") for rank in (1, 16, 32, 64)]
 
 
@@ -148,6 +154,39 @@ def test_offsets_past_two_to_the_31(cuda):
         torch.testing.assert_close(
             du[client : client + 1].double(), expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item()
         )
+
+
+@pytest.mark.parametrize("clients", [False, True])
+@pytest.mark.parametrize("layout", ["spatial", "kernel", "linear"])
+def test_a_compact_layer_is_the_expanded_one(layout, clients):
+    """W from the values on the support, without a dense μ, for one model and under vmap."""
+    if layout == "linear":
+        layer, x = ff.nn.FactorizedLinear(40, 70), torch.randn(4, 6, 40)
+    else:
+        layer = ff.nn.FactorizedConv2d(24, 40, 3, padding=1, spec=ff.Rank1(layout=layout))
+        x = torch.randn(4, 6, 24, 9, 9)
+    layer, x = layer.double().cuda(), x.double().cuda()
+    layer.path = "reconstruct"
+    torch.nn.init.normal_(layer.mu)
+    layer.compact(0.2)
+
+    def loss(state, x):
+        return torch.func.functional_call(layer, state, (x,)).sin().sum()
+
+    def run():
+        state = {name: p.detach() for name, p in layer.named_parameters()}
+        gradient = torch.func.grad(loss)
+        if clients:
+            state = {name: torch.stack([t, 2 * t, -t, t]) for name, t in state.items()}
+            return torch.func.vmap(gradient)(state, x)
+        return gradient(state, x[0])
+
+    ours, index = run(), layer.mu_index.long()
+    layer.expand()
+    plain = run()
+    plain["mu"] = plain["mu"].flatten(int(clients))[..., index]
+    for name, gradient in plain.items():
+        torch.testing.assert_close(ours[name], gradient, msg=name)
 
 
 def clients_of(layer, k, x_shape, dtype):

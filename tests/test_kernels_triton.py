@@ -21,10 +21,15 @@ def test_in_the_interpreter():
 
 
 SIZE = [64, 32, 3, 3]
+INDEX = torch.arange(0, 128, 2, dtype=torch.int32).expand(2, -1)
 KERNELS = {
-    "rank1_kernel": lambda k, t: k.rank1_weight(t(2, *SIZE), t(2, 1, 3, 3), t(2, 1, 64, 32), SPATIAL, False),
-    "rank1_backward_kernel": lambda k, t: k.rank1_weight_backward(
-        t(2, *SIZE), t(2, 1, 32, 3), t(2, 1, 64, 3), KERNEL, 3
+    "rank1_kernel": lambda k, t: (
+        k.rank1_weight(t(2, *SIZE), t(2, 1, 3, 3), t(2, 1, 64, 32), SPATIAL, False),
+        k.compact_weight(t(2, 1, 3, 3), t(2, 1, 64, 32), t(2, 64), INDEX, SPATIAL, True),
+    ),
+    "rank1_backward_kernel": lambda k, t: (
+        k.rank1_weight_backward(t(2, *SIZE), t(2, 1, 32, 3), t(2, 1, 64, 3), KERNEL, 3),
+        k.compact_weight_backward(t(2, *SIZE), t(2, 1, 32, 3), t(2, 1, 64, 3), t(2, 64), INDEX, KERNEL, 7),
     ),
     "product_kernel": lambda k, t: (
         k.lowrank_weight(t(2, *SIZE), t(2, 24, 192), t(2, 96, 24), SEPARABLE, SIZE, 1.0, True),

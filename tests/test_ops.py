@@ -10,6 +10,7 @@ from fastfact import ops
 
 K, R, OUT, IN, H, W = 3, 2, 5, 4, 3, 2
 D = torch.float64
+INDEX = torch.arange(1, OUT * IN * H * W, 7, dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,10 @@ def factors(op, clients=True):
             lambda u, v, mu: ops.rank1_weight(u, v, mu, layout="view"),
             (draw(R, H, W), draw(R, OUT, IN), draw(*size)),
         ),
+        "compact": (
+            lambda u, v, mu: ops.rank1_weight(u, v, mu, INDEX, layout="kernel", channels_last=True),
+            (draw(R, IN, H), draw(R, OUT, W), draw(len(INDEX))),
+        ),
         "linear": (
             lambda u, v, mu: ops.rank1_weight(u, v, mu, layout="linear"),
             (draw(R, IN), draw(R, OUT), draw(OUT, IN)),
@@ -54,7 +59,7 @@ def factors(op, clients=True):
     }[op]
 
 
-OPS = ("spatial", "kernel", "view", "linear", "separable", "lowrank-view", "hadamard")
+OPS = ("spatial", "kernel", "view", "compact", "linear", "separable", "lowrank-view", "hadamard")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -176,12 +181,26 @@ def test_opcheck(op, channels_last):
         layout = 4 if op == "separable" else 3
         torch.library.opcheck(raw.lowrank_weight.default, (*tensors, layout, size, 0.5, channels_last))
         torch.library.opcheck(raw.lowrank_weight_backward.default, (grad, *tensors[1:], layout, size, 0.5, 0b10))
+    elif op == "compact":
+        u, v, values = tensors
+        tensors = (u, v, values, INDEX.expand(K, -1), 2)
+        torch.library.opcheck(raw.compact_weight.default, (*tensors, channels_last))
+        torch.library.opcheck(raw.compact_weight_backward.default, (grad, *tensors, 0b101))
     else:
         layout = {"linear": 0, "spatial": 1, "kernel": 2, "view": 3}[op]
         u, v, mu = tensors
         grad = torch.randn_like(mu)
         torch.library.opcheck(raw.rank1_weight.default, (mu, u, v, layout, channels_last))
         torch.library.opcheck(raw.rank1_weight_backward.default, (grad, u, v, layout, 0b01))
+
+
+def test_a_weight_with_a_support_is_that_of_the_dense_mu():
+    for layout, u, v in (("spatial", (R, H, W), (R, OUT, IN)), ("kernel", (R, IN, H), (R, OUT, W))):
+        u, v, values = (torch.randn(K, *shape, dtype=D) for shape in (u, v, (9,)))
+        index = torch.stack([torch.randperm(OUT * IN * H * W)[:9].sort().values for _ in range(K)])
+        mu = torch.zeros(K, OUT * IN * H * W, dtype=D).scatter(1, index, values).view(K, OUT, IN, H, W)
+        out = ops.rank1_weight(u, v, values, index, layout=layout)
+        torch.testing.assert_close(out, ops.rank1_weight(u, v, mu, layout=layout))
 
 
 def test_opcheck_of_the_step_and_the_bitmap():
@@ -224,6 +243,9 @@ def z(*shape, dtype=torch.float32):
         (lambda: ops.rank1_weight(z(3, 3), z(1, 4, 2)), r"u has shape \[3, 3\], must have 3 dimensions"),
         (lambda: ops.rank1_weight(z(2, 3, 3), z(1, 4, 2)), r"v has shape \[1, 4, 2\], must be \[2, 4, 2\]"),
         (lambda: ops.rank1_weight(z(1, 3, 3), z(1, 4, 2), z(4, 2, 3, 5)), r"mu has shape \[4, 2, 3, 5\]"),
+        (lambda: ops.rank1_weight(z(1, 3, 3), z(1, 4, 2), index=INDEX), "index goes together with the values of mu"),
+        (lambda: ops.rank1_weight(z(1, 3, 3), z(1, 4, 2), z(3), INDEX), r"mu has shape \[3\], must be \[17\]"),
+        (lambda: ops.rank1_weight(z(1, 3, 3), z(1, 4, 2), z(17), INDEX.double()), r"index is torch\.float64 on cpu"),
         (lambda: ops.rank1_weight(z(1, 3, 3), z(1, 4, 2, dtype=D)), r"v is torch\.float64 on cpu"),
         (lambda: ops.rank1_weight(z(5, 1, 3, 3), z(6, 1, 4, 2)), "client axes differ: u has 5, v has 6"),
         (lambda: ops.lowrank_weight(None, z(2, 8), z(6, 2), (4, 2, 3)), r"size=\(4, 2, 3\)"),

@@ -29,6 +29,12 @@ def test_weight(case):
         case(kernels, dtype, DEVICE)
 
 
+@pytest.mark.parametrize("case", op_cases.COMPACT, ids=str)
+def test_compact_weight(case):
+    for dtype in DTYPES:
+        op_cases.compact(kernels, case, dtype, DEVICE)
+
+
 @pytest.mark.parametrize("case", op_cases.THIN, ids=str)
 def test_thin_factors(case):
     for dtype in DTYPES:

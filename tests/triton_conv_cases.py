@@ -190,7 +190,7 @@ def test_empty_support_and_full_words():
         compare(
             (x, None, None, torch.randn(2, count, device=DEVICE), index, None, grad), (SPATIAL, size, False, *settings)
         )
-    bits, starts = conv.support_bits(torch.tensor([[0, 31, 32, 63, 64]], dtype=torch.int32), (70, 1, 1, 1))
+    bits, starts, _ = conv.support_bits(torch.tensor([[0, 31, 32, 63, 64]], dtype=torch.int32), (70, 1, 1, 1))
     assert bits.tolist() == [[1 - 2**31, 1 - 2**31, 1]] and starts.tolist() == [[0, 2, 4]]
 
 

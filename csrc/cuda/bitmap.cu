@@ -165,7 +165,46 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A block makes the words of 32 kThreads elements.
+__global__ void __launch_bounds__(kThreads)
+    support_kernel(const int32_t* index, int64_t index_client, int64_t count, uint32_t* bits, uint32_t* starts,
+                   int64_t words, int64_t blocks) {
+  __shared__ unsigned set[kThreads];
+  const int64_t client = blockIdx.x / blocks, word = blockIdx.x % blocks * kThreads + threadIdx.x;
+  const int64_t begin = blockIdx.x % blocks * kThreads * 32, end = begin + kThreads * 32;
+  index += client * index_client;
+  set[threadIdx.x] = 0;
+  int64_t low = 0;
+  for (int64_t high = count; low < high;) {
+    const int64_t middle = (low + high) / 2;
+    if (index[middle] < begin) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  __syncthreads();
+  for (int64_t j = low + threadIdx.x; j < count; j += kThreads) {
+    const int64_t at = index[j] - begin;
+    if (at < 0 || at >= end - begin) break;
+    atomicOr(&set[at / 32], 1u << at % 32);
+  }
+  __syncthreads();
+  int total;
+  const int place = block_scan<kThreads>(__popc(set[threadIdx.x]), &total);
+  if (word < words) {
+    bits[client * words + word] = set[threadIdx.x];
+    starts[client * words + word] = static_cast<uint32_t>(low + place);
+  }
+}
+
 }  // namespace
+
+int support(Slices index, int64_t count, uint32_t* bits, uint32_t* starts, int64_t clients, int64_t n, void* stream) {
+  const int64_t words = support_words(n), blocks = ceil_div(words, kThreads);
+  return launch(support_kernel, clients * blocks, kThreads, 0, stream, static_cast<const int32_t*>(index.data),
+                index.client, count, bits, starts, words, blocks);
+}
 
 int bitmap_count(Type type, const void* x, uint8_t* bits, int32_t* counts, float* maxima, int64_t rows, int64_t n,
                  void* stream) {

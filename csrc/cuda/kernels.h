@@ -60,15 +60,27 @@ inline View hadamard_view(const Size& n, const int64_t strides[4]) {
           make_side(n.i, n.kh * n.kw, strides[1], n.kw > 1 ? strides[3] : strides[2])};
 }
 
-// W = sum_r u v + mu into `out` (dense slices, contiguous or channels_last); `mu` lies like `out`, or its data is null.
-int rank1_weight(Type type, void* out, Slices mu, Slices u, Slices v, int64_t layout, bool channels_last, Size size,
-                 int64_t rank, int64_t clients, void* stream);
+// Where mu is not zero: bit j of word w is set where element 32 w + j of a client's W [o, i, kh, kw] is, starts[w] is
+// the number of those before word w. The client stride counts words; it is 0 where the clients share it.
+struct Support {
+  const uint32_t *bits, *starts;
+  int64_t client;
+};
+inline int64_t support_words(int64_t n) { return (n + 31) / 32; }
+// The support of ascending positions [count] of each client in a W of n elements.
+int support(Slices index, int64_t count, uint32_t* bits, uint32_t* starts, int64_t clients, int64_t n, void* stream);
+
+// W = sum_r u v + mu into `out` (dense slices, contiguous or channels_last); `mu` lies like `out`, or its data is null,
+// or where `support.bits` is set it has the values there.
+int rank1_weight(Type type, void* out, Slices mu, Support support, Slices u, Slices v, int64_t layout,
+                 bool channels_last, Size size, int64_t rank, int64_t clients, void* stream);
 
 // Bytes that rank1_weight_backward needs for its partial sums.
 int64_t rank1_workspace(Type type, const View& view, int64_t rank, int64_t clients, bool need_u, bool need_v);
-// `du`, `dv` (each may be null) from dW laid out as `view` says.
-int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, void* dv, void* workspace,
-                          const View& view, int64_t rank, int64_t clients, void* stream);
+// `du`, `dv` (each may be null) from dW laid out as `view` says, and dW on the support where `support.bits` is set.
+int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, void* dv, Slices dmu, Support support,
+                          void* workspace, const View& view, int64_t layout, const Size& size, int64_t rank,
+                          int64_t clients, void* stream);
 
 // A factor: element (position, r) at position * row + r * rank_stride.
 struct Factor {

@@ -53,22 +53,72 @@ Digits make_digits(int64_t layout, bool channels_last, const Size& n) {
   return x;
 }
 
-template <typename T, int N>
+// The flat position in W [o, i, kh, kw] of the element at positions (p, q) in u and v: its part of each.
+struct Flat {
+  uint32_t u = 1, v1 = 0, v0 = 0;
+  Divisor radix;
+
+  __device__ __forceinline__ uint32_t of_u(uint32_t p) const { return p * u; }
+  __device__ __forceinline__ uint32_t of_v(uint32_t q) const {
+    uint32_t low;
+    const uint32_t high = radix.divide(q, &low);
+    return high * v1 + low * v0;
+  }
+};
+
+Flat make_flat(int64_t layout, const Size& n) {
+  Flat x;
+  const int64_t taps = n.kh * n.kw;
+  if (layout == kLinear) {
+    x.v1 = static_cast<uint32_t>(n.i);
+  } else if (layout == kView) {
+    x.u = static_cast<uint32_t>(n.o * n.i);
+    x.v1 = 1;
+  } else if (layout == kSpatial) {
+    x.v1 = static_cast<uint32_t>(taps);
+  } else {
+    x.radix = Divisor(n.kw);
+    x.u = static_cast<uint32_t>(n.kw);
+    x.v1 = static_cast<uint32_t>(n.i * taps);
+    x.v0 = 1;
+  }
+  return x;
+}
+
+// A client's support, one word of it at a time.
+struct Word {
+  const uint32_t *bits, *starts;
+  uint32_t at = ~0u, set = 0, start = 0;
+
+  // The place of the value at `flat`, -1 off the support.
+  __device__ __forceinline__ int64_t place(uint32_t flat) {
+    if (flat / 32 != at) {
+      at = flat / 32;
+      set = bits[at];
+      start = starts[at];
+    }
+    const uint32_t bit = 1u << flat % 32;
+    return set & bit ? static_cast<int64_t>(start) + __popc(set & (bit - 1)) : -1;
+  }
+};
+
+template <typename T, int N, bool kSupport>
 __global__ void __launch_bounds__(kThreads)
     rank1_weight_kernel(T* __restrict__ out, const T* __restrict__ mu, const T* __restrict__ u, const T* __restrict__ v,
-                        int64_t mu_client, int64_t u_client, int64_t v_client, Digits digits, uint32_t n,
-                        uint32_t blocks, int rank, uint32_t u_size, uint32_t v_size) {
+                        int64_t mu_client, int64_t u_client, int64_t v_client, Support support, Flat flat,
+                        Digits digits, uint32_t n, uint32_t blocks, int rank, uint32_t u_size, uint32_t v_size) {
   const int64_t client = blockIdx.x / blocks;
   const uint32_t first = (blockIdx.x % blocks) * (kThreads * kUnroll) + threadIdx.x;
   out += client * n;
   if (mu) mu += client * mu_client;
   u += client * u_client;
   v += client * v_client;
+  Word word{support.bits + client * support.client, support.starts + client * support.client};
   Pack<T, N> dense[kUnroll];
 #pragma unroll
   for (int j = 0; j < kUnroll; ++j) {
     const uint32_t p = (first + j * kThreads) * N;
-    if (mu && p < n) dense[j] = *reinterpret_cast<const Pack<T, N>*>(mu + p);
+    if (!kSupport && mu && p < n) dense[j] = *reinterpret_cast<const Pack<T, N>*>(mu + p);
   }
 #pragma unroll
   for (int j = 0; j < kUnroll; ++j) {
@@ -81,7 +131,12 @@ __global__ void __launch_bounds__(kThreads)
       digits.locate(p + l, &iu, &iv);
       Acc<T> sum = 0;
       for (int r = 0; r < rank; ++r) sum += convert<Acc<T>>(u[r * u_size + iu]) * convert<Acc<T>>(v[r * v_size + iv]);
-      if (mu) sum += convert<Acc<T>>(dense[j].x[l]);
+      if constexpr (kSupport) {
+        const int64_t at = word.place(flat.of_u(iu) + flat.of_v(iv));
+        if (at >= 0) sum += convert<Acc<T>>(mu[at]);
+      } else {
+        if (mu) sum += convert<Acc<T>>(dense[j].x[l]);
+      }
       result.x[l] = convert<T>(sum);
     }
     *reinterpret_cast<Pack<T, N>*>(out + p) = result;
@@ -104,7 +159,8 @@ Tiles make_tiles(Type type, const View& view) {
   t.blocks_u = ceil_div(nu, t.block_u);
   t.blocks_v = ceil_div(nv, t.block_v);
   const size_t size = type == kDouble ? 8 : 4;
-  t.shared = (t.block_u * (t.block_v + 1) + kThreads) * size + (t.block_u + t.block_v) * sizeof(uint32_t);
+  // the positions of the tile in u and v, and what they add to that in W
+  t.shared = (t.block_u * (t.block_v + 1) + kThreads) * size + 2 * (t.block_u + t.block_v) * sizeof(uint32_t);
   return t;
 }
 
@@ -114,6 +170,10 @@ struct Backward {
   int64_t grad_client, u_client, v_client;
   T *du, *dv;                  // where one block covers the other axis
   Acc<T>*du_parts, *dv_parts;  // else
+  T* dmu;                      // on the support
+  int64_t dmu_client;
+  Support support;
+  Flat flat;
   bool need_u, need_v;
   Axis au, av;
   Divisor block_u, block_v;
@@ -121,7 +181,7 @@ struct Backward {
   int rank;
 };
 
-template <typename T, int N, int kReading>
+template <typename T, int N, int kReading, bool kSupport>
 __global__ void __launch_bounds__(kThreads, 4) rank1_backward_kernel(Backward<T> a) {
   using A = Acc<T>;
   const uint32_t bu = a.block_u.d, bv = a.block_v.d, ld = bv + 1;
@@ -129,6 +189,8 @@ __global__ void __launch_bounds__(kThreads, 4) rank1_backward_kernel(Backward<T>
   A* sums = tile + bu * ld;                          // [kThreads]
   uint32_t* u_index = reinterpret_cast<uint32_t*>(sums + kThreads);
   uint32_t* v_index = u_index + bu;
+  uint32_t* u_flat = v_index + bv;
+  uint32_t* v_flat = u_flat + bu;
 
   const uint32_t tiles = a.blocks_u * a.blocks_v;
   const int64_t client = blockIdx.x / tiles;
@@ -141,10 +203,14 @@ __global__ void __launch_bounds__(kThreads, 4) rank1_backward_kernel(Backward<T>
   for (uint32_t j = threadIdx.x; j < bu + bv; j += kThreads) {
     if (j < bu) {
       u_index[j] = j < nu ? a.au.factor(u0 + j) : 0;
+      if (kSupport) u_flat[j] = a.flat.of_u(u_index[j]);
     } else {
       v_index[j - bu] = j - bu < nv ? a.av.factor(v0 + j - bu) : 0;
+      if (kSupport) v_flat[j - bu] = a.flat.of_v(v_index[j - bu]);
     }
   }
+  if (kSupport) __syncthreads();
+  Word word{a.support.bits + client * a.support.client, a.support.starts + client * a.support.client};
   for (uint32_t e = threadIdx.x * N; e < bu * bv; e += kThreads * N) {
     uint32_t eu, ev;
     if (kReading == kAlongV) {
@@ -163,6 +229,10 @@ __global__ void __launch_bounds__(kThreads, 4) rank1_backward_kernel(Backward<T>
 #pragma unroll
     for (int l = 0; l < N; ++l) {
       tile[eu * ld + ev] = inside ? convert<A>(pack.x[l]) : A(0);
+      if (kSupport && inside) {
+        const int64_t at = word.place(u_flat[eu] + v_flat[ev]);
+        if (at >= 0) a.dmu[client * a.dmu_client + at] = pack.x[l];
+      }
       if (kReading == kAlongV) {
         ++ev;
       } else if (++eu == bu) {
@@ -248,8 +318,8 @@ template int reduce_parts<double>(const double*, double*, int64_t, int64_t, int6
 template int reduce_parts<__nv_bfloat16>(const float*, __nv_bfloat16*, int64_t, int64_t, int64_t, void*);
 template int reduce_parts<__half>(const float*, __half*, int64_t, int64_t, int64_t, void*);
 
-int rank1_weight(Type type, void* out, Slices mu, Slices u, Slices v, int64_t layout, bool channels_last, Size size,
-                 int64_t rank, int64_t clients, void* stream) {
+int rank1_weight(Type type, void* out, Slices mu, Support support, Slices u, Slices v, int64_t layout,
+                 bool channels_last, Size size, int64_t rank, int64_t clients, void* stream) {
   const int64_t n = size.numel();
   const Digits digits = make_digits(layout, channels_last, size);
   const int64_t unused[4] = {};
@@ -259,13 +329,15 @@ int rank1_weight(Type type, void* out, Slices mu, Slices u, Slices v, int64_t la
   return with_type(type, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int N = kPack<T>;
-    const bool packed = n % N == 0 && mu.client % N == 0 && reinterpret_cast<uintptr_t>(mu.data) % 16 == 0 &&
-                        reinterpret_cast<uintptr_t>(out) % 16 == 0;
+    const bool on_support = support.bits != nullptr;
+    const bool aligned = mu.client % N == 0 && reinterpret_cast<uintptr_t>(mu.data) % 16 == 0;
+    const bool packed = n % N == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0 && (on_support || aligned);
     const int64_t blocks = ceil_div(n, (packed ? N : 1) * kThreads * kUnroll);
-    return launch(packed ? rank1_weight_kernel<T, N> : rank1_weight_kernel<T, 1>, clients * blocks, kThreads, 0, stream,
-                  static_cast<T*>(out), static_cast<const T*>(mu.data), static_cast<const T*>(u.data),
-                  static_cast<const T*>(v.data), mu.client, u.client, v.client, digits, n, blocks, rank, u_size,
-                  v_size);
+    const auto kernel = on_support ? (packed ? rank1_weight_kernel<T, N, true> : rank1_weight_kernel<T, 1, true>)
+                                   : (packed ? rank1_weight_kernel<T, N, false> : rank1_weight_kernel<T, 1, false>);
+    return launch(kernel, clients * blocks, kThreads, 0, stream, static_cast<T*>(out), static_cast<const T*>(mu.data),
+                  static_cast<const T*>(u.data), static_cast<const T*>(v.data), mu.client, u.client, v.client, support,
+                  make_flat(layout, size), digits, n, blocks, rank, u_size, v_size);
   });
 }
 
@@ -276,8 +348,19 @@ int64_t rank1_workspace(Type type, const View& view, int64_t rank, int64_t clien
   return clients * rank * (u + v) * (type == kDouble ? 8 : 4);
 }
 
-int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, void* dv, void* workspace,
-                          const View& view, int64_t rank, int64_t clients, void* stream) {
+template <typename T, bool kSupport>
+auto backward_kernel(bool flat, bool along_v, bool packed) {
+  constexpr int N = kPack<T>;
+  if (flat) return rank1_backward_kernel<T, N, kFlat, kSupport>;
+  if (along_v) {
+    return packed ? rank1_backward_kernel<T, N, kAlongV, kSupport> : rank1_backward_kernel<T, 1, kAlongV, kSupport>;
+  }
+  return packed ? rank1_backward_kernel<T, N, kAlongU, kSupport> : rank1_backward_kernel<T, 1, kAlongU, kSupport>;
+}
+
+int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, void* dv, Slices dmu, Support support,
+                          void* workspace, const View& view, int64_t layout, const Size& size, int64_t rank,
+                          int64_t clients, void* stream) {
   const Side &rows = view.rows, &columns = view.columns;
   const Tiles t = make_tiles(type, view);
   if (rows.size * columns.size >= kLimit) return cudaErrorInvalidValue;
@@ -297,6 +380,10 @@ int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, 
     a.need_v = dv != nullptr;
     a.du_parts = static_cast<Acc<T>*>(workspace);
     a.dv_parts = a.du_parts + (a.need_u && t.blocks_v > 1 ? clients * t.blocks_v * rank * rows.size : 0);
+    a.dmu = static_cast<T*>(dmu.data);
+    a.dmu_client = dmu.client;
+    a.support = support;
+    a.flat = make_flat(layout, size);
     a.au = Axis(rows);
     a.av = Axis(columns);
     a.block_u = Divisor(t.block_u);
@@ -306,20 +393,14 @@ int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, 
     a.rank = static_cast<int>(rank);
 
     const bool aligned = grad.client % N == 0 && reinterpret_cast<uintptr_t>(grad.data) % 16 == 0;
-    const bool flat = aligned && t.blocks_u == 1 && rows.stride0 == 1 && rows.radix == rows.size &&
+    const bool flat = aligned && t.block_u == rows.size && rows.stride0 == 1 && rows.radix == rows.size &&
                       columns.radix == columns.size && columns.stride0 == rows.size && t.block_v * rows.size % N == 0 &&
                       columns.size * rows.size % N == 0;
     const bool along_v = columns.stride0 < rows.stride0;
     const bool packed = along_v ? packs(columns, rows, grad, N, sizeof(T)) && t.block_v % N == 0
                                 : packs(rows, columns, grad, N, sizeof(T)) && t.block_u % N == 0;
-    auto kernel = rank1_backward_kernel<T, 1, kAlongU>;
-    if (flat) {
-      kernel = rank1_backward_kernel<T, N, kFlat>;
-    } else if (along_v) {
-      kernel = packed ? rank1_backward_kernel<T, N, kAlongV> : rank1_backward_kernel<T, 1, kAlongV>;
-    } else if (packed) {
-      kernel = rank1_backward_kernel<T, N, kAlongU>;
-    }
+    const auto kernel = support.bits ? backward_kernel<T, true>(flat, along_v, packed)
+                                     : backward_kernel<T, false>(flat, along_v, packed);
     int error = launch(kernel, clients * t.blocks_u * t.blocks_v, kThreads, t.shared, stream, a);
     if (!error && a.need_u && t.blocks_v > 1) {
       error = reduce_parts<T>(a.du_parts, a.du, clients, t.blocks_v, rank * rows.size, stream);

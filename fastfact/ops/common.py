@@ -114,3 +114,10 @@ def check(op: str, name: str, tensor: Tensor | None, shape, clients: bool, like:
         raise ValueError(
             f"{op}: {name} is {tensor.dtype} on {tensor.device}, must be {like.dtype} on {like.device} as the others"
         )
+
+
+def check_index(op: str, index: Tensor, like: Tensor) -> Tensor:
+    """The positions of a support in int32. Raises ValueError for another kind of tensor or device."""
+    if index.dtype not in (torch.int32, torch.int64) or index.device != like.device:
+        raise ValueError(f"{op}: index is {index.dtype} on {index.device}, must be int32 or int64 on {like.device}")
+    return index.to(torch.int32)

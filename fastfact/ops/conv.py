@@ -10,6 +10,7 @@ from fastfact.ops.common import (
     autocast,
     call,
     check,
+    check_index,
     fold,
     is_mapped,
     must_be_plain,
@@ -157,9 +158,7 @@ def _checked(op, x, u, v, mu, index, bias, size, stride, padding, dilation, grou
     check(op, "bias", bias, (size[0],), clients, x)
     check(op, name, mu, size if index is None else index.shape[clients:], clients, x)
     if index is not None:
-        if index.dtype not in (torch.int32, torch.int64) or index.device != x.device:
-            raise ValueError(f"{op}: index is {index.dtype} on {index.device}, must be int32 or int64 on {x.device}")
-        index = index.to(torch.int32)
+        index = check_index(op, index, x)
     return size, *pairs, groups, clients, (x, u, v, mu, index, bias)
 
 

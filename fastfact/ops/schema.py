@@ -13,6 +13,9 @@ from fastfact.reference import VALUE_TYPES
 SCHEMAS = {
     "rank1_weight": "(Tensor? mu, Tensor u, Tensor v, int layout, bool channels_last) -> Tensor",
     "rank1_weight_backward": "(Tensor grad, Tensor u, Tensor v, int layout, int needs) -> (Tensor, Tensor)",
+    "compact_weight": "(Tensor u, Tensor v, Tensor values, Tensor index, int layout, bool channels_last) -> Tensor",
+    "compact_weight_backward": "(Tensor grad, Tensor u, Tensor v, Tensor values, Tensor index, int layout, int needs)"
+    " -> (Tensor, Tensor, Tensor)",
     "lowrank_weight": "(Tensor? sigma, Tensor a, Tensor b, int layout, int[] size, float scaling, bool channels_last)"
     " -> Tensor",
     "lowrank_weight_backward": "(Tensor grad, Tensor a, Tensor b, int layout, int[] size, float scaling, int needs)"
@@ -113,6 +116,12 @@ def _fake_srht(x, signs, rows, quantize):
 _FAKES = {
     "rank1_weight": _fake_rank1_weight,
     "rank1_weight_backward": lambda grad, u, v, layout, needs: _fake_where_needed((u, v), needs),
+    "compact_weight": lambda u, v, values, index, layout, channels_last: _fake_rank1_weight(
+        values, u, v, layout, channels_last
+    ),
+    "compact_weight_backward": lambda grad, u, v, values, index, layout, needs: _fake_where_needed(
+        (u, v, values), needs
+    ),
     "lowrank_weight": lambda sigma, a, b, layout, size, scaling, channels_last: _empty_weight(a, size, channels_last),
     "lowrank_weight_backward": lambda grad, a, b, layout, size, scaling, needs: _fake_where_needed((a, b), needs),
     "hadamard_weight": lambda x1, y1, x2, y2, size, personalized, channels_last: _empty_weight(x1, size, channels_last),

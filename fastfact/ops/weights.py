@@ -8,7 +8,17 @@ from torch import Tensor
 
 from fastfact import reference
 from fastfact.backends import implementation
-from fastfact.ops.common import call, check, fold, is_channels_last, must_be_plain, transforming, unfold, with_clients
+from fastfact.ops.common import (
+    call,
+    check,
+    check_index,
+    fold,
+    is_channels_last,
+    must_be_plain,
+    transforming,
+    unfold,
+    with_clients,
+)
 from fastfact.reference import LAYOUTS
 
 
@@ -59,7 +69,8 @@ class _EagerWeight(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """A weight op: `dense` (μ or σ, or None) plus a product of two or four factors.
+    """A weight op: `dense` (μ or σ, or None) plus a product of two or four factors; of `compact_weight` the four are
+    u, v, and μ as values with their index.
 
     The signatures are fixed (no `*factors`) because torch.compile counts the parameters of `forward`.
     """
@@ -102,12 +113,14 @@ class _WeightBackward(torch.autograd.Function):
     def backward(ctx, *grads):
         function = getattr(reference, ctx.op + "_backward")
         tensors = [t for t in ctx.saved_tensors if t is not None]
+        floating = [t for t in tensors if t.is_floating_point()]
+        constant = tensors[len(floating) :]
 
-        def again(*tensors):
-            return call(function, ctx.clients, tensors, *ctx.settings, ctx.needs)
+        def again(*floating):
+            return call(function, ctx.clients, (*floating, *constant), *ctx.settings, ctx.needs)
 
-        out = torch.func.vjp(again, *tensors)[1](grads[: len(tensors) - 1])
-        return (None, None, None, None, *out, *[None] * (5 - len(tensors)))
+        out = torch.func.vjp(again, *floating)[1](grads[: len(floating) - 1])
+        return (None, None, None, None, *out, *[None] * (5 - len(floating)))
 
     @staticmethod
     def vmap(info, in_dims, op, clients, settings, needs, *tensors):
@@ -142,7 +155,13 @@ def follows_channels_last(dense: Tensor | None) -> bool:
 
 
 def rank1_weight(
-    u: Tensor, v: Tensor, mu: Tensor | None = None, *, layout: str = "spatial", channels_last: bool | None = None
+    u: Tensor,
+    v: Tensor,
+    mu: Tensor | None = None,
+    index: Tensor | None = None,
+    *,
+    layout: str = "spatial",
+    channels_last: bool | None = None,
 ) -> Tensor:
     """W = Σ_r u_r ⊗ v_r + μ (Factorized-FL eq. 2–3; SimFed for `kernel`).
 
@@ -155,14 +174,22 @@ def rank1_weight(
     | `kernel` | r, i, kh | r, o, kw | o, i, kh, kw — W[o, i, ky, kx] = u[i, ky] v[o, kx] |
     | `view` | r, kh, kw | r, o, i | the [kh·kw, o·i] matrix u vᵀ read as o, i, kh, kw (the official code's order) |
 
-    `channels_last` chooses the memory format of W; by default that of μ. All tensors share one floating dtype
-    (float16 and bfloat16 accumulate in float32) and device. Raises ValueError for shapes or dtypes that do not fit.
+    μ is of the shape of W or, with an `index`, its values [nnz] at these flat positions [nnz] in W, ascending, int32
+    (int64 is converted at each call); a GPU does not look at them, and a dense μ is never made there.
+
+    `channels_last` chooses the memory format of W; by default that of a dense μ. All tensors but the index share one
+    floating dtype (float16 and bfloat16 accumulate in float32) and device. Raises ValueError for shapes or dtypes that
+    do not fit.
     """
     op = "rank1_weight"
+    if index is not None and mu is None:
+        raise ValueError(f"{op}: index goes together with the values of mu, which are None")
     code = _layout(op, layout, ("linear", "spatial", "kernel", "view"))
     dims = 2 if code == reference.LINEAR else 3
     weight_dims = 2 if code == reference.LINEAR else 4
-    clients, (mu, u, v) = with_clients(op, {"mu": (mu, weight_dims), "u": (u, dims), "v": (v, dims)})
+    mu_dims = weight_dims if index is None else 1
+    named = {"mu": (mu, mu_dims), "index": (index, 1), "u": (u, dims), "v": (v, dims)}
+    clients, (mu, index, u, v) = with_clients(op, named)
     us, vs = u.shape[clients:], v.shape[clients:]
     check(op, "v", v, (us[0], *vs[1:]), clients, u)
     if code == reference.LINEAR:
@@ -171,7 +198,11 @@ def rank1_weight(
         size = (vs[1], us[1], us[2], vs[2])
     else:
         size = (*vs[1:], *us[1:])
-    check(op, "mu", mu, size, clients, u)
+    check(op, "mu", mu, size if index is None else index.shape[clients:], clients, u)
+    if index is not None:
+        return weight(
+            "compact_weight", clients, (code,), bool(channels_last), None, u, v, mu, check_index(op, index, u)
+        )
     if channels_last is None:
         channels_last = follows_channels_last(mu)
     return weight(op, clients, (code,), channels_last, mu, u, v)
