@@ -117,6 +117,12 @@ def _whole(n: int) -> int:
     return -(-n // 16) * 16
 
 
+def _channels_in_lanes(work: Work) -> bool:
+    """Whether the kernels without packing take it (csrc/cpu/factored_conv.h)."""
+    channels = work.groups * work.size[1]
+    return work.kind == "conv" and work.channels_last and not work.nonzeros and (work.stride[1] == 1 or channels >= 16)
+
+
 def terms(work: Work, path: str) -> list[float]:
     """What the coefficients of a path are multiplied with."""
     o, i, kh, kw = work.size
@@ -126,6 +132,10 @@ def terms(work: Work, path: str) -> list[float]:
         whole = _whole(o // work.groups) * work.groups * _whole(i) * taps
         dense = pixels * numel
         return [1, numel, work.nonzeros, read, written, dense * (taps > 1), dense * (taps == 1), pixels * whole]
+    if _channels_in_lanes(work):
+        depthwise = work.rank * pixels * _whole(i * work.groups) * taps
+        product = work.rank * pixels * _whole(o // work.groups) * work.groups * i
+        return [0] * 10 + [1, work.rank * o * i, read, written, depthwise, product, pixels * work.groups]
     packed, packed_read = _packed(work)
     if work.kind == "separable":
         ranks, sparse = _whole(work.rank), work.nonzeros > 0
@@ -144,6 +154,7 @@ def terms(work: Work, path: str) -> list[float]:
         work.rank * packed * o * i,
         packed * work.nonzeros,
         packed * o * (work.nonzeros > 0),
+        *[0] * (7 if work.channels_last else 0),
     ]
 
 
@@ -395,16 +406,52 @@ _BUILTIN: dict[str, dict[str, list[float]]] = {
         "factored": [9.28e-05, 4.8e-10, 7.43e-09, 8.86e-10, 0.0, 6.71e-10, 0.0, 1.43e-11, 1.76e-11, 1.4e-10],
     },
     "conv-forward-channels_last": {
-        "reconstruct": [7.86e-05, 6.91e-10, 3.42e-09, 3.52e-10, 3.27e-10, 1.14e-11, 1.05e-11, 7.36e-13],
-        "factored": [9.36e-05, 9e-10, 9.12e-09, 2.7e-11, 6.78e-10, 5.68e-10, 5.38e-11, 1.41e-11, 1.65e-11, 1.05e-10],
+        "reconstruct": [4.15e-05, 5.76e-11, 5.43e-10, 2.26e-10, 1.5e-10, 1.06e-11, 8.07e-12, 0.0],
+        "factored": [
+            3.82e-05,
+            0.0,
+            1.18e-09,
+            5.15e-10,
+            2.59e-10,
+            3.56e-10,
+            3.47e-11,
+            5.63e-12,
+            2.3e-11,
+            0.0,
+            3.86e-05,
+            2.84e-10,
+            2.38e-10,
+            1.17e-10,
+            5.64e-11,
+            9.8e-12,
+            4.15e-09,
+        ],
     },
     "conv-training-contiguous": {
         "reconstruct": [0.000154, 6.67e-09, 1.13e-08, 2.43e-09, 4.35e-09, 3.39e-11, 3.33e-11, 0.0],
         "factored": [0.000389, 2.19e-08, 3.37e-08, 2.66e-09, 0.0, 2.53e-09, 0.0, 6.8e-11, 5.34e-11, 1.37e-10],
     },
     "conv-training-channels_last": {
-        "reconstruct": [0.000316, 4.98e-09, 1.51e-08, 0.0, 2.36e-09, 3.56e-11, 3.56e-11, 1.52e-12],
-        "factored": [0.00037, 2.75e-08, 4.59e-08, 1.27e-09, 2.06e-09, 1.95e-09, 0.0, 3.78e-11, 5.49e-11, 5.47e-10],
+        "reconstruct": [0.000296, 1.74e-09, 9.38e-09, 0.0, 1.92e-09, 3.37e-11, 2.64e-11, 2.39e-13],
+        "factored": [
+            0.000202,
+            2.57e-10,
+            5.01e-09,
+            1.63e-09,
+            9.55e-10,
+            1.7e-09,
+            1.21e-10,
+            2.41e-11,
+            5.96e-11,
+            0.0,
+            0.000201,
+            9.16e-10,
+            7.37e-10,
+            8.79e-10,
+            6.86e-11,
+            3.43e-11,
+            8.54e-09,
+        ],
     },
     "linear-forward-contiguous": {
         "reconstruct": [2.33e-05, 1.73e-10, 3.03e-09, 2.14e-10, 0.0, 0.0, 1.38e-11, 0.0],

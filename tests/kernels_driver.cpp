@@ -397,6 +397,11 @@ void factored_convolution() {
   c.n = one_of({1, 2, 3, 5, 17}), c.groups = pick_int(1, 2), c.i = one_of({1, 3, 4, 7, 17}),
   c.o = one_of({1, 5, 8, 13});
   c.kh = pick_int(1, 4), c.kw = pick_int(1, 5), c.h = pick_int(1, 11), c.w = one_of({1, 4, 7, 8, 16, 19});
+  const bool channels_in_lanes = pick_int(0, 1);
+  if (channels_in_lanes && pick_int(0, 1)) {
+    c.i = one_of({4, 16, 33, 66}), c.o = one_of({8, 17, 48, 70}), c.n = pick_int(1, 2), c.h = pick_int(1, 4);
+    c.w = one_of({1, 3, 8});
+  }
   for (int d : {0, 1}) {
     const int64_t kernel = d ? c.kw : c.kh, size = d ? c.w : c.h;
     c.stride[d] = pick_int(1, 3), c.dilation[d] = pick_int(1, 2);
@@ -405,10 +410,12 @@ void factored_convolution() {
     (d ? c.ow : c.oh) = (size + 2 * c.padding[d] - c.dilation[d] * (kernel - 1) - 1) / c.stride[d] + 1;
   }
   c.x_channels_last = pick_int(0, 1), c.y_channels_last = pick_int(0, 1);
-  const bool dx_last = pick_int(0, 1), biased = pick_int(0, 1), needs_x = pick_int(0, 3);
-  const int64_t rank = pick_int(0, 2), taps = c.kh * c.kw, inputs = c.groups * c.i, outputs = c.groups * c.o;
+  if (channels_in_lanes) c.x_channels_last = c.y_channels_last = true;
+  const bool dx_last = channels_in_lanes || pick_int(0, 1), biased = pick_int(0, 1), needs_x = pick_int(0, 3);
+  const int64_t rank = pick_int(channels_in_lanes, 2), taps = c.kh * c.kw, inputs = c.groups * c.i,
+                outputs = c.groups * c.o;
   const int64_t weights = outputs * c.i * taps;
-  const double density = one_of({0, 5, 30, 100}) / 100.0;
+  const double density = channels_in_lanes ? 0 : one_of({0, 5, 30, 100}) / 100.0;
   std::vector<int32_t> index;
   for (int64_t at = 0; at < weights; ++at) {
     if (std::bernoulli_distribution(density)(random_engine)) index.push_back(at);

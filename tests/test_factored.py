@@ -99,12 +99,32 @@ def test_matches_the_dense_convolution(case, channels_last):
     compare(t, size, how)
 
 
+# Without μ channels_last images have kernels of their own: more channels than a panel of v, bands of an image.
+IN_LANES = [
+    (2, (70, 33, 3, 3), 9, 9, 2, 0.0, {"padding": 1}),
+    (3, (130, 64, 5, 5), 12, 11, 1, 0.0, {"padding": 2, "stride": 2}),
+    (1, (16, 130, 3, 3), 40, 41, 1, 0.0, {"padding": 1}),
+    (2, (32, 8, 3, 3), 48, 70, 2, 0.0, {"padding": (5, 0), "stride": (2, 1), "groups": 2}),
+]
+
+
+@pytest.mark.parametrize("case", [(*c[:4], max(c[4], 1), 0.0, c[6]) for c in CASES] + IN_LANES, ids=str)
+def test_channels_last_without_mu(case):
+    n, size, h, w, rank, density, how = case
+    t = draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1))
+    t["x"] = t["x"].contiguous(memory_format=torch.channels_last)
+    compare(t, size, how)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_other_dtypes(dtype, backend):
     with ff.use_backend(backend):
-        for n, size, h, w, rank, density, how in (CASES[0], CASES[5], CASES[7]):
-            compare(draw(n, size, h, w, rank, density, dtype, how.get("groups", 1)), size, how)
+        for n, size, h, w, rank, density, how in (CASES[0], CASES[5], CASES[7], *IN_LANES[:2]):
+            t = draw(n, size, h, w, rank, density, dtype, how.get("groups", 1))
+            if density == 0:
+                t["x"] = t["x"].contiguous(memory_format=torch.channels_last)
+            compare(t, size, how)
 
 
 @settings(max_examples=40, deadline=None)

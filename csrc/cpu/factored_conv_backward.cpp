@@ -183,6 +183,9 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     if (dvalues) std::memset(static_cast<void*>(dvalues), 0, op.mu.count * sizeof(T));
     return;
   }
+  if (channels_in_lanes(c, op.rank, op.mu) && (op.dx_channels_last || !op.dx)) {
+    return factored_conv_backward_channels_last(op, parallel_for);
+  }
   Prepared<T> p{};
   p.s = forward_geometry(c), p.back = transposed_geometry(c), p.rank = op.rank;
   p.needs_x = op.dx, p.needs_u = du && op.rank, p.needs_v = dv && op.rank, p.nonzeros = dvalues ? op.mu.count : 0;

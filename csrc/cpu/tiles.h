@@ -119,23 +119,23 @@ struct Tiles {
     int64_t row, step;
   };
 
-  // y[m][N registers] (+)= Σ_k left(m, k) · right[k][N registers] for M rows.
+  // y[m][N registers] = start[m][N registers] + Σ_k left(m, k) · right[k][N registers] for M rows; start null: 0.
   template <int M, int N>
-  FF_INLINE static void product(Left left, const C* right, int64_t right_step, int64_t depth, bool add, C* y,
-                                int64_t y_row, Ahead& next, Ahead& out) {
+  FF_INLINE static void product(Left left, const C* right, int64_t right_step, int64_t depth, const C* start,
+                                int64_t start_row, C* y, int64_t y_row, Ahead& next, Ahead& out) {
     V sums[M][N]{};
-    if (add) {
-#pragma GCC unroll 6
+    if (start) {
+#pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
-        for (int p = 0; p < N; ++p) sums[m][p] = load<B>(y + m * y_row + p * L);
+        for (int p = 0; p < N; ++p) sums[m][p] = load<B>(start + m * start_row + p * L);
       }
     }
     auto step = [&]() FF_INLINE_LAMBDA {
       V x[N];
 #pragma GCC unroll 4
       for (int p = 0; p < N; ++p) x[p] = load<B>(right + p * L);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
         const V weight = left.data[m * left.row] - V{};
 #pragma GCC unroll 4
@@ -149,33 +149,25 @@ struct Tiles {
       for (int64_t k = 0; k < kStep; ++k) step();
     }
     for (; depth > 0; --depth) step();
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
       for (int p = 0; p < N; ++p) store<B>(y + m * y_row + p * L, sums[m][p]);
     }
   }
 
-  template <int N>
+  // The product for `rows` rows, at most Most.
+  template <int N, int Most>
   FF_INLINE static void rows_of_product(int64_t rows, Left left, const C* right, int64_t right_step, int64_t depth,
-                                        bool add, C* y, int64_t y_row, Ahead& next, Ahead& out) {
-    switch (rows) {
-      case 1:
-        return product<1, N>(left, right, right_step, depth, add, y, y_row, next, out);
-      case 2:
-        return product<2, N>(left, right, right_step, depth, add, y, y_row, next, out);
-      case 3:
-        return product<3, N>(left, right, right_step, depth, add, y, y_row, next, out);
-      case 4:
-        if constexpr (kM > 3) return product<4, N>(left, right, right_step, depth, add, y, y_row, next, out);
-        break;
-      case 5:
-        if constexpr (kM > 3) return product<5, N>(left, right, right_step, depth, add, y, y_row, next, out);
-        break;
-      case 6:
-        if constexpr (kM > 3) return product<6, N>(left, right, right_step, depth, add, y, y_row, next, out);
-        break;
+                                        const C* start, int64_t start_row, C* y, int64_t y_row, Ahead& next,
+                                        Ahead& out) {
+    if constexpr (Most > 1) {
+      if (rows < Most) {
+        return rows_of_product<N, Most - 1>(rows, left, right, right_step, depth, start, start_row, y, y_row, next,
+                                            out);
+      }
     }
+    product<Most, N>(left, right, right_step, depth, start, start_row, y, y_row, next, out);
   }
 
   // y[o][j] = Σ_k v[o][k] · t[k][j] for `quads` quads of registers, v packed by pack_v.
@@ -189,9 +181,10 @@ struct Tiles {
         for (int64_t k = 0; k < depth; k += kDepth) {
           for (int64_t o = 0; o < outputs; o += kM) {
             const int64_t rows = std::min<int64_t>(kM, outputs - o);
-            rows_of_product<kQuad>(rows, {v + o * depth + k * rows, 1, rows}, t + k * t_channel + q * kQuad * L,
-                                   t_channel, std::min(kDepth, depth - k), k > 0, y + o * y_channel + q * kQuad * L,
-                                   y_channel, next, out);
+            C* to = y + o * y_channel + q * kQuad * L;
+            rows_of_product<kQuad, kM>(rows, {v + o * depth + k * rows, 1, rows}, t + k * t_channel + q * kQuad * L,
+                                       t_channel, std::min(kDepth, depth - k), k > 0 ? to : nullptr, y_channel, to,
+                                       y_channel, next, out);
           }
         }
       }
@@ -230,8 +223,9 @@ struct Tiles {
       auto panel = [&]<int N>(std::integral_constant<int, N>) FF_INLINE_LAMBDA {
         outline<B>([&]() FF_INLINE_LAMBDA {
           for (int64_t o = 0; o < outputs; o += kM) {
-            rows_of_product<N>(std::min<int64_t>(kM, outputs - o), {dy + o * dy_channel, dy_channel, 1}, t, N * L,
-                               pixels, true, dv + o * row + k, row, next, out);
+            C* to = dv + o * row + k;
+            rows_of_product<N, kM>(std::min<int64_t>(kM, outputs - o), {dy + o * dy_channel, dy_channel, 1}, t, N * L,
+                                   pixels, to, row, to, row, next, out);
           }
         });
       };

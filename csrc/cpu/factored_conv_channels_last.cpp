@@ -1,0 +1,308 @@
+// The factored convolution without μ on channels_last images, some pixels at a time. Forward: t_r = the depthwise
+// convolution of x by u_r, y = v t. Backward, with s_r = v_rᵀ dy: dx = Σ_r the transposed depthwise convolution of s_r
+// by u_r, du_r the correlation of x and s_r, dv_r = dyᵀ t_r. Rows of s and t are [group][rank][channel].
+#include "channels_last.h"
+
+namespace fastfact {
+namespace {
+
+// The rows of pixels [first, last) of images of `channels` channels in memory, as much of them as there is.
+template <class T>
+Ahead ahead_of(const T* data, int64_t first, int64_t last, int64_t pixels, int64_t channels) {
+  first = std::min(first, pixels), last = std::min(last, pixels);
+  return {reinterpret_cast<const char*>(data + first * channels), int64_t((last - first) * channels * sizeof(T))};
+}
+
+// Parts of the channels of s and t that depthwise convolutions take at once: all, where they lie side by side.
+template <class F>
+void each_block(const Conv& c, int64_t rank, const F& f) {
+  const int64_t blocks = rank == 1 ? 1 : c.groups, channels = c.groups / blocks * c.i;
+  for (int64_t block = 0; block < blocks; ++block) f(block * channels, block * rank * channels, channels);
+}
+
+// Elements worked on at once, for the second cache; pixels, so that sums over them are worth their loads; units, for
+// the threads.
+constexpr int64_t kKept = 1 << 16, kLeast = 64, kUnits = 4;
+
+template <class T, int B>
+struct PackV {
+  FF_INLINE static void run(const T* v, const Conv& c, int64_t rank, bool swapped, Compute<T>* to, int64_t begin,
+                            int64_t end) {
+    Rows<Compute<T>, B>::pack(v, c, rank, swapped, to, begin, end);
+  }
+};
+
+template <class T>
+void pack_v(const void* v, const Conv& c, int64_t rank, bool swapped, Compute<T>* to, ParallelFor parallel_for) {
+  const int64_t panel = kQuad * register_bytes() / sizeof(Compute<T>);
+  const int64_t items = swapped ? c.groups * rank * ceil_div(c.i, panel) : c.groups * ceil_div(c.o, panel);
+  parallel(parallel_for, items, ceil_div(32768 * items, c.groups * c.o * c.i * rank), [&](int64_t begin, int64_t end) {
+    dispatch<PackV, T>(static_cast<const T*>(v), c, rank, swapped, to, begin, end);
+  });
+}
+
+template <class T>
+struct Forward {
+  using C = Compute<T>;
+  Conv c;
+  Walk walk;
+  int64_t rank, band;
+  const T* x;
+  T* y;
+  const C *u, *v, *bias;
+};
+
+template <class T, int B>
+struct RunForward {
+  using C = Compute<T>;
+  using Kernels = Rows<C, B>;
+  static constexpr int L = kLanes<T, B>;
+  static constexpr bool kInPlace = std::is_same_v<T, C>;
+
+  FF_INLINE static void run(const Forward<T>& p, int64_t begin, int64_t end) {
+    const Conv& c = p.c;
+    const int64_t inputs = c.groups * c.i, outputs = c.groups * c.o, depth = p.rank * c.i,
+                  padded = ceil_div(c.o, L) * L;
+    const int64_t row = scratch_row(c.groups * depth, L), pixels = c.n * c.oh * c.ow, read = c.n * c.h * c.w;
+    const Scratch<C> t(p.band * row), rounded(kInPlace ? 0 : p.band * outputs);
+    for (int64_t band = begin; band < end; ++band) {
+      const int64_t first = band * p.band, count = std::min(p.band, pixels - first);
+      walk_runs(p.walk, first, first + count, 0, inputs, [&](const Run& run) {
+        each_block(c, p.rank, [&](int64_t from, int64_t to, int64_t channels) {
+          for (int64_t r = 0; r < p.rank; ++r) {
+            Kernels::depthwise(run, p.x + from, read * inputs - from, channels, p.u + r * p.walk.taps, 1, 0, 0,
+                               t.get() + (run.first - first) * row + to + r * channels, p.walk.axes[1].every * row);
+          }
+        });
+      });
+      C* y;
+      if constexpr (kInPlace) {
+        y = p.y + first * outputs;
+      } else {
+        y = rounded.get();
+      }
+      for (int64_t g = 0; g < c.groups; ++g) {
+        const int64_t next = first + p.band, from = next * read / pixels, to = (next + p.band) * read / pixels;
+        Kernels::multiply({t.get() + g * depth, row, 1}, count, {p.v + g * padded * depth, 0, Kernels::kPanel * depth},
+                          c.o, depth, p.bias ? p.bias + g * padded : nullptr, 0, y + g * c.o, outputs,
+                          g ? Ahead{} : ahead_of(p.x, from, to, read, inputs),
+                          g ? Ahead{} : ahead_of(p.y, next, next + p.band, pixels, outputs));
+      }
+      if constexpr (!kInPlace) {
+        int64_t j = 0;
+        T* to = p.y + first * outputs;
+        for (; j + L <= count * outputs; j += L) store<B>(to + j, load<B>(y + j));
+        for (; j < count * outputs; ++j) to[j] = from_compute<T>(y[j]);
+      }
+    }
+  }
+};
+
+template <class T>
+void forward(const FactoredConv& op, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  const Conv& c = op.conv;
+  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), padded = ceil_div(c.o, lanes) * lanes;
+  const int64_t taps = c.kh * c.kw, depth = op.rank * c.i, pixels = c.n * c.oh * c.ow;
+  const Scratch<C> u(op.rank * taps), v(c.groups * padded * depth), bias(c.groups * padded);
+  Forward<T> p{
+      c,       make_walk(c, false),           op.rank, 0, static_cast<const T*>(op.x), static_cast<T*>(op.y), u.get(),
+      v.get(), op.bias ? bias.get() : nullptr};
+  for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
+  for (int64_t k = 0; k < c.groups * padded && op.bias; ++k) {
+    const int64_t group = k / padded, o = k % padded;
+    bias.get()[k] = o < c.o ? to_compute(static_cast<const T*>(op.bias)[group * c.o + o]) : C(0);
+  }
+  pack_v<T>(op.v, c, op.rank, false, v.get(), parallel_for);
+  p.band = std::min(ceil_div(kKept, c.groups * (depth + c.o)), ceil_div(pixels, kUnits));
+  parallel(parallel_for, ceil_div(pixels, p.band), 1,
+           [&](int64_t begin, int64_t end) { dispatch<RunForward, T>(p, begin, end); });
+}
+
+template <class T>
+struct Backward {
+  using C = Compute<T>;
+  Conv c;
+  Walk walk, back;                                         // from x to y and from dy to dx
+  int64_t rank, images, rows, bands, units, parts, block;  // of a unit: images, or rows of bands; pixels at once
+  const T *x, *dy;
+  T* dx;
+  const C *u, *v;
+  bool needs_u, needs_v, swapped;  // swapped: dv as [i][o], where that fills the registers better
+  C *du, *dv;                      // partial sums [part][…]
+  int64_t dv_rows, dv_row;
+  int64_t dv_size() const { return c.groups * rank * dv_rows * dv_row; }
+};
+
+template <class T, int B>
+struct RunBackward {
+  using C = Compute<T>;
+  using Kernels = Rows<C, B>;
+  static constexpr int L = kLanes<T, B>;
+
+  // Items are parts.
+  FF_INLINE static void run(const Backward<T>& p, int64_t begin, int64_t end) {
+    const Conv& c = p.c;
+    const int64_t inputs = c.groups * c.i, outputs = c.groups * c.o, depth = c.groups * p.rank * c.i;
+    const int64_t taps = p.walk.taps, in_image = c.h * c.w, out_image = c.oh * c.ow;
+    const int64_t pixels = c.n * out_image, read = c.n * in_image, padded = ceil_div(c.i, L) * L;
+    const int64_t row = scratch_row(depth, L), dy_row = scratch_row(outputs, L);
+    const bool needs_s = p.dx || p.needs_u;
+    const int64_t s_rows =
+        p.bands > 1 ? std::min(c.oh, p.rows + c.padding[0] + c.kh * c.dilation[0] + 1) * c.ow : p.images * out_image;
+    const Zeros<C> s(needs_s ? s_rows * row + L : 0), t(p.needs_v ? p.block * row + L : 0);
+    const Zeros<C> dy(p.block * dy_row + L), sums(p.rank * taps * L);
+    for (int64_t part = begin; part < end; ++part) {
+      C* dv = p.needs_v ? p.dv + part * p.dv_size() : nullptr;
+      if (dv) std::memset(static_cast<void*>(dv), 0, p.dv_size() * sizeof(C));
+      std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
+      for (int64_t unit = part * p.units / p.parts; unit < (part + 1) * p.units / p.parts; ++unit) {
+        // Pixels of dy: the unit's own [first, last), and those that its pixels of dx read, [low, high).
+        const int64_t image = unit / p.bands * p.images, images = std::min(p.images, c.n - image),
+                      band = unit % p.bands;
+        const int64_t top = band * p.rows, bottom = std::min(c.oh, top + p.rows);
+        const bool whole = p.bands == 1;
+        const int64_t dx_top = std::min(c.h, top * c.stride[0]);
+        const int64_t dx_bottom = bottom == c.oh ? c.h : std::min(c.h, bottom * c.stride[0]);
+        int64_t above = top, below = bottom;
+        const Axis& axis = p.back.axes[0];
+        for (int64_t k = axis.start[dx_top]; k < axis.start[dx_bottom] && p.dx; ++k) {
+          above = std::min(above, axis.from[k]), below = std::max(below, axis.from[k] + 1);
+        }
+        const int64_t first = image * out_image + top * c.ow;
+        const int64_t last = whole ? (image + images) * out_image : image * out_image + bottom * c.ow;
+        const int64_t low = whole ? first : image * out_image + above * c.ow;
+        const int64_t high = whole ? last : image * out_image + below * c.ow;
+        auto add = [&](int64_t from, int64_t to, bool own) FF_INLINE_LAMBDA {
+          for (int64_t pixel = from; pixel < to; pixel += p.block) {
+            const int64_t count = std::min(p.block, to - pixel);
+            const int64_t x_from = pixel * read / pixels, x_to = (pixel + count) * read / pixels;
+            copy(p.dy + pixel * outputs, count, outputs, dy.get(), dy_row);
+            C* s_block = s.get() + (pixel - low) * row;
+            for (int64_t k = 0; k < c.groups * p.rank && needs_s; ++k) {
+              Kernels::multiply({dy.get() + k / p.rank * c.o, dy_row, 1}, count,
+                                {p.v + k * padded * c.o, 0, Kernels::kPanel * c.o}, c.i, c.o, nullptr, 0,
+                                s_block + k * c.i, row, k || !own ? Ahead{} : ahead_of(p.x, x_from, x_to, read, inputs),
+                                k || !p.dx ? Ahead{} : ahead_of(p.dx, x_from, x_to, read, inputs));
+            }
+            if (own && (p.needs_u || dv)) {
+              walk_runs(p.walk, pixel, pixel + count, 0, inputs, [&](const Run& run) {
+                each_block(c, p.rank, [&](int64_t from, int64_t to, int64_t channels) {
+                  const int64_t at = (run.first - pixel) * row + to, size = read * inputs - from;
+                  for (int64_t r = 0; r < p.rank; ++r) {
+                    if (dv) {
+                      Kernels::depthwise(run, p.x + from, size, channels, p.u + r * taps, 1, 0, 0,
+                                         t.get() + at + r * c.i, row);
+                    }
+                    if (p.needs_u) {
+                      Kernels::correlate(run, p.x + from, size, channels, s_block + at + r * c.i, row,
+                                         sums.get() + r * taps * L);
+                    }
+                  }
+                });
+              });
+            }
+            for (int64_t k = 0; k < c.groups * p.rank && own && dv; ++k) {
+              const C *d = dy.get() + k / p.rank * c.o, *in = t.get() + k * c.i;
+              C* to = dv + k * p.dv_rows * p.dv_row;
+              Kernels::multiply({p.swapped ? in : d, 1, p.swapped ? row : dy_row}, p.dv_rows,
+                                {p.swapped ? d : in, p.swapped ? dy_row : row, Kernels::kPanel}, p.dv_row, count, to,
+                                p.dv_row, to, p.dv_row,
+                                k ? Ahead{} : ahead_of(p.dy, pixel + count, pixel + 2 * count, pixels, outputs), {});
+            }
+          }
+        };
+        if (needs_s) add(low, first, false);
+        add(first, last, true);
+        if (needs_s) add(last, high, false);
+        if (!p.dx) continue;
+        const int64_t dx_first = image * in_image + dx_top * c.w;
+        const int64_t dx_last = whole ? (image + images) * in_image : image * in_image + dx_bottom * c.w;
+        walk_runs(p.back, dx_first, dx_last, low, row, [&](const Run& run) {
+          each_block(c, p.rank, [&](int64_t to, int64_t from, int64_t channels) {
+            Kernels::depthwise(run, s.get() + from, s_rows * row + L - from, channels, p.u, p.rank, c.i, taps,
+                               p.dx + run.first * inputs + to, p.back.axes[1].every * inputs);
+          });
+        });
+      }
+      for (int64_t k = 0; k < p.rank * taps && p.needs_u; ++k) {
+        C sum = 0;
+        for (int lane = 0; lane < L; ++lane) sum += sums.get()[k * L + lane];
+        p.du[part * p.rank * taps + k] = sum;
+      }
+    }
+  }
+
+  FF_INLINE static void copy(const T* from, int64_t rows, int64_t n, C* to, int64_t to_row) {
+    if (n == to_row) n *= rows, rows = 1;
+    for (int64_t m = 0; m < rows; ++m, from += n, to += to_row) {
+      int64_t j = 0;
+      for (; j + L <= n; j += L) store<B>(to + j, load<B>(from + j));
+      for (; j < n; ++j) to[j] = to_compute(from[j]);
+    }
+  }
+};
+
+template <class T>
+void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  const Conv& c = op.conv;
+  const int64_t lanes = register_bytes() / sizeof(C), taps = c.kh * c.kw, depth = c.groups * op.rank * c.i;
+  const int64_t pixels = c.oh * c.ow;
+  auto whole = [&](int64_t n) { return ceil_div(n, lanes) * lanes; };
+  Backward<T> p{};
+  p.c = c, p.walk = make_walk(c, false), p.back = make_walk(c, true), p.rank = op.rank;
+  p.x = static_cast<const T*>(op.x), p.dy = static_cast<const T*>(op.dy), p.dx = static_cast<T*>(op.dx);
+  p.needs_u = op.du, p.needs_v = op.dv;
+  p.swapped = c.i * whole(c.o) < c.o * whole(c.i);
+  p.dv_rows = p.swapped ? c.i : c.o, p.dv_row = whole(p.swapped ? c.o : c.i);
+  p.block = std::max<int64_t>(kLeast, ceil_div(kKept / 4, depth + c.groups * c.o));
+  // Units of as many images as are worked on at once, or of bands of one that leave the second cache to s.
+  const int64_t s_image = pixels * depth;
+  p.images = std::clamp<int64_t>(std::max<int64_t>(kLeast / pixels, kKept / 2 / s_image), 1, ceil_div(c.n, kUnits));
+  p.bands = ceil_div(s_image, 4 * kKept);
+  while (c.n * p.bands < kUnits && pixels / (p.bands + 1) >= 128) ++p.bands;
+  p.rows = ceil_div(c.oh, p.bands), p.bands = ceil_div(c.oh, p.rows), p.units = ceil_div(c.n, p.images) * p.bands;
+  // The number of partial sums depends on the shape only, so that results repeat.
+  const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() + 1), 8, 64);
+  p.parts = std::min(p.needs_u || p.needs_v ? most : INT64_MAX, p.units);
+
+  const Scratch<C> u(op.rank * taps), v(c.groups * op.rank * whole(c.i) * c.o);
+  const Scratch<C> du_parts(p.parts * op.rank * taps), dv_parts(p.needs_v ? p.parts * p.dv_size() : 0);
+  for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
+  if (p.dx || p.needs_u) pack_v<T>(op.v, c, op.rank, true, v.get(), parallel_for);
+  p.u = u.get(), p.v = v.get(), p.du = du_parts.get(), p.dv = dv_parts.get();
+  parallel(parallel_for, p.parts, 1, [&](int64_t begin, int64_t end) { dispatch<RunBackward, T>(p, begin, end); });
+
+  for (int64_t k = 0; k < op.rank * taps && p.needs_u; ++k) {
+    C sum = 0;
+    for (int64_t part = 0; part < p.parts; ++part) sum += p.du[part * op.rank * taps + k];
+    static_cast<T*>(op.du)[k] = from_compute<T>(sum);
+  }
+  if (!p.needs_v) return;
+  const int64_t rows = c.groups * op.rank * p.dv_rows;
+  parallel(parallel_for, rows, ceil_div(16384, p.dv_row * p.parts), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      C* sums = p.dv + row * p.dv_row;
+      for (int64_t part = 1; part < p.parts; ++part) {
+        for (int64_t k = 0; k < p.dv_row; ++k) sums[k] += sums[part * p.dv_size() + k];
+      }
+      const int64_t block = row / p.dv_rows, m = row % p.dv_rows;
+      T* to = static_cast<T*>(op.dv) + (block % op.rank * c.groups + block / op.rank) * c.o * c.i;
+      for (int64_t k = 0; k < (p.swapped ? c.o : c.i); ++k)
+        to[p.swapped ? k * c.i + m : m * c.i + k] = from_compute<T>(sums[k]);
+    }
+  });
+}
+
+}  // namespace
+
+void factored_conv_channels_last(const FactoredConv& op, ParallelFor parallel_for) {
+  with_conv_type(op.type, [&](auto type) { forward<decltype(type)>(op, parallel_for); });
+}
+
+void factored_conv_backward_channels_last(const FactoredConvBackward& op, ParallelFor parallel_for) {
+  with_conv_type(op.type, [&](auto type) { backward<decltype(type)>(op, parallel_for); });
+}
+
+}  // namespace fastfact
