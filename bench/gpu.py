@@ -10,7 +10,8 @@ layers    one convolution of ResNet-9, forward + backward, bfloat16: reconstruct
 rank1     rank-1 forward without μ, 256 → 256 channels, against the dense layer.
 separable kernel factors without μ, forward and data gradient, in one kernel against two and the dense layer.
 clients   a training step of ResNet-9 for K clients together, against one client after the other, and against vmap over
-          plain layers (cuDNN's grouped convolution); with peak memory.
+          plain layers (cuDNN's grouped convolution); with peak memory. Then FedDecomp's personal phase (σ frozen and
+          shared), with one convolution for σ against each client's own W.
 mix       similarity_mix of many clients by the CUDA and the Triton kernels, against its matrix products alone (cuBLAS)
           and the same step in plain PyTorch.
 tune      the tiles of the fused convolution's kernels: what they choose against other choices.
@@ -22,10 +23,10 @@ milliseconds. `layers` and `rank1` replay CUDA graphs, so that the time is the G
 """
 
 import argparse
+import contextlib
 import copy
 import functools
 import importlib
-import json
 import math
 import shlex
 import statistics
@@ -41,6 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastfact as ff
+from bench.gpu_check import save
 from fastfact import models
 from fastfact.bench.common import RESNET9
 from fastfact.convert import factorized_layers
@@ -173,7 +175,8 @@ def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tupl
         return torch.randn(*shape, device=bench.device, dtype=torch.float32).to(dtype)
 
     implementations = {"cuda": torch.ops.fastfact}
-    if ff.backends()["triton"].available:
+    # compiling Triton's kernels for every shape takes longer than all the rest: once says enough
+    if ff.backends()["triton"].available and dtype.itemsize == 2 and clients <= 32:
         implementations["triton"] = importlib.import_module("fastfact.kernels")
     size = torch.empty(0, dtype=dtype).element_size()
     calls: dict[str, list] = {}
@@ -448,10 +451,10 @@ def exact_separable(x, grad, u, v, settings):
     return y, ff.reference.fused_conv2d_dx(grad.double(), *doubled, None, None, x.shape[1:], True, *settings)
 
 
-def trainer(bench: Bench, path: str, dtype: torch.dtype, graphs: bool) -> Trainer:
+def trainer(bench: Bench, path: str, dtype: torch.dtype, graphs: bool, spec: ff.Spec | None = None) -> Trainer:
     torch.manual_seed(0)
     model = models.resnet9(3, 10, bench.pick(1.0, 0.1))
-    model = ff.factorize(model, ff.Rank1()).to(device=bench.device, dtype=dtype)
+    model = ff.factorize(model, spec or ff.Rank1()).to(device=bench.device, dtype=dtype)
     model = model.to(memory_format=torch.channels_last)
     for layer in factorized_layers(model).values():
         if isinstance(layer, ff.nn.FactorizedConv2d):
@@ -482,10 +485,63 @@ def clients(bench: Bench) -> Rows:
         common = {"op": "training step, ResNet-9", "clients": k, "batch": batch}
         common["dtype"] = str(dtype).removeprefix("torch.")
         yield row(common, functools.partial(clients_row, bench, dtype, k, batch))
+    dtype = bench.pick(torch.bfloat16, torch.float32)
+    common |= {"op": "step of FedDecomp's personal phase", "dtype": str(dtype).removeprefix("torch.")}
+    for ratio in bench.pick((0.1, 0.6), (0.3,)):
+        yield row(common | {"ratio": ratio}, functools.partial(personal_row, bench, dtype, ratio, k, batch))
+
+
+def images_of_clients(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> tuple[int, list[tuple[Tensor, Tensor]]]:
+    """Batches an epoch, and each client's data for them."""
+    side, steps = bench.pick((32, 8), (8, 2))
+    data = []
+    for _ in range(k):
+        x = torch.randn(batch * steps, 3, side, side, device=bench.device).to(dtype)
+        y = torch.randint(10, (batch * steps,), device=bench.device)
+        data.append((x.to(memory_format=torch.channels_last), y))
+    return steps, data
+
+
+def agree(losses: dict[str, Tensor], rival: str, dtype: torch.dtype) -> None:
+    """The same batches in the same order: the mean loss of the first epoch agrees with the rival's."""
+    limit = 0.1 if dtype == torch.bfloat16 else 0.02
+    for name, found in losses.items():
+        assert (found - losses[rival]).abs().mean() <= limit * losses[rival].mean(), (name, dtype)
+
+
+def personal_row(bench: Bench, dtype: torch.dtype, ratio: float, k: int, batch: int) -> dict:
+    """Only A and B train: one convolution with σ for all clients where that costs less, against each client's own W,
+    and against vmap.
+    """
+    steps, data = images_of_clients(bench, dtype, k, batch)
+    epochs = bench.pick(4, 1)
+    phase = Phase(epochs=epochs, trains=lambda info: info.role in ("A", "B"))
+    never = mock.patch.object(ff.nn.FactorizedConv2d, "_shares_sigma", lambda *args: False)
+    sides: Sides = {}
+    losses, peaks = {}, {}
+    for name, path, how in (
+        ("ours", "fused", contextlib.nullcontext()),
+        ("own W", "fused", never),
+        ("vmap", "reconstruct", contextlib.nullcontext()),
+    ):
+        one = trainer(bench, path, dtype, path == "fused", ff.LowRank(ratio))
+        state = stack(tensors_of(one.model), k)
+
+        def run(one=one, state=state, how=how):
+            with how:
+                return one.train(state, data, 0, range(k), [phase])[0]
+
+        losses[name] = torch.tensor(run())
+        sides[name] = run
+        peaks[name] = bench.peak_bytes(run)
+    agree(losses, "vmap", dtype)
+    times = bench.medians(sides, rounds=bench.pick(5, 1), warmup=1)
+    times = {name: t / steps / epochs for name, t in times.items()}
+    ratios = {f"{rival}/ours": times[rival] / times["ours"] for rival in ("own W", "vmap")}
+    return {**times, **ratios, "peak_bytes": peaks}
 
 
 def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
-    side, steps = bench.pick((32, 8), (8, 2))
     # a recording serves the epochs of a phase; one client after the other takes long enough in one
     epochs = bench.pick(4, 1)
     kinds = {
@@ -494,11 +550,7 @@ def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
         "vmap": ("reconstruct", False, run_together, 1),
         "loop": ("reconstruct", False, run_loop, 1),
     }
-    data = []
-    for _ in range(k):
-        x = torch.randn(batch * steps, 3, side, side, device=bench.device).to(dtype)
-        y = torch.randint(10, (batch * steps,), device=bench.device)
-        data.append((x.to(memory_format=torch.channels_last), y))
+    steps, data = images_of_clients(bench, dtype, k, batch)
     sides: Sides = {}
     peaks, losses = {}, {}
     for name, (path, graphs, run, epochs) in kinds.items():
@@ -507,10 +559,7 @@ def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
         losses[name] = torch.tensor(run(one, state, data, 1))
         sides[name] = functools.partial(run, one, state, data, epochs)
         peaks[name] = bench.peak_bytes(sides[name])
-    for name, found in losses.items():
-        # the same batches in the same order: the mean loss of the first epoch agrees
-        limit = 0.1 if dtype == torch.bfloat16 else 0.02
-        assert (found - losses["loop"]).abs().mean() <= limit * losses["loop"].mean(), (name, dtype)
+    agree(losses, "loop", dtype)
     times = bench.medians(sides, rounds=bench.pick(5, 1), warmup=1)
     times = {name: t / steps / kinds[name][3] for name, t in times.items()}
     return {
@@ -730,9 +779,7 @@ def main() -> int:
         rows.append(found)
         print(f"{found['op']:38} {show(found)}", flush=True)
         if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            whole = content | {"seconds": round(time.perf_counter() - began, 1), "rows": rows}
-            args.json.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+            save(args.json, content | {"seconds": round(time.perf_counter() - began, 1), "rows": rows})
     return int(any("error" in found for found in rows))
 
 

@@ -3,9 +3,10 @@
     python -m bench.gpu_check [STEP ...] [--out DIR] [--minutes M] [--dry-run]
 
 Uses the Python it is called with and installs nothing. Each step is a process of its own with a time limit; one that
-fails does not stop the next ones. Leaves DIR/gpu-check.json (what each step said) and a gpu-*.json for each benchmark,
-each written as its step ends. Exits 1 if a step failed. STEPs can be given a few at a time where the machine is lent
-for minutes: part1 … part5 take ten minutes each at most, and --minutes leaves out what does not fit any more.
+fails does not stop the next ones. Leaves DIR/gpu-check.json (what each step said; gpu-check-part1.json of part1) and a
+gpu-*.json for each benchmark, each written as its step ends, a benchmark's after each row. Exits 1 if a step failed.
+STEPs can be given a few at a time where the machine is lent for minutes: part1 … part5 end within ten minutes each.
+What does not fit into --minutes any more is cut short or left out, and the report says so.
 --dry-run runs every step with tiny shapes and without a GPU, the build and the compiled tests left out.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +25,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [f"tests/{name}.py" for name in ("test_cuda_gpu", "test_kernels_triton", "test_kernels_conv")]
 # a sample of every kernel: under the sanitizer a test takes a hundred times as long
-SANITIZED = "(test_weight and plain) or (test_thin and plain) or (test_bitmap and 2051) or test_prox_sgd_step"
+SANITIZED = (
+    "(test_weight and plain) or (test_compact_weight and 16) or (test_thin_factors and plain) or (test_thin_pairs and"
+    " plain) or (test_bitmap and 2051) or test_prox_sgd_step or (test_similarity_sums and 131) or (test_srht and 5000)"
+)
 SANITIZERS = {
     "memcheck": ("memcheck", "fastfact_cuda", TESTS[0], SANITIZED),
     "racecheck": ("racecheck", "fastfact_cuda", TESTS[0], SANITIZED),
@@ -43,11 +48,12 @@ BENCHMARKS = {
 LIMITS = {"environment": 60, "build": 400, "tests": 500, **dict.fromkeys(SANITIZERS, 160), **BENCHMARKS}
 PARTS = {
     "part1": ["environment", "build", "tests"],
-    "part2": ["build", "weights", "rank1", "resident", "mix", *SANITIZERS],
-    "part3": ["build", "clients", "separable"],
+    "part2": ["build", "weights", "rank1", "resident", "mix", "memcheck", "racecheck"],
+    "part3": ["build", "clients", "separable", "memcheck-triton"],
     "part4": ["build", "layers"],
     "part5": ["build", "tune"],
 }
+PART_MINUTES = 9.5
 TAIL = 6000
 
 ENVIRONMENT = """
@@ -61,6 +67,30 @@ print("Python", platform.python_version(), "PyTorch", torch.__version__, "triton
 for j in range(torch.cuda.device_count()):
     print(torch.cuda.get_device_properties(j))
 """
+
+
+def save(path: Path, content) -> None:
+    """As JSON, whole or not at all: what a run that is ended leaves can be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    temporary.replace(path)
+
+
+def architecture() -> dict[str, str]:
+    """The build for the GPU that is here alone, which takes half the time; empty where nvidia-smi names none."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found = sorted({line + "a" * (line == "9.0") for line in lines if re.fullmatch(r"\d+\.\d", line)})
+    return {"TORCH_CUDA_ARCH_LIST": ";".join(found)} if found else {}
+
+
+def minutes_of(chosen: list[str]) -> float:
+    """How long a run may take by default: ten minutes for each part, where all that is asked for are parts."""
+    return PART_MINUTES * len(chosen) if chosen and all(step in PARTS for step in chosen) else 120
 
 
 def test_command(dry: bool) -> list[str]:
@@ -117,7 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join([*PARTS, *LIMITS])} (default: all)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "bench" / "results"))
-    parser.add_argument("--minutes", type=float, default=120, help="leave out what does not fit into this time")
+    parser.add_argument("--minutes", type=float, help="cut short what does not fit into this time (9.5 for each part)")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     steps = list(dict.fromkeys(name for step in args.steps for name in PARTS.get(step, [step]))) or list(LIMITS)
@@ -125,10 +155,11 @@ def main() -> int:
         parser.error(f"unknown step {', '.join(unknown)}: must be among {', '.join([*PARTS, *LIMITS])}")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "FASTFACT_BUILD": "must"}
+    file = out / "-".join(["gpu-check", *args.steps])
+    env = architecture() | os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "FASTFACT_BUILD": "must"}
     if args.dry_run:
         env |= {"FASTFACT_BUILD": "skip", "TRITON_INTERPRET": "1"}
-    ends = time.monotonic() + 60 * args.minutes
+    ends = time.monotonic() + 60 * (minutes_of(args.steps) if args.minutes is None else args.minutes)
     report = {}
     for step in steps:
         began = time.monotonic()
@@ -144,7 +175,7 @@ def main() -> int:
             state = "ok" if status == 0 else f"failed: {'time limit' if status == 124 else f'exit status {status}'}"
             report[step] = {"state": state, "seconds": round(time.monotonic() - began, 1), "tail": output[-TAIL:]}
             print(f"===== {step}: {state}\n{output[-TAIL if status == 0 else -3 * TAIL :]}", flush=True)
-        (out / "gpu-check.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        save(file.with_suffix(".json"), report)
     print("\n".join(f"{step:15} {row['state']}  {row.get('seconds', '')}" for step, row in report.items()))
     return int(any(row["state"].startswith("failed") for row in report.values()))
 

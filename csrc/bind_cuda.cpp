@@ -327,7 +327,7 @@ std::tuple<Tensor, Tensor> lowrank_weight_backward(const Tensor& grad, const Ten
   const Held dw = gradient(grad, layout == fastfact_cuda::kView), left = slices(b), right = slices(a);
   const View view = lowrank_view(layout, to_size(size), strides_of(dw.tensor).data());
   const auto type = type_of(a);
-  if ((needs & 3) == 3 && dw.tensor.numel() > 0 && rank > 0 && fastfact_cuda::thin_pays(type, rank)) {
+  if ((needs & 3) == 3 && dw.tensor.numel() > 0 && rank > 0 && fastfact_cuda::thin_pays(type, rank, 1)) {
     Tensor da = empty(a, sizes_of(a)), db = empty(b, sizes_of(b));
     thin(op, a, dw,
          {{factor_of(left, rank, 1, rank), factor_of(right, 1, columns, rank), db.mutable_data_ptr(),
@@ -376,7 +376,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hadamard_weight_backward(const Tensor
   Tensor grads[4];
   const int64_t r1 = x1.size(2), r2 = x2.size(2);
   if ((needs & 15) == 15 && dw.tensor.numel() > 0 && std::min(r1, r2) > 0 &&
-      fastfact_cuda::thin_pays(type_of(x1), std::max(r1, r2))) {
+      fastfact_cuda::thin_pays(type_of(x1), std::max(r1, r2), 2)) {
     for (int j = 0; j < 4; ++j) grads[j] = empty(*like[j], sizes_of(*like[j]));
     thin(op, x1, dw,
          {{factor_of(held[0], r1, 1, r1), factor_of(held[1], r1, 1, r1), grads[0].mutable_data_ptr(),

@@ -42,7 +42,7 @@ struct Block {
   ucontext_t scheduler;
   uint64_t slots[1024];
   unsigned thread, index;
-  alignas(16) unsigned char shared[kSharedBytes];
+  alignas(32) unsigned char shared[kSharedBytes];
 };
 inline Block block;
 
@@ -268,6 +268,7 @@ template <typename K>
 int allow_shared(K, size_t) {
   return cudaSuccess;
 }
+inline size_t most_shared() { return emulation::kSharedBytes; }
 inline unsigned char* dynamic_shared() { return emulation::block.shared; }
 
 }  // namespace fastfact_cuda

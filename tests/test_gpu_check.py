@@ -38,13 +38,29 @@ def test_steps_are_reported_and_one_that_fails_stops_no_other(tmp_path, monkeypa
     monkeypatch.setitem(gpu_check.LIMITS, "rank1", 1)
     monkeypatch.setattr("sys.argv", ["gpu_check", "part1", "rank1", "--out", str(tmp_path)])
     assert gpu_check.main() == 1
-    report = json.loads((tmp_path / "gpu-check.json").read_text())
+    report = json.loads((tmp_path / "gpu-check-part1-rank1.json").read_text())
     assert report["environment"]["state"] == "ok" and report["environment"]["tail"] == "fine\n"
     assert report["build"]["state"] == "failed: exit status 3"
     assert report["tests"]["state"].startswith("left out")
     assert report["rank1"]["state"] == "failed: time limit" and report["rank1"]["tail"] == "begun\n"
     monkeypatch.setattr("sys.argv", ["gpu_check", "environment", "--out", str(tmp_path), "--minutes", "0"])
     assert gpu_check.main() == 0 and "left out: no time" in capsys.readouterr().out
+
+
+def test_a_part_ends_within_ten_minutes(monkeypatch):
+    assert gpu_check.minutes_of(["part1"]) < 10 and gpu_check.minutes_of(["part2", "part4"]) < 20
+    assert gpu_check.minutes_of([]) == gpu_check.minutes_of(["part1", "tests"]) == 120
+
+
+def test_the_build_is_for_the_gpu_that_is_here(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_check.architecture() == {}
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 9.0\necho 8.6\necho 9.0\n")
+    program.chmod(0o755)
+    assert gpu_check.architecture() == {"TORCH_CUDA_ARCH_LIST": "8.6;9.0a"}
+    program.write_text("#!/bin/sh\necho broken >&2; exit 9\n")
+    assert gpu_check.architecture() == {}
 
 
 def test_the_commands():

@@ -140,8 +140,18 @@ int allow_shared(K kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
+// Shared memory that a block may ask for on the current device.
+inline size_t most_shared() {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) || cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+    return 48 * 1024;
+  }
+  return static_cast<size_t>(bytes);
+}
+
 __device__ __forceinline__ unsigned char* dynamic_shared() {
-  extern __shared__ __align__(16) unsigned char fastfact_shared[];
+  // wmma asks for 32 bytes
+  extern __shared__ __align__(32) unsigned char fastfact_shared[];
   return fastfact_shared;
 }
 #endif

@@ -104,8 +104,8 @@ struct Outer {
   Factor m, n;
   void *m_out, *n_out;
 };
-// Whether thin_backward, which reads dW once, costs less than contract for each factor.
-bool thin_pays(Type type, int64_t rank);
+// Whether thin_backward, which reads dW once, costs less than contract for each factor and fits the current device.
+bool thin_pays(Type type, int64_t rank, int count);
 // Bytes that thin_backward needs for its partial sums.
 int64_t thin_workspace(Type type, Slices grad, const View& view, const Outer* products, int count, int64_t clients);
 // The gradients of W = scaling * m nᵀ, or (count 2) of W = scaling * (m nᵀ of the first) (m nᵀ of the second + plus).

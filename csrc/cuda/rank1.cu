@@ -5,7 +5,8 @@ namespace fastfact_cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 2;
+// Packs a thread makes; with a support one, whose reads wait for each other in any case.
+__host__ __device__ constexpr int unroll(bool support) { return support ? 1 : 2; }
 
 // The digits (d0, d1, d2, d3) of a position in W in memory order, and their weights in the positions in u and v.
 struct Digits {
@@ -107,21 +108,22 @@ __global__ void __launch_bounds__(kThreads)
     rank1_weight_kernel(T* __restrict__ out, const T* __restrict__ mu, const T* __restrict__ u, const T* __restrict__ v,
                         int64_t mu_client, int64_t u_client, int64_t v_client, Support support, Flat flat,
                         Digits digits, uint32_t n, uint32_t blocks, int rank, uint32_t u_size, uint32_t v_size) {
+  constexpr int kSteps = unroll(kSupport);
   const int64_t client = blockIdx.x / blocks;
-  const uint32_t first = (blockIdx.x % blocks) * (kThreads * kUnroll) + threadIdx.x;
+  const uint32_t first = (blockIdx.x % blocks) * (kThreads * kSteps) + threadIdx.x;
   out += client * n;
   if (mu) mu += client * mu_client;
   u += client * u_client;
   v += client * v_client;
   Word word{support.bits + client * support.client, support.starts + client * support.client};
-  Pack<T, N> dense[kUnroll];
+  Pack<T, N> dense[kSteps];
 #pragma unroll
-  for (int j = 0; j < kUnroll; ++j) {
+  for (int j = 0; j < kSteps; ++j) {
     const uint32_t p = (first + j * kThreads) * N;
     if (!kSupport && mu && p < n) dense[j] = *reinterpret_cast<const Pack<T, N>*>(mu + p);
   }
 #pragma unroll
-  for (int j = 0; j < kUnroll; ++j) {
+  for (int j = 0; j < kSteps; ++j) {
     const uint32_t p = (first + j * kThreads) * N;
     if (p >= n) return;
     Pack<T, N> result;
@@ -332,7 +334,7 @@ int rank1_weight(Type type, void* out, Slices mu, Support support, Slices u, Sli
     const bool on_support = support.bits != nullptr;
     const bool aligned = mu.client % N == 0 && reinterpret_cast<uintptr_t>(mu.data) % 16 == 0;
     const bool packed = n % N == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0 && (on_support || aligned);
-    const int64_t blocks = ceil_div(n, (packed ? N : 1) * kThreads * kUnroll);
+    const int64_t blocks = ceil_div(n, (packed ? N : 1) * kThreads * unroll(on_support));
     const auto kernel = on_support ? (packed ? rank1_weight_kernel<T, N, true> : rank1_weight_kernel<T, 1, true>)
                                    : (packed ? rank1_weight_kernel<T, N, false> : rank1_weight_kernel<T, 1, false>);
     return launch(kernel, clients * blocks, kThreads, 0, stream, static_cast<T*>(out), static_cast<const T*>(mu.data),

@@ -134,11 +134,11 @@ struct ThinShared {
   int64_t m_offset[kRows], n_offset[2][kTile];
   int32_t m_index[kRows], n_index[2][kTile];
   // the tiles of the products themselves, and sums on their way out
-  alignas(16) float out[kTwo ? 2 * kTile * kLeadOut : kTile * kLeadSums];
+  alignas(32) float out[kTwo ? 2 * kTile * kLeadOut : kTile * kLeadSums];
   // dW, times the other product where there are two: float over the products
-  alignas(16) T own[kInPlace ? 1 : kProducts * kTile * kLead];
-  alignas(16) T m_factor[kProducts][kRows * kLeadThin];
-  alignas(16) T n_factor[kProducts][kTile * kLeadThin];
+  alignas(32) T own[kInPlace ? 1 : kProducts * kTile * kLead];
+  alignas(32) T m_factor[kProducts][kRows * kLeadThin];
+  alignas(32) T n_factor[kProducts][kTile * kLeadThin];
 
   __device__ __forceinline__ T* a(int product) {
     if constexpr (kInPlace) {
@@ -412,7 +412,18 @@ int run(const Outer* products, Slices grad, double scaling, double plus, const V
 
 }  // namespace
 
-bool thin_pays(Type type, int64_t rank) { return type != kDouble && rank <= 32; }
+bool thin_pays(Type type, int64_t rank, int count) {
+  if (type == kDouble || rank > 32) return false;
+  size_t bytes = 0;
+  with_type(type, [&](auto* element) -> int {
+    using T = std::remove_pointer_t<decltype(element)>;
+    const bool narrow = rank <= 16;
+    bytes = count == 1 ? (narrow ? sizeof(ThinShared<T, 16, 1>) : sizeof(ThinShared<T, 32, 1>))
+                       : (narrow ? sizeof(ThinShared<T, 16, 2>) : sizeof(ThinShared<T, 32, 2>));
+    return cudaSuccess;
+  });
+  return bytes <= most_shared();
+}
 
 int64_t thin_workspace(Type type, Slices grad, const View& view, const Outer* products, int count, int64_t clients) {
   int64_t floats = 0;
@@ -431,7 +442,7 @@ int64_t thin_workspace(Type type, Slices grad, const View& view, const Outer* pr
 int thin_backward(Type type, Slices grad, const Outer* products, int count, double scaling, double plus,
                   const View& view, void* workspace, int64_t clients, void* stream) {
   const int64_t rank = widest(products, count);
-  if (view.rows.size >= kLimit || view.columns.size >= kLimit || !thin_pays(type, rank)) return cudaErrorInvalidValue;
+  if (view.rows.size >= kLimit || view.columns.size >= kLimit || rank > 32) return cudaErrorInvalidValue;
   return with_type(type, [&](auto* element) -> int {
     using T = std::remove_pointer_t<decltype(element)>;
     if constexpr (sizeof(T) == 8) {
