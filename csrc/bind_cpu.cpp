@@ -416,6 +416,112 @@ Tensor unpack_bitmap(Tensor bits, Tensor values, Tensor scale, int64_t n) {
   return x;
 }
 
+// Rows of the samples [any number, …] of each client; `data` keeps what the kernels are given pointers into.
+struct RowsOf {
+  std::vector<Tensor> samples;
+  std::vector<const void*> data;
+  Tensor index;
+  fastfact::SampleRows rows;
+
+  RowsOf(const char* op, std::vector<Tensor> of, const Tensor& at) : samples(std::move(of)), index(at) {
+    expect_dim(op, "index", index, 2);
+    const int64_t clients = index.size(0), batch = index.size(1);
+    if (index.scalar_type() != ScalarType::Long || !index.is_cpu()) fail(op, "index must be int64, on the CPU");
+    if (samples.empty() || static_cast<int64_t>(samples.size()) != clients) {
+      fail(op, std::to_string(samples.size()) + " samples, index has " + std::to_string(clients) +
+                   " clients: must be as many, at least 1");
+    }
+    if (index.stride(1) != 1 && batch > 1) index = torch::stable::contiguous(index);
+    rows.index = static_cast<const int64_t*>(index.data_ptr()), rows.index_stride = index.stride(0);
+    const Shape shape = row_shape(op, samples[0]);
+    rows.clients = clients, rows.batch = batch, rows.width = 1;
+    for (int64_t n : shape) rows.width *= n;
+    for (int64_t k = 0; k < clients; ++k) {
+      Tensor& some = samples[k];
+      const int64_t there = some.dim() ? some.size(0) : 0;
+      if (row_shape(op, some) != shape || some.scalar_type() != samples[0].scalar_type() || !some.is_cpu()) {
+        fail(op, "samples " + std::to_string(k) + " have shape " + to_string(shape_of(some)) +
+                     ", must have rows of shape " + to_string(shape) + " and the type of the others, on the CPU");
+      }
+      for (int64_t n = 0; n < batch; ++n) {
+        const int64_t row = rows.index[k * rows.index_stride + n];
+        if (row < 0 || row >= there) {
+          fail(op, "index has " + std::to_string(row) + " for client " + std::to_string(k) + ", must be 0 to " +
+                       std::to_string(there - 1));
+        }
+      }
+      if (!some.is_contiguous()) some = torch::stable::contiguous(some);
+      data.push_back(some.data_ptr());
+    }
+    rows.samples = data.data();
+  }
+  RowsOf(const RowsOf&) = delete;
+  RowsOf& operator=(const RowsOf&) = delete;
+
+  static Shape row_shape(const char* op, const Tensor& t) {
+    if (t.dim() == 0) fail(op, "samples must have at least 1 dimension");
+    const Shape shape = shape_of(t);
+    return Shape(shape.begin() + 1, shape.end());
+  }
+};
+
+Tensor gather_rows(std::vector<Tensor> samples, Tensor index) {
+  const char* op = "gather_rows";
+  const RowsOf of(op, std::move(samples), index);
+  Shape shape = shape_of(of.samples[0]);
+  shape[0] = of.rows.batch;
+  shape.insert(shape.begin(), of.rows.clients);
+  Tensor out = empty(of.samples[0], shape);
+  fastfact::gather_rows(of.rows, of.rows.width * out.element_size(), out.data_ptr(), parallel_for);
+  return out;
+}
+
+Tensor rows_linear(std::vector<Tensor> samples, Tensor index, Tensor weight) {
+  const char* op = "rows_linear";
+  const RowsOf of(op, std::move(samples), index);
+  expect_dim(op, "weight", weight, 3);
+  const int64_t outputs = weight.size(1);
+  expect(op, "weight", weight, {of.rows.clients, outputs, of.rows.width}, of.samples[0]);
+  weight = dense(weight);
+  Tensor y = empty(weight, {of.rows.clients, of.rows.batch, outputs});
+  fastfact::rows_linear(of.rows, type_of(op, weight), in(weight), outputs, y.data_ptr(), parallel_for);
+  return y;
+}
+
+Tensor rows_linear_backward(std::vector<Tensor> samples, Tensor index, Tensor grad) {
+  const char* op = "rows_linear_backward";
+  const RowsOf of(op, std::move(samples), index);
+  expect_dim(op, "grad", grad, 3);
+  const int64_t outputs = grad.size(2);
+  expect(op, "grad", grad, {of.rows.clients, of.rows.batch, outputs}, of.samples[0]);
+  grad = dense(grad);
+  Tensor dw = empty(grad, {of.rows.clients, outputs, of.rows.width});
+  fastfact::rows_linear_backward(of.rows, type_of(op, grad), in(grad), outputs, dw.data_ptr(), parallel_for);
+  return dw;
+}
+
+std::tuple<Tensor, Tensor> softmax_loss(Tensor logits, Tensor labels) {
+  const char* op = "softmax_loss";
+  expect_dim(op, "logits", logits, 3);
+  const int64_t clients = logits.size(0), batch = logits.size(1), classes = logits.size(2);
+  const fastfact::Type type = type_of(op, logits);
+  if (shape_of(labels) != Shape{clients, batch} || labels.scalar_type() != ScalarType::Long || !labels.is_cpu()) {
+    fail(op, "labels has shape " + to_string(shape_of(labels)) + ", must be int64 " + to_string({clients, batch}) +
+                 ", on the CPU");
+  }
+  logits = torch::stable::contiguous(logits), labels = torch::stable::contiguous(labels);
+  const auto* label = static_cast<const int64_t*>(labels.data_ptr());
+  for (int64_t n = 0; n < clients * batch; ++n) {
+    if (label[n] < 0 || label[n] >= classes) {
+      fail(op, "labels has " + std::to_string(label[n]) + ", must be 0 to " + std::to_string(classes - 1));
+    }
+  }
+  Tensor losses = empty(logits, {clients}), grad = empty(logits, {clients, batch, classes});
+  fastfact::softmax_loss({type, clients, batch, classes, logits.data_ptr(), label, losses.data_ptr(), grad.data_ptr()},
+                         parallel_for);
+  return {losses, grad};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
@@ -428,4 +534,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("prox_sgd_step", TORCH_BOX(&prox_sgd_step));
   m.impl("pack_bitmap", TORCH_BOX(&pack_bitmap));
   m.impl("unpack_bitmap", TORCH_BOX(&unpack_bitmap));
+  m.impl("gather_rows", TORCH_BOX(&gather_rows));
+  m.impl("rows_linear", TORCH_BOX(&rows_linear));
+  m.impl("rows_linear_backward", TORCH_BOX(&rows_linear_backward));
+  m.impl("softmax_loss", TORCH_BOX(&softmax_loss));
 }

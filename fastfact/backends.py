@@ -35,6 +35,8 @@ OPS = (
     "similarity_sums",
     "srht",
 )
+# Ops of cohorts that train on the CPU, without kernels for other devices.
+CPU_OPS = ("gather_rows", "rows_linear", "rows_linear_backward", "softmax_loss")
 # Ops without C++ kernels for the CPU, where the reference serves.
 CUDA_OPS = ("compact_weight", "compact_weight_backward")
 # Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
@@ -69,7 +71,7 @@ def _load_library(name: str) -> Backend:
         torch.ops.load_library(str(found))
     except OSError as error:
         return Backend(False, f"{found.name} does not load: {error}")
-    lacking = _without_kernel(name.upper(), OPS if name == "cpu" else OPS + CUDA_OPS)
+    lacking = _without_kernel(name.upper(), OPS + (CPU_OPS if name == "cpu" else CUDA_OPS))
     if not lacking:
         return Backend(True, found.name)
     detail = f"{found.name}, older than this package: without {', '.join(lacking)}, build it anew"
@@ -97,7 +99,7 @@ def loaded(name: str) -> bool:
 
 def load() -> None:
     """Load the compiled libraries; called once, after the op schemas are defined."""
-    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CUDA_OPS + TRITON_OPS})
+    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CPU_OPS + CUDA_OPS + TRITON_OPS})
     _LIBRARIES["cpu"] = _load_library("cpu")
     _LIBRARIES["cuda"] = (
         _load_library("cuda") if torch.version.cuda else Backend(False, "this build of PyTorch has no CUDA")
@@ -169,6 +171,7 @@ def use_backend(name: str) -> Iterator[None]:
     else:
         module = reference if name == "reference" else importlib.import_module("fastfact.kernels")
         table = {op: getattr(module, op) for op in OPS + CUDA_OPS + TRITON_OPS}
+        table |= {op: getattr(reference, op) for op in CPU_OPS}
     before, _serving = _serving, table
     try:
         yield

@@ -412,3 +412,26 @@ def quantized(y: Tensor) -> tuple[Tensor, Tensor]:
     scale = y.abs().amax(1).float() / 127
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     return (y * inverse[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def gather_rows(samples: list[Tensor], index: Tensor) -> Tensor:
+    """x [k, b, …], x[k, n] = samples[k][index[k, n]]: rows of each client's samples [any number, …]."""
+    return torch.stack([some[rows] for some, rows in zip(samples, index, strict=True)])
+
+
+def rows_linear(samples: list[Tensor], index: Tensor, weight: Tensor) -> Tensor:
+    """y [k, b, o] = x Wᵀ of the rows x [k, b, i] of `gather_rows`, flattened; weight [k, o, i]."""
+    return gather_rows(samples, index).flatten(2) @ weight.transpose(1, 2)
+
+
+def rows_linear_backward(samples: list[Tensor], index: Tensor, grad: Tensor) -> Tensor:
+    """dW [k, o, i] = dyᵀ x of the rows x [k, b, i] of `gather_rows`, flattened; grad dy [k, b, o]."""
+    return grad.transpose(1, 2) @ gather_rows(samples, index).flatten(2)
+
+
+def softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean cross-entropy [k] of logits [k, b, c] and labels int64 [k, b], 0 … c − 1, and its gradient [k, b, c]."""
+    logs = logits.log_softmax(2)
+    losses = -logs.gather(2, labels[:, :, None]).mean((1, 2))
+    grad = logs.exp().scatter_add(2, labels[:, :, None], logs.new_full((*labels.shape, 1), -1))
+    return losses, grad / labels.shape[1]

@@ -283,6 +283,60 @@ void prox() {
   }
 }
 
+template <class T>
+void products_with_rows() {
+  const int64_t k = pick_int(1, 3), batch = pick_int(1, 12), outputs = pick_int(1, 22), width = one_of({1, 7, 33, 600});
+  std::vector<Input<T>> samples;
+  std::vector<const void*> data;
+  std::vector<int64_t> index, labels;
+  for (int64_t c = 0; c < k; ++c) {
+    const int64_t there = pick_int(1, 9);
+    samples.emplace_back(1, there * width);
+    for (int64_t n = 0; n < batch; ++n)
+      index.push_back(pick_int(0, there - 1)), labels.push_back(pick_int(0, outputs - 1));
+  }
+  for (const auto& some : samples) data.push_back(some.data.data());
+  const SampleRows rows{k, batch, width, data.data(), index.data(), batch};
+  const Input<T> weight(k, outputs * width), grad(k, batch * outputs);
+  std::vector<Sum> y_true(k * batch * outputs), dw_true(k * outputs * width), gathered_true(k * batch * width);
+  for (int64_t c = 0; c < k; ++c) {
+    for (int64_t n = 0; n < batch; ++n) {
+      for (int64_t i = 0; i < width; ++i) {
+        const double x = to_compute(samples[c].data[index[c * batch + n] * width + i]);
+        gathered_true[(c * batch + n) * width + i].add(x);
+        for (int64_t o = 0; o < outputs; ++o) {
+          y_true[(c * batch + n) * outputs + o].add(x * weight(c, o * width + i));
+          dw_true[(c * outputs + o) * width + i].add(x * grad(c, n * outputs + o));
+        }
+      }
+    }
+  }
+  auto gathered = unwritten<T>(k * batch * width), y = unwritten<T>(k * batch * outputs);
+  auto dw = unwritten<T>(k * outputs * width), losses = unwritten<T>(k), dlogits = unwritten<T>(k * batch * outputs);
+  gather_rows(rows, width * sizeof(T), gathered.data(), threads);
+  compare("gather_rows", gathered, gathered_true);
+  rows_linear(rows, kType<T>, weight.in(), outputs, y.data(), threads);
+  compare("rows_linear", y, y_true);
+  rows_linear_backward(rows, kType<T>, grad.in(), outputs, dw.data(), threads);
+  compare("rows_linear_backward", dw, dw_true);
+  const Input<T> logits(1, k * batch * outputs);
+  softmax_loss({kType<T>, k, batch, outputs, logits.data.data(), labels.data(), losses.data(), dlogits.data()},
+               threads);
+  std::vector<Sum> losses_true(k), dlogits_true(k * batch * outputs);
+  for (int64_t n = 0; n < k * batch; ++n) {
+    double sum = 0;
+    for (int64_t o = 0; o < outputs; ++o) sum += std::exp(logits(0, n * outputs + o));
+    losses_true[n / batch].add(std::log(sum) / batch);
+    losses_true[n / batch].add(-logits(0, n * outputs + labels[n]) / batch);
+    for (int64_t o = 0; o < outputs; ++o) {
+      dlogits_true[n * outputs + o].add(std::exp(logits(0, n * outputs + o)) / sum / batch);
+      dlogits_true[n * outputs + o].add(o == labels[n] ? -1.0 / batch : 0);
+    }
+  }
+  compare("softmax_loss", losses, losses_true);
+  compare("softmax_loss gradient", dlogits, dlogits_true);
+}
+
 template <class T, class V>
 void bitmap(Value type) {
   const int64_t rows = pick_int(0, 4), n = one_of({0, 1, 7, 8, 63, 64, 65, 700, 8192, 20001});
@@ -495,6 +549,7 @@ int main(int argc, char** argv) {
       lowrank<T>();
       hadamard<T>();
       prox<T>();
+      products_with_rows<T>();
 #ifdef FF_CONV_TYPE
       factored_convolution<FF_CONV_TYPE>();
 #else

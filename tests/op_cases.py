@@ -403,3 +403,44 @@ def sketch(impl, dtype, device, k, d, m):
 
 # (k, d, m)
 SKETCHES = [(2, 1, 1), (3, 2, 2), (2, 5, 3), (3, 20, 32), (2, 100, 64), (2, 5000, 128), (1, 9000, 1000)]
+
+
+# (clients, batch, outputs, row shape): tiles of rows, outputs and columns that are full, short, several; nothing.
+ROWS = [
+    (1, 1, 1, (1,)),
+    (3, 7, 4, (5, 7)),
+    (2, 50, 10, (3, 32, 32)),
+    (5, 3, 13, (520,)),
+    (2, 9, 21, (1, 28, 28)),
+    (2, 6, 3, (1100,)),
+    (2, 0, 3, (4,)),
+    (2, 4, 3, (0,)),
+]
+
+
+def rows(impl, dtype, device, k, batch, outputs, shape):
+    """The rows of clients with different numbers of samples, gathered and multiplied; one has samples with gaps."""
+    samples = [draw(batch + 3 + j, *shape, dtype=dtype, device=device) for j in range(k)]
+    samples[-1] = variants(samples[-1], "gaps")
+    index = torch.stack([torch.randperm(batch + 3)[:batch] for _ in samples]).to(device)
+    assert torch.equal(impl.gather_rows(samples, index), reference.gather_rows(samples, index))
+    whole = torch.cat([index, index], 1)[:, :batch]
+    weight = draw(k, outputs, torch.Size(shape).numel(), dtype=dtype, device=device)
+    grad = draw(k, batch, outputs, dtype=dtype, device=device)
+    for op, factor in (("rows_linear", weight), ("rows_linear_backward", grad)):
+        for some in (factor, variants(factor, "gaps"), variants(factor, "shared")):
+            out = getattr(impl, op)(samples, whole, some)
+            doubles = [x.double() for x in samples]
+            truth, plain = (
+                getattr(reference, op)(*a) for a in ((doubles, index, some.double()), (samples, index, some))
+            )
+            bound = getattr(reference, op)([x.abs() for x in doubles], index, some.double().abs())
+            assert out.shape == truth.shape and out.dtype == dtype
+            if out.numel():
+                allowed = 2 * (plain.double() - truth).abs().max().item() + ATOL[dtype] * bound.max().item()
+                assert (out.double() - truth).abs().max().item() <= allowed
+
+
+def softmax_loss(impl, dtype, device, k, batch, classes):
+    logits = 3 * draw(k, batch, classes, dtype=dtype, device=device)
+    check(impl, "softmax_loss", (logits, torch.randint(classes, (k, batch), device=device)), dtype)

@@ -214,6 +214,29 @@ def test_opcheck_of_the_step_and_the_bitmap():
         torch.library.opcheck(raw.unpack_bitmap.default, (bits, values, scale, 11))
 
 
+def test_opcheck_of_rows_and_the_loss():
+    raw = torch.ops.fastfact
+    samples, index = [torch.randn(5, 2, 3), torch.randn(4, 2, 3)], torch.tensor([[0, 4, 2], [0, 3, 1]])
+    torch.library.opcheck(raw.gather_rows.default, (samples, index))
+    torch.library.opcheck(raw.rows_linear.default, (samples, index, torch.randn(2, 4, 6)))
+    torch.library.opcheck(raw.rows_linear_backward.default, (samples, index, torch.randn(2, 3, 4)))
+    torch.library.opcheck(raw.softmax_loss.default, (torch.randn(2, 3, 5), index))
+
+
+def test_cross_entropy_of_many():
+    logits, labels = torch.randn(3, 6, 5, dtype=D), torch.randint(5, (3, 6))
+    cross_entropy = torch.nn.functional.cross_entropy
+    wanted = [torch.func.grad_and_value(cross_entropy)(*one) for one in zip(logits, labels, strict=True)]
+    grads, losses = torch.func.vmap(torch.func.grad_and_value(ops.cross_entropy))(logits, labels)
+    torch.testing.assert_close(grads, torch.stack([grad for grad, _ in wanted]))
+    torch.testing.assert_close(losses, torch.stack([loss for _, loss in wanted]))
+    (shared,) = torch.func.vmap(lambda y: (ops.cross_entropy(logits[0], y),))(labels)
+    torch.testing.assert_close(shared, torch.stack([cross_entropy(logits[0], y) for y in labels]))
+    x = logits[0].requires_grad_()
+    (grad,) = torch.autograd.grad(2 * ops.cross_entropy(x, labels[0]), x)
+    torch.testing.assert_close(grad, 2 * wanted[0][0])
+
+
 def test_bitmap_of_stacked_clients():
     x = torch.randn(2, 3, 11) * (torch.rand(2, 3, 11) < 0.4)
     bits, values, scale = ops.pack_bitmap(x, torch.int8)

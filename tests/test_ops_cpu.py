@@ -216,6 +216,23 @@ def test_srht(case, dtype):
     op_cases.sketch(Compiled(), dtype, CPU, *case)
 
 
+@DTYPES
+@pytest.mark.parametrize("case", op_cases.ROWS, ids=str)
+def test_products_with_rows(case, dtype):
+    op_cases.rows(Compiled(), dtype, CPU, *case)
+
+
+def test_rows_of_any_dtype():
+    samples, index = [torch.arange(5), torch.arange(9)], torch.tensor([[3, 0, 3], [8, 1, 2]])
+    assert torch.equal(torch.ops.fastfact.gather_rows(samples, index), index)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", [(1, 1, 1), (3, 7, 10), (2, 50, 100)], ids=str)
+def test_softmax_loss(case, dtype):
+    op_cases.softmax_loss(Compiled(), dtype, CPU, *case)
+
+
 def error(op, *args):
     with pytest.raises((ValueError, RuntimeError), match=op) as caught:
         getattr(torch.ops.fastfact, op)(*args)
@@ -246,6 +263,18 @@ def test_the_raw_ops_refuse_what_does_not_fit():
     assert "a momentum has shape" in error("prox_sgd_step", [u], [u], [v], [0.0], 0.1, 0.9, 0.0, True)
     assert "must have 3 dimensions" in error("pack_bitmap", u, 0)
     assert "value_type=3" in error("pack_bitmap", mu[0, 0], 3)
+    x, index = [torch.zeros(5, 3), torch.zeros(4, 3)], torch.tensor([[0, 4], [0, 3]])
+    assert "index has 4 for client 1, must be 0 to 3" in error("gather_rows", x, index.flip(0))
+    assert "index has -1 for client 0" in error("gather_rows", x, index - 1)
+    assert "index must be int64" in error("gather_rows", x, index.int())
+    assert "1 samples, index has 2 clients" in error("gather_rows", x[:1], index)
+    assert "samples 1 have shape [4, 2], must have rows of shape [3]" in error(
+        "gather_rows", [x[0], x[1][:, 1:]], index
+    )
+    assert "weight has shape [2, 7, 2], must be [2, 7, 3]" in error("rows_linear", x, index, torch.zeros(2, 7, 2))
+    assert "grad has shape [2, 3, 7], must be [2, 2," in error("rows_linear_backward", x, index, torch.zeros(2, 3, 7))
+    assert "labels has shape [2, 2]" in error("softmax_loss", torch.zeros(2, 3, 4), index)
+    assert "labels has 4, must be 0 to 3" in error("softmax_loss", torch.zeros(2, 2, 4), index)
     keys, valid = torch.zeros(4, 3), torch.ones(4, dtype=torch.bool)
     assert "2 dimensions" in error("similarity_sums", keys[0], [], None, 0, 1, 1.0, 0.0, False)
     assert "keys must be float32" in error("similarity_sums", keys.long(), [], None, 0, 4, 1.0, 0.0, False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-KERNELS = ("rank1", "lowrank", "hadamard", "prox", "bitmap", "similarity", "srht", "isa")
+KERNELS = ("rank1", "lowrank", "hadamard", "prox", "bitmap", "rows", "similarity", "srht", "isa")
 KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels_last")
 SOURCES = [ROOT / "tests" / "kernels_driver.cpp", *(ROOT / "csrc" / "cpu" / f"{name}.cpp" for name in KERNELS)]
 FLAGS = [

@@ -154,6 +154,30 @@ struct Srht {
 };
 void srht(const Srht& op, ParallelFor);
 
+// Some rows of each client's samples [any number, width]: the n-th of client k is row index[k·index_stride + n].
+struct SampleRows {
+  int64_t clients, batch, width;
+  const void* const* samples;  // [clients]
+  const int64_t* index;
+  int64_t index_stride;
+};
+// out [clients, batch]: the rows, of so many bytes each, whatever their width.
+void gather_rows(const SampleRows& rows, int64_t bytes, void* out, ParallelFor);
+// y [clients, batch, outputs] = rows · weightᵀ, weight [clients, outputs, width]
+void rows_linear(const SampleRows& rows, Type type, const In& weight, int64_t outputs, void* y, ParallelFor);
+// dw [clients, outputs, width] = gradᵀ · rows, grad [clients, batch, outputs]
+void rows_linear_backward(const SampleRows& rows, Type type, const In& grad, int64_t outputs, void* dw, ParallelFor);
+
+// The mean cross-entropy [clients] of logits [clients, batch, classes] and labels in range, and its gradient.
+struct SoftmaxLoss {
+  Type type;
+  int64_t clients, batch, classes;
+  const void* logits;
+  const int64_t* labels;
+  void *losses, *grad;
+};
+void softmax_loss(const SoftmaxLoss& op, ParallelFor);
+
 // Which instruction set the kernels use: "x86-64-v4", "x86-64-v3" or "baseline".
 const char* instruction_set();
 

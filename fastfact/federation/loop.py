@@ -243,7 +243,6 @@ class Federation:
         """The server's own tensors, see `Uploads.memory`."""
         self.last: Report | None = None
         """Who reported last; what they uploaded is what they hold."""
-        self._work: State | None = None
 
     def _initial(self) -> State:
         """The state of one client before its first round, [1, …]."""
@@ -425,8 +424,7 @@ class Federation:
         blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)] or [[]]
         downloads, report = None, Report(round, [], [], [])
         for number, block in enumerate(blocks):
-            work = self._work if self._work is not None and _length(self._work) == len(block) else None
-            work = self._work = self.states.load(block, work)
+            work = self.states.work(block)
             if number + 1 < len(blocks):
                 self.states.ahead(blocks[number + 1])
             if not number:
@@ -714,7 +712,3 @@ class Federation:
         return checkpoint.load(
             cls, Path(directory), model, clients, method, augment, device, store, memory_limit, group or Group()
         )
-
-
-def _length(state: State) -> int:
-    return len(next(iter(state.values())))

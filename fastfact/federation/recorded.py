@@ -17,6 +17,7 @@ aten = torch.ops.aten
 Function = Callable[..., Sequence[Tensor]]
 PATIENCE = 4
 """How many times as long as it has recorded a function must have run before it records another shape."""
+_CAN_BE_NOTHING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -27,22 +28,26 @@ class Recorded:
     function has run `PATIENCE` times as long as the recordings took: one takes as long as many calls. Where the
     operations are not the whole of what the function does, it runs as it is: see `remembers`, and the first replay must
     give what the function gives, bit for bit.
+
+    last: of how many tensors, the last ones, the shapes count. Those before are read by rows that others pick, however
+    many they have.
     """
 
-    def __init__(self, function: Function, model: nn.Module, interval: int):
-        self.function, self.model, self.interval = function, model, interval
+    def __init__(self, function: Function, model: nn.Module, interval: int, last: int | None = None):
+        self.function, self.model, self.interval, self.last = function, model, interval, last
         self.calls, self.seen, self.replays = 0, set(), {}
         self.ran = self.spent = 0.0
         """Seconds in calls and in recordings."""
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        shapes = tuple((tensor.shape, tensor.stride()) for tensor in tensors)
+        free = 0 if self.last is None else len(tensors) - self.last
+        shapes = free, *((tensor.shape, tensor.stride()) for tensor in tensors[free:])
         self.calls += 1
         replay = self.replays.get(shapes)
         due = self.calls >= self.interval * (len(self.replays) + 1) and self.ran >= PATIENCE * self.spent
         began = time.perf_counter()
         if replay is None and due and shapes in self.seen and shapes not in self.replays:
-            replay = self.replays[shapes] = record(self.function, self.model, tensors)
+            replay = self.replays[shapes] = record(self.function, self.model, tensors, free)
             self.spent += time.perf_counter() - began
             began = time.perf_counter()
         self.seen.add(shapes)
@@ -55,12 +60,16 @@ class Recorded:
         return out
 
 
-def record(function: Function, model: nn.Module, tensors: Sequence[Tensor]) -> Function | None:
+def record(function: Function, model: nn.Module, tensors: Sequence[Tensor], free: int = 0) -> Function | None:
     """The operations of `function` on such `tensors`, None where they are not all it does. The tensors stay as they
-    are."""
+    are; the first `free` are known to be only read."""
 
     def copies() -> list[Tensor]:
-        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in tensors]
+        # An operand is told by its object, so none may stand for two.
+        same = [t.detach() for t in tensors[:free]]
+        return same + [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in tensors[free:]
+        ]
 
     try:
         one, other = copies(), copies()
@@ -72,14 +81,14 @@ def record(function: Function, model: nn.Module, tensors: Sequence[Tensor]) -> F
         graph = make_fx(function)(*other)
         simplify(graph)
         with torch.no_grad():
-            for copy, tensor in zip(other, tensors, strict=True):
+            for copy, tensor in zip(other[free:], tensors[free:], strict=True):
                 copy.copy_(tensor)
             found = graph.forward(*other)
     except Exception as error:
         # Whatever is wrong with a recording, the function itself will tell if it is at fault.
         log.info("not recorded: %s", (str(error).strip().splitlines() or [type(error).__name__])[0])
         return None
-    same = all(torch.equal(a, b) for a, b in zip([*expected, *one], [*found, *other], strict=True))
+    same = all(torch.equal(a, b) for a, b in zip([*expected, *one[free:]], [*found, *other[free:]], strict=True))
     return graph.forward if same else None
 
 
@@ -102,13 +111,20 @@ def remembers(model: nn.Module) -> dict | None:
 
 
 def simplify(graph: GraphModule) -> None:
-    """Leave out what changes nothing: aliases, and views of the shape a tensor has."""
+    """Leave out what changes nothing: aliases, views of the shape a tensor has, products with 1, axes exchanged and
+    back; and what nobody reads."""
     for node in graph.graph.nodes:
-        if node.target in (aten.detach.default, aten.alias.default) or (
-            node.target in (aten.view.default, aten.expand.default) and _shape(node) == _shape(node.args[0])
-        ):
-            node.replace_all_uses_with(node.args[0])
+        same, args = None, node.args
+        if node.target in (aten.detach.default, aten.alias.default):
+            same = args[0]
+        elif node.target in _CAN_BE_NOTHING or (node.target == aten.mul.Scalar and args[1] == 1):
+            same = args[0] if _shape(node) == _shape(args[0]) else None
+        elif node.target == aten.transpose.int == args[0].target and set(args[1:]) == set(args[0].args[1:]):
+            same = args[0].args[0]
+        if same is not None:
+            node.replace_all_uses_with(same)
             graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
     graph.recompile()
 
 

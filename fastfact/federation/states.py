@@ -41,8 +41,12 @@ class States(Protocol):
         """A copy of the committed state of some clients, [len(clients), …], into `out` if given; only `names` if
         given."""
 
+    def work(self, clients: Sequence[int]) -> State:
+        """The committed state of some clients as `load` gives it, to be changed and handed to `store` before the next
+        are asked for: in memory that is used again."""
+
     def ahead(self, clients: Sequence[int]) -> None:
-        """Say which clients `load` will be asked for next."""
+        """Say which clients will be asked for next."""
 
     def store(self, clients: Sequence[int], state: State) -> None:
         """Write the whole states [len(clients), …] of some clients, for `commit`; each client once between commits."""
@@ -60,17 +64,30 @@ class States(Protocol):
         """What the states of these clients take."""
 
 
+def follow(rows: Tensor) -> bool:
+    """Whether the rows follow each other."""
+    return len(rows) > 0 and bool((rows[1:] - rows[:-1] == 1).all())
+
+
 def rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
     """Some rows: a view if they follow each other, else a copy."""
-    if len(rows) and bool((rows[1:] - rows[:-1] == 1).all()):
+    if follow(rows):
         return tensor[int(rows[0]) : int(rows[-1]) + 1]
     return tensor[rows.to(tensor.device)]
+
+
+def again(buffer: State | None, initial: State, k: int) -> State:
+    """The buffer if it holds k clients, else a new one."""
+    if buffer is None or len(next(iter(buffer.values()))) != k:
+        buffer = {name: like_rows(tensor, k) for name, tensor in initial.items()}
+    return buffer
 
 
 class Stacked:
     """States in memory as they are, stacked: nothing is converted on the way to the trainer and back.
 
-    Each client has a row of the stack, and gets another with each commit; the row it had is used for the next.
+    Each client has a row of the stack, and gets another with each commit; the row it had is used for the next. Where
+    the rows to come follow each other, clients work in them, and to store them is no copy.
     """
 
     def __init__(self, initial: State, k: int):
@@ -79,6 +96,11 @@ class Stacked:
         self.stack = {name: like_rows(tensor, 0) for name, tensor in initial.items()}
         self.free = torch.empty(0, dtype=torch.long)
         self.pending: list[tuple[Tensor, Tensor]] = []
+        self.working: State | None = None
+        """What `work` gave out and is not stored yet."""
+        self.reserved = self.free
+        """The rows it is to have."""
+        self.buffer: State | None = None
 
     @classmethod
     def of(cls, state: State) -> "Stacked":
@@ -110,16 +132,33 @@ class Stacked:
                 out[name][mask] = self.stack[name][rows[there].to(mask.device)]
         return out
 
+    def work(self, clients: Sequence[int]) -> State:
+        self._forget_work()
+        self.reserved = rows = self._rows(len(clients))
+        if follow(rows):
+            self.working = {name: rows_of(tensor, rows) for name, tensor in self.stack.items()}
+        else:
+            self.working = self.buffer = again(self.buffer, self.initial, len(clients))
+        return self.load(clients, self.working)
+
+    def _forget_work(self) -> None:
+        self.free = torch.cat([self.free, self.reserved]).sort().values
+        self.working, self.reserved = None, self.free[:0]
+
     def ahead(self, clients: Sequence[int]) -> None:
         pass
 
     def store(self, clients: Sequence[int], state: State) -> None:
-        rows = self._rows(len(clients))
+        if state is self.working:
+            rows, self.working, self.reserved = self.reserved, None, self.reserved[:0]
+        else:
+            rows = self._rows(len(clients))
+        together = follow(rows)
         for name, tensor in state.items():
-            if len(rows) and bool((rows[1:] - rows[:-1] == 1).all()):
-                self.stack[name][int(rows[0]) : int(rows[-1]) + 1] = tensor
-            else:
+            if not together:
                 self.stack[name][rows.to(tensor.device)] = tensor
+            elif (place := rows_of(self.stack[name], rows)).data_ptr() != tensor.data_ptr():
+                place.copy_(tensor)
         self.pending.append((torch.as_tensor(list(clients), dtype=torch.long), rows))
 
     def _rows(self, n: int) -> Tensor:
@@ -142,6 +181,7 @@ class Stacked:
         self.free, self.pending = self.free.sort().values, []
 
     def rollback(self) -> None:
+        self._forget_work()
         self.free = torch.cat([self.free, *(rows for _, rows in self.pending)]).sort().values
         self.pending = []
 
@@ -195,11 +235,16 @@ class Records:
         self.initial, self.k, self.codec = initial, k, codec
         self.records: dict[int, tuple[bytes, int]] = {}
         self.pending: dict[int, tuple[bytes, int]] = {}
+        self.buffer: State | None = None
 
     def __len__(self) -> int:
         return self.k
 
     state = Stacked.state
+
+    def work(self, clients: Sequence[int]) -> State:
+        self.buffer = again(self.buffer, self.initial, len(clients))
+        return self.load(clients, self.buffer)
 
     def load(self, clients: Sequence[int], out: State | None = None, names: Sequence[str] | None = None) -> State:
         clients, names = list(clients), list(self.initial) if names is None else list(names)
@@ -291,11 +336,12 @@ class Database:
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self.coming: tuple[list[int], Future] | None = None
+        self.buffer: State | None = None
 
     def __len__(self) -> int:
         return self.k
 
-    state, load = Records.state, Records.load
+    state, load, work = Records.state, Records.load, Records.work
 
     def _read(self, clients: Sequence[int]) -> dict[int, bytes]:
         if self.coming is not None and self.coming[0] == list(clients):

@@ -107,8 +107,8 @@ def cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _batched_cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """The same for labels that are all classes: under `vmap` a third of the operations `F.cross_entropy` falls into."""
-    return -F.log_softmax(net(x), 1).gather(1, y[:, None]).mean()
+    """The same for labels that are all classes, in few operations under `vmap`."""
+    return ops.cross_entropy(net(x), y)
 
 
 class Trainer:
@@ -290,21 +290,28 @@ class Trainer:
             if settings.graphs and phase.loss is None:
                 step = self._recorded(step)
             for _ in range(phase.epochs):
-                xs, ys = self._shuffled(data, orders)
+                if step.reads_rows:
+                    order = self._order(sizes, orders)
+                else:
+                    xs, ys = self._shuffled(data, orders)
                 for index in range(len(max(steps, key=len)[: phase.steps])):
                     for (begin, end), rows in _same_batch(steps, index).items():
-                        xb, yb = _rows(xs, rows)[:, begin:end], _rows(ys, rows)[:, begin:end]
+                        if step.reads_rows:
+                            batch = [data[row][part] for part in (0, 1) for row in rows]
+                            batch.append(_rows(order, rows)[:, begin:end])
+                        else:
+                            batch = [_rows(xs, rows)[:, begin:end], _rows(ys, rows)[:, begin:end]]
                         if settings.augment is not None:
-                            xb = torch.stack(
-                                [settings.augment(b, augmentations[row]) for b, row in zip(xb, rows, strict=True)]
+                            batch[0] = torch.stack(
+                                [settings.augment(b, augmentations[row]) for b, row in zip(batch[0], rows, strict=True)]
                             )
                         if masks is not None:
                             masks.generators = [generators[row] for row in rows]
-                        losses = step(rows, xb, yb).to(total) * (end - begin)
+                        losses = step(rows, *batch)
                         if len(rows) < k:
-                            total[rows] += losses
+                            total[rows] += losses.to(total) * (end - begin)
                         else:
-                            total += losses
+                            total.add_(losses, alpha=end - begin)
                 seen += 1
         return [loss / (n * max(seen, 1)) for loss, n in zip(total.tolist(), sizes, strict=True)]
 
@@ -320,9 +327,19 @@ class Trainer:
             # What is recorded serves all cohorts, and all rounds.
             key = tuple(step.names), frozenset(step.common)
             if key not in self._gradients:
-                self._gradients[key] = Recorded(step.gradients, self.model, self.interval)
+                others = 1 + len(step.names) + len(step.rest) + len(step.start)
+                self._gradients[key] = Recorded(
+                    step.gradients, self.model, self.interval, others if step.reads_rows else None
+                )
             step.gradients = self._gradients[key]
         return step
+
+    def _order(self, sizes: Sequence[int], orders: Sequence[torch.Generator]) -> Tensor:
+        """One epoch's order of every client's samples, int64 [k, longest]; the tail of shorter ones is unused."""
+        order = torch.zeros(len(sizes), max(sizes), dtype=torch.long)
+        for row, (n, generator) in enumerate(zip(sizes, orders, strict=True)):
+            torch.randperm(n, generator=generator, out=order[row, :n])
+        return order
 
     def _shuffled(self, data: Sequence[Samples], orders: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
         """One epoch's samples of every client in its own order, [k, longest, …]; the tail of shorter ones is unused."""
@@ -362,8 +379,9 @@ class Trainer:
             rows = range(begin, min(begin + together, k))
             n = len(data[begin][1])
             if len(rows) > 1 and n * len(rows) <= EVALUATION_BATCH and all(len(data[row][1]) == n for row in rows):
-                x, y = (torch.stack([data[row][part] for row in rows]) for part in (0, 1))
-                right = self._count_together(x, y, [state[name][begin : rows.stop] for name in self.tensors])
+                every = torch.arange(n, device=self.device).repeat(len(rows), 1)
+                batch = [*(data[row][0] for row in rows), torch.stack([data[row][1] for row in rows]), every]
+                right = self._count_together(*batch, *(state[name][begin : rows.stop] for name in self.tensors))
                 if right is not None:
                     correct[begin : rows.stop] = right
                     continue
@@ -373,12 +391,12 @@ class Trainer:
                     correct[row] += (self.model(x).argmax(1) == y).sum()
         return [right / len(y) for right, (_, y) in zip(correct.tolist(), data, strict=True)]
 
-    def _count_together(self, x: Tensor, y: Tensor, tensors: list[Tensor]) -> Tensor | None:
+    def _count_together(self, *tensors: Tensor) -> Tensor | None:
         """`_count`; None from the first time on that the model's forward has an operation without a rule for `vmap`."""
         if not self._counts_together:
             return None
         try:
-            return self._count(x, y, *tensors)[0]
+            return self._count(*tensors)[0]
         except RuntimeError as error:
             log.info("clients are evaluated one by one: %s", str(error).splitlines()[0])
             self._counts_together = False
@@ -386,15 +404,19 @@ class Trainer:
 
     @functools.cached_property
     def _count(self) -> Callable[..., Sequence[Tensor]]:
-        """(x [k, n, …], y [k, n], the tensors [k, …]) → how many of their own n samples k clients get right."""
+        """(x [n, …] of each of k clients, y [k, n], the rows of x [k, n], the model's tensors [k, …]) → how many of
+        their own n samples the clients get right."""
         batched = vmap(lambda tensors, x: functional_call(self.model, tensors, (x,)))
+        last = 2 + len(self.tensors)
 
-        def count(x: Tensor, y: Tensor, *tensors: Tensor) -> list[Tensor]:
-            logits = batched(dict(zip(self.tensors, tensors, strict=True)), x)
+        def count(*tensors: Tensor) -> list[Tensor]:
+            y, index, *state = tensors[-last:]
+            with ops.Rows(tensors[:-last], index) as batch:
+                logits = batched(dict(zip(self.tensors, state, strict=True)), batch.x)
             return [(logits.argmax(2) == y).sum(1)]
 
         records = self.settings.graphs and self.device.type == "cpu"
-        return Recorded(count, self.model, self.interval) if records else count
+        return Recorded(count, self.model, self.interval, last) if records else count
 
 
 class _Step:
@@ -426,15 +448,31 @@ class _Step:
             grads, losses = batched(params, rest, start, x, y)
             return [losses, *(grads[name] for name in params)]
 
-        self.gradients = gradients
+        def gradients_of_rows(*tensors: Tensor) -> list[Tensor]:
+            k = (len(tensors) - sum(map(len, groups))) // 2
+            xs, ys, (index, *others) = tensors[:k], tensors[k : 2 * k], tensors[2 * k :]
+            with ops.Rows(xs, index) as batch:
+                return gradients(batch.x, ops.gather_rows(ys, index), *others)
 
-    def __call__(self, rows: list[int], x: Tensor, y: Tensor) -> Tensor:
+        settings = trainer.settings
+        self.reads_rows = (
+            trainer.device.type == "cpu"
+            and phase.loss is None
+            and settings.draws == "no"
+            and settings.augment is None
+            and not trainer._can_record
+        )
+        """Whether a batch is (x of each client, y of each client, the rows of it [k, b]) in place of (x, y) [k, b, …].
+        """
+        self.gradients = gradients_of_rows if self.reads_rows else gradients
+
+    def __call__(self, rows: list[int], *batch: Tensor) -> Tensor:
         state, settings, phase = self.state, self.trainer.settings, self.phase
         params = {name: _rows(state[name], rows) for name in self.names}
         rest = {name: state[name][0] if name in self.common else _rows(state[name], rows) for name in self.rest}
         moving = {name: _rows(self.momenta[name], rows) for name in self.names} if self.momenta else {}
         start = {name: _rows(tensor, rows) for name, tensor in self.start.items()}
-        losses, *grads = self.gradients(x, y, *params.values(), *rest.values(), *start.values())
+        losses, *grads = self.gradients(*batch, *params.values(), *rest.values(), *start.values())
         ops.prox_sgd_step(
             list(params.values()),
             grads,
@@ -464,7 +502,7 @@ class _Replayed:
     warm_up = 2
 
     def __init__(self, step: _Step):
-        self.step = step
+        self.step, self.reads_rows = step, False
         self.calls: dict[tuple, int] = {}
         self.recorded: dict[tuple, tuple] = {}
 

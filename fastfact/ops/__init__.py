@@ -3,13 +3,17 @@
 from fastfact.ops import schema  # noqa: F401  registers the ops
 from fastfact.ops.conv import factored_conv2d, factored_linear, fused_conv2d, separable_conv2d
 from fastfact.ops.mixing import mix, similarity_mix, srht
+from fastfact.ops.rows import Rows, cross_entropy, gather_rows
 from fastfact.ops.sparse import pack_bitmap, prox_sgd_step, unpack_bitmap
 from fastfact.ops.weights import hadamard_weight, lowrank_sides, lowrank_weight, rank1_weight
 
 __all__ = [
+    "Rows",
+    "cross_entropy",
     "factored_conv2d",
     "factored_linear",
     "fused_conv2d",
+    "gather_rows",
     "hadamard_weight",
     "lowrank_sides",
     "lowrank_weight",

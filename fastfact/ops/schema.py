@@ -31,6 +31,10 @@ SCHEMAS = {
     "similarity_sums": "(Tensor keys, Tensor[] uploads, Tensor? valid, int first, int rows, float epsilon, float tau,"
     " bool count) -> (Tensor[], Tensor)",
     "srht": "(Tensor x, Tensor signs, Tensor rows, bool quantize) -> (Tensor, Tensor)",
+    "gather_rows": "(Tensor[] samples, Tensor index) -> Tensor",
+    "rows_linear": "(Tensor[] samples, Tensor index, Tensor weight) -> Tensor",
+    "rows_linear_backward": "(Tensor[] samples, Tensor index, Tensor grad) -> Tensor",
+    "softmax_loss": "(Tensor logits, Tensor labels) -> (Tensor, Tensor)",
     "factored_conv2d": "(Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index, Tensor? bias, int[] size,"
     " int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
     "factored_conv2d_backward": "(Tensor grad, Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index,"
@@ -133,6 +137,12 @@ _FAKES = {
     "unpack_bitmap": lambda bits, values, scale, n: bits.new_empty(*bits.shape[:2], n, dtype=torch.float32),
     "similarity_sums": _fake_similarity_sums,
     "srht": _fake_srht,
+    "gather_rows": lambda samples, index: samples[0].new_empty(*index.shape, *samples[0].shape[1:]),
+    "rows_linear": lambda samples, index, weight: weight.new_empty(*index.shape, weight.shape[1]),
+    "rows_linear_backward": lambda samples, index, grad: grad.new_empty(
+        len(index), grad.shape[2], samples[0].shape[1:].numel()
+    ),
+    "softmax_loss": lambda logits, labels: (logits.new_empty(len(logits)), torch.empty_like(logits)),
     "factored_conv2d": _fake_factored_conv2d,
     "factored_conv2d_backward": _fake_factored_conv2d_backward,
     "fused_conv2d": lambda x, u, v, mu, index, bias, layout, size, channels_last, *settings: _fake_factored_conv2d(

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from fastfact import ops
+from fastfact.backends import _dispatched, implementation
 from fastfact.federation import recorded
 from fastfact.federation.exchange import not_finite
 
@@ -16,11 +18,11 @@ def replays(monkeypatch):
     """How often each recording was replayed, None for one that failed; one is allowed in every second call."""
     counts, kept, begin = [], recorded.record, recorded.Recorded.__init__
     monkeypatch.setattr(
-        recorded.Recorded, "__init__", lambda self, function, model, _=2: begin(self, function, model, 2)
+        recorded.Recorded, "__init__", lambda self, function, model, _=2, *rest: begin(self, function, model, 2, *rest)
     )
 
-    def record(function, model, tensors):
-        replay = kept(function, model, tensors)
+    def record(function, model, *tensors):
+        replay = kept(function, model, *tensors)
         counts.append(0 if replay else None)
         at = len(counts) - 1
 
@@ -47,6 +49,69 @@ def test_replays_train_and_evaluate_as_the_function_does(make, same, replays, me
     assert not replays
     assert same(plain, run(graphs=True))
     assert None not in replays and len(replays) >= 2 and sum(replays) > 2 * len(replays)
+
+
+def wide() -> nn.Module:
+    """Its first layer is a product with the rows of a batch, and so is one more."""
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.skip = nn.Linear(36, 8), nn.Linear(36, 3, bias=False)
+            self.second = nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = x.flatten(1)
+            return self.second(self.first(x).relu()) + self.skip(x)
+
+    return Wide().double()
+
+
+@pytest.mark.parametrize("sizes", [(16, 16, 16, 16), (9, 7, 12, 16)])
+def test_rows_are_read_where_they_are(make, same, replays, monkeypatch, sizes):
+    """Replayed or not, a cohort does the same, and what its clients do alone, though two have the same samples."""
+    calls = {name: [] for name in ("gather_rows", "rows_linear", "rows_linear_backward")}
+    for name, seen in calls.items():
+        kernel = implementation(name)
+        monkeypatch.setitem(_dispatched, name, lambda *a, k=kernel, s=seen: (s.append(a[0][0].dim()), k(*a))[1])
+    clients = make.clients((1, 6, 6), sizes)
+    clients[1] = clients[0]
+
+    def run(**options):
+        fed = make(wide, clients=clients, epochs=4, **options)
+        for seen in calls.values():
+            seen.clear()
+        fed.fit(2)
+        return fed
+
+    alone = run(cohort=1)
+    assert not any(calls.values())
+    plain = run(cohort=2, graphs=False)
+    steps, batches = calls["gather_rows"].count(1), calls["gather_rows"].count(4)
+    assert len(calls["rows_linear_backward"]) == 2 * steps > 0
+    assert len(calls["rows_linear"]) == 2 * batches > 2 * steps, "they are evaluated so too"
+    ran = len(calls["rows_linear"])
+    assert same(plain, run(cohort=2))
+    assert None not in replays and sum(replays) > 2 * len(replays)
+    assert 0 < len(calls["rows_linear"]) < ran
+    for name, tensor in alone.states.state.items():
+        torch.testing.assert_close(plain.states.state[name], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_what_nobody_reads_is_left_out(make):
+    model, x = nn.Linear(6, 3).double(), [torch.randn(5, 6, dtype=torch.float64) for _ in range(2)]
+    weight = torch.randn(2, 3, 6, dtype=torch.float64)
+
+    def function(*tensors):
+        with ops.Rows(tensors[:2], tensors[2]) as rows:
+            return [rows.x @ tensors[3].transpose(1, 2)]
+
+    replay = recorded.record(function, model, [*x, torch.tensor([[0, 4], [3, 3]]), weight], 2)
+    targets = [str(node.target) for node in replay.__self__.graph.nodes]
+    assert "fastfact.rows_linear.default" in targets and "fastfact.gather_rows.default" not in targets
+    index, other = torch.tensor([[1, 2], [6, 0]]), torch.randn(7, 6, dtype=torch.float64)
+    (found,) = replay(x[0], other, index, weight)
+    torch.testing.assert_close(found, torch.stack([x[0][index[0]], other[index[1]]]) @ weight.transpose(1, 2))
 
 
 class Counting(nn.Module):

@@ -45,6 +45,33 @@ def same_but_for_blocks(a, b) -> bool:
     return states and rows[0] == rows[1] and (a.ledger.up, a.ledger.down) == (b.ledger.up, b.ledger.down)
 
 
+def test_clients_work_in_the_rows_they_get():
+    states = Stacked({"w": torch.zeros(1, 4)}, 5)
+    for turn in range(3):
+        work = states.work(range(5))
+        assert torch.equal(work["w"], torch.full((5, 4), float(turn)))
+        work["w"] += 1
+        states.store(range(5), work)
+        assert work["w"].data_ptr() in (states.stack["w"][0].data_ptr(), states.stack["w"][5:].data_ptr())
+        assert states.load([2])["w"].eq(turn).all(), "not before the commit"
+        states.commit()
+    assert len(states.stack["w"]) == 10
+    for _ in range(3):
+        states.work([1, 3])["w"].fill_(9)
+        states.rollback()
+        states.work([0, 4])["w"].fill_(9)
+    states.rollback()
+    assert states.state["w"].eq(3).all() and states.free.tolist() == sorted(set(states.free.tolist()))
+    states.store([1, 3], {"w": torch.full((2, 4), 7.0)})
+    states.commit()
+    # Free rows that do not follow each other: a buffer, copied when it is stored.
+    work = states.work([0, 1, 2, 3, 4])
+    work["w"] += 1
+    states.store(range(5), work)
+    states.commit()
+    assert states.state["w"][:, 0].tolist() == [4, 8, 4, 8, 4] and len(states.stack["w"]) == 10
+
+
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_every_way_to_keep_states_gives_the_same_bits(same, tmp_path, monkeypatch, participation):
     runs = {"database": federation(store=tmp_path / "states", participation=participation)}
