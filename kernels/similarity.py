@@ -193,7 +193,7 @@ def srht_chunk_kernel(x, signs, work, n, chunks, ACC: tl.constexpr, SIDE: tl.con
     i = tl.arange(0, SIDE)
     at = (pid % chunks) * (SIDE * SIDE) + i[:, None] * SIDE + i[None, :]
     point = tl.load(x + row * n + at, mask=at < n, other=0.0).to(ACC)
-    point *= tl.load(signs + at, mask=at < n, other=0).to(ACC)
+    point *= tl.load(signs + at, mask=at < n, other=0.0)
     h = hadamard_signs(i[:, None], i[None, :], ACC)
     point = tl.dot(h, point, input_precision="ieee", out_dtype=ACC)
     point = tl.dot(point, h, input_precision="ieee", out_dtype=ACC)
@@ -224,7 +224,8 @@ def srht(x: Tensor, signs: Tensor, rows: Tensor, quantize: bool) -> tuple[Tensor
     chunks = triton.cdiv(n, side * side)
     out = x.new_empty(k, m, dtype=compute)
     if k and m:
-        x, signs, rows = x.contiguous(), signs.contiguous(), rows.contiguous()
+        # Triton cannot lower a float64 product of what is read as int8
+        x, signs, rows = x.contiguous(), signs.to(compute), rows.contiguous()
         work = x.new_empty(k, chunks, side * side, dtype=compute)
         with torch.cuda.device(x.device if x.is_cuda else -1):
             srht_chunk_kernel[(k * chunks,)](x, signs, work, n, chunks, ACC=TL_DTYPES[compute], SIDE=side, num_warps=4)
