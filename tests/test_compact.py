@@ -221,3 +221,20 @@ def test_rank1_without_mu_on_the_factored_path(layout):
     wanted = layer(x)
     layer.path = "factored"
     torch.testing.assert_close(layer(x), wanted)
+
+
+@pytest.mark.parametrize("layout", ["spatial", "kernel", "view", "linear"])
+def test_the_weight_from_the_values_on_the_support(layout):
+    """As a GPU makes it: without a dense μ."""
+    if layout == "linear":
+        layer = ff.nn.FactorizedLinear(9, 7, spec=ff.Rank1(rank=2))
+    else:
+        layer = ff.nn.FactorizedConv2d(3, 5, 3, spec=ff.Rank1(layout=layout))
+    torch.nn.init.normal_(layer.mu)
+    layer.compact(0.3)
+    factors = {**layer.factors(), "mu_index": layer.mu_index}
+    weights = layer.weight, layer.spec.weight(factors, layer.size)
+    torch.testing.assert_close(*weights)
+    leaves = list(layer.factors().values())
+    grads = (torch.autograd.grad(weight.sin().sum(), leaves) for weight in weights)
+    torch.testing.assert_close(*grads)

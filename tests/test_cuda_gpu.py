@@ -104,13 +104,43 @@ def test_the_layers_of_resnet9_for_many_clients(cuda, layout, dtype):
             op_cases.rank1(cuda, (4, o, i, 3, 3), layout, dtype, "cuda", 1, last, "channels_last" if last else "plain")
 
 
+def backward_calls(cuda):
+    """Backward ops of eight clients, each in its one-pass form and otherwise: (op, arguments)."""
+
+    def draw(*shape):
+        return torch.randn(8, *shape, device="cuda")
+
+    size = [256, 256, 3, 3]
+    grad = draw(*size)
+    u, v = op_cases.rank1_factors(SPATIAL, size, 8, 2, torch.float32, "cuda")
+    index = torch.arange(0, grad[0].numel(), 9, dtype=torch.int32, device="cuda").expand(8, -1)
+    calls = [
+        (cuda.rank1_weight_backward, (grad, u, v, SPATIAL, 3)),
+        (cuda.compact_weight_backward, (grad, u, v, draw(index.shape[1]), index, SPATIAL, 7)),
+    ]
+    for rank in (16, 40):
+        a, b = draw(rank, 768), draw(768, rank)
+        calls.append((cuda.lowrank_weight_backward, (grad, a, b, SEPARABLE, size, 1.0, 3)))
+        factors = (draw(256, rank), draw(2304, rank), draw(256, rank), draw(2304, rank))
+        calls.append((cuda.hadamard_weight_backward, (grad, *factors, size, True, 15)))
+    return calls
+
+
 def test_repeats_bit_for_bit(cuda):
-    u, v = op_cases.rank1_factors(SPATIAL, (256, 256, 3, 3), 8, 2, torch.float32, "cuda")
-    grad = torch.randn(8, 256, 256, 3, 3, device="cuda")
-    first = cuda.rank1_weight_backward(grad, u, v, SPATIAL, 3)
-    for _ in range(5):
-        again = cuda.rank1_weight_backward(grad, u, v, SPATIAL, 3)
-        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    for op, args in backward_calls(cuda):
+        first = op(*args)
+        for _ in range(5):
+            assert all(torch.equal(x, y) for x, y in zip(first, op(*args), strict=True)), op
+
+
+def test_backward_in_a_graph(cuda):
+    for op, args in backward_calls(cuda):
+        expected = op(*args)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = op(*args)
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), op
 
 
 def test_agrees_with_triton(cuda):
