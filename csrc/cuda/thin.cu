@@ -262,8 +262,13 @@ __device__ __forceinline__ void multiply_into(T* a1, T* a2, const float* first, 
   }
 }
 
+// Blocks for which a multiprocessor must have registers.
+constexpr int blocks(size_t type_size, int width, int products) {
+  return products == 1 || (type_size == 2 && width == 16) ? 2 : 1;
+}
+
 template <typename T, int kWidth, int kProducts>
-__global__ void __launch_bounds__(kThreads* kProducts, 2 / kProducts)
+__global__ void __launch_bounds__(kThreads* kProducts, blocks(sizeof(T), kWidth, kProducts))
     thin_kernel(const __grid_constant__ Thin<T, kProducts> p) {
   using S = ThinShared<T, kWidth, kProducts>;
   constexpr int kBlock = kThreads * kProducts;
