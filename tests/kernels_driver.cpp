@@ -452,9 +452,13 @@ void factored_convolution() {
   c.o = one_of({1, 5, 8, 13});
   c.kh = pick_int(1, 4), c.kw = pick_int(1, 5), c.h = pick_int(1, 11), c.w = one_of({1, 4, 7, 8, 16, 19});
   const bool channels_in_lanes = pick_int(0, 1);
-  if (channels_in_lanes && pick_int(0, 1)) {
+  const int64_t kind = channels_in_lanes ? pick_int(0, 2) : 0;
+  if (kind == 1) {  // more channels than a panel has
     c.i = one_of({4, 16, 33, 66}), c.o = one_of({8, 17, 48, 70}), c.n = pick_int(1, 2), c.h = pick_int(1, 4);
     c.w = one_of({1, 3, 8});
+  }
+  if (kind == 2) {  // bands of an image
+    c.n = pick_int(1, 2), c.h = pick_int(20, 40), c.w = 16, c.i = one_of({1, 3, 17}), c.o = one_of({1, 5});
   }
   for (int d : {0, 1}) {
     const int64_t kernel = d ? c.kw : c.kh, size = d ? c.w : c.h;

@@ -97,13 +97,16 @@ inline int64_t scratch_row(int64_t n, int64_t lanes) {
   return n % lanes || n < 8 * lanes ? n : (n / lanes | 1) * lanes;
 }
 
+// Registers of columns of a product's tile. Of 16 registers 6 × 2 sums leave enough for the operands, 3 × 4 do not.
+inline constexpr int64_t wide(int bytes) { return bytes == 32 ? 2 : 4; }
+
 template <class C, int B>
 struct Rows {
   using Ops = Tiles<C, B>;
   using Left = typename Ops::Left;
   using V = Vec<C, B>;
   static constexpr int L = kLanes<C, B>, kM = Ops::kM;
-  static constexpr int64_t kPanel = kQuad * L;
+  static constexpr int64_t kPanel = wide(B) * L;
 
   FF_INLINE static V first_lanes(V x, int64_t n) {
     using Index = IndexVec<C, B>;
@@ -160,46 +163,67 @@ struct Rows {
     });
   }
 
-  // grads[tap[k]] (lane by lane) += Σ_pixel Σ_c s[pixel][c] · x[offset[k] + pixel·advance + c], `size` elements at x. A
-  // register may be read from the end of s on.
-  template <class S>
-  FF_INLINE static void correlate(const Run& run, const S* x, int64_t size, int64_t channels, const C* s,
-                                  int64_t s_step, C* grads) {
+  // grads[tap[k]] (lane by lane) += Σ_pixel Σ_c s[pixel][c] · x[offset[k] + pixel·advance + c], `size` elements at x,
+  // and, where t is asked for, what `depthwise` makes of x. Rows of s and t are `row` elements apart; a register may be
+  // read from the end of s on.
+  template <bool with_t, class S>
+  FF_INLINE static void correlate(const Run& run, const S* x, int64_t size, int64_t channels, const C* u, const C* s,
+                                  C* t, int64_t row, C* grads) {
     outline<B>([&]() FF_INLINE_LAMBDA {
       const int64_t *offset = run.offset.data(), *tap = run.tap.data(), count = run.count;
-      const bool flat = run.advance == channels && s_step == channels;
+      const bool flat = run.advance == channels && row == channels;
       const int64_t pixels = flat ? 1 : run.pixels, elements = flat ? run.pixels * channels : channels;
       const int64_t tail = elements % L, whole = elements - tail, end = run.last + whole + L;
       const S* at = x;
-      for (int64_t p = 0; p < pixels; ++p, at += run.advance, s += s_step) {
-        Ops::template pieces<8>(0, whole / L, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
-          V held[N];
+      const C* held_at = s;
+      C* to = t;
+      for (int64_t p = 0; p < pixels; ++p, at += run.advance, held_at += row, to += row) {
+        Ops::template pieces<(B == 64 ? 8 : 4)>(0, whole / L, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
+          V held[N], sums[N]{};
 #pragma GCC unroll 8
-          for (int j = 0; j < N; ++j) held[j] = load<B>(s + (first + j) * L);
+          for (int j = 0; j < N; ++j) held[j] = load<B>(held_at + (first + j) * L);
           for (int64_t k = 0; k < count; ++k) {
-            V sums[2] = {load<B>(grads + tap[k] * L), V{}};
+            V grad[2] = {load<B>(grads + tap[k] * L), V{}};
+            const V weight = u[tap[k]] - V{};
 #pragma GCC unroll 8
-            for (int j = 0; j < N; ++j) sums[j % 2] += held[j] * load<B>(at + offset[k] + (first + j) * L);
-            store<B>(grads + tap[k] * L, sums[0] + sums[1]);
+            for (int j = 0; j < N; ++j) {
+              const V value = load<B>(at + offset[k] + (first + j) * L);
+              grad[j % 2] += held[j] * value;
+              if constexpr (with_t) sums[j] += weight * value;
+            }
+            store<B>(grads + tap[k] * L, grad[0] + grad[1]);
+          }
+          if constexpr (with_t) {
+#pragma GCC unroll 8
+            for (int j = 0; j < N; ++j) store<B>(to + (first + j) * L, sums[j]);
           }
         });
         if (!tail) continue;
+        alignas(64) C last[L]{};
         if (end + p * run.advance <= size) {
-          const V held = first_lanes(load<B>(s + whole), tail);
+          const V held = first_lanes(load<B>(held_at + whole), tail);
+          V sums{};
           for (int64_t k = 0; k < count; ++k) {
+            const V value = first_lanes(load<B>(at + offset[k] + whole), tail);
             C* grad = grads + tap[k] * L;
-            store<B>(grad, load<B>(grad) + held * first_lanes(load<B>(at + offset[k] + whole), tail));
+            store<B>(grad, load<B>(grad) + held * value);
+            sums += u[tap[k]] * value;
           }
+          store<B>(last, sums);
         } else {
           for (int64_t k = 0; k < count; ++k) {
-            for (int64_t c = whole; c < elements; ++c) grads[tap[k] * L] += s[c] * to_compute(at[offset[k] + c]);
+            for (int64_t c = 0; c < tail; ++c) {
+              const C value = to_compute(at[offset[k] + whole + c]);
+              grads[tap[k] * L] += held_at[whole + c] * value, last[c] += u[tap[k]] * value;
+            }
           }
         }
+        if constexpr (with_t) Packing<C, B>::store_some(last, C(0), tail, to + whole);
       }
     });
   }
 
-  // The right operand of a product: its registers in panels of kQuad, `panel` elements apart; rows `step` elements
+  // The right operand of a product: its registers in panels of kPanel, `panel` elements apart; rows `step` elements
   // apart, or, if that is 0, as wide as the panel.
   struct Right {
     const C* data;
@@ -239,7 +263,7 @@ struct Rows {
     for (int64_t n = 0; n < columns; n += kPanel, right.data += right.panel) {
       auto panel = [&]<int N>(std::integral_constant<int, N>) FF_INLINE_LAMBDA {
         outline<B>([&]() FF_INLINE_LAMBDA {
-          constexpr int kTall = N == 1 ? 2 * kM : kM;
+          constexpr int kTall = N <= 2 ? 2 * kM : kM;
           alignas(64) C part[kTall * N * L];
           const bool whole = n + N * L <= columns;
           int64_t m = 0;
@@ -260,9 +284,11 @@ struct Rows {
           }
         });
       };
-      const int64_t width = ceil_div(columns - n, L);
-      if (width >= 4) panel(std::integral_constant<int, 4>{});
-      if (width == 3) panel(std::integral_constant<int, 3>{});
+      const int64_t width = std::min<int64_t>(wide(B), ceil_div(columns - n, L));
+      if constexpr (wide(B) == 4) {
+        if (width == 4) panel(std::integral_constant<int, 4>{});
+        if (width == 3) panel(std::integral_constant<int, 3>{});
+      }
       if (width == 2) panel(std::integral_constant<int, 2>{});
       if (width == 1) panel(std::integral_constant<int, 1>{});
     }

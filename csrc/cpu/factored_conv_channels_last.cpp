@@ -34,7 +34,7 @@ struct PackV {
 
 template <class T>
 void pack_v(const void* v, const Conv& c, int64_t rank, bool swapped, Compute<T>* to, ParallelFor parallel_for) {
-  const int64_t panel = kQuad * register_bytes() / sizeof(Compute<T>);
+  const int64_t panel = wide(register_bytes()) * register_bytes() / sizeof(Compute<T>);
   const int64_t items = swapped ? c.groups * rank * ceil_div(c.i, panel) : c.groups * ceil_div(c.o, panel);
   parallel(parallel_for, items, ceil_div(32768 * items, c.groups * c.o * c.i * rank), [&](int64_t begin, int64_t end) {
     dispatch<PackV, T>(static_cast<const T*>(v), c, rank, swapped, to, begin, end);
@@ -151,11 +151,11 @@ struct RunBackward {
     const int64_t s_rows =
         p.bands > 1 ? std::min(c.oh, p.rows + c.padding[0] + c.kh * c.dilation[0] + 1) * c.ow : p.images * out_image;
     const Zeros<C> s(needs_s ? s_rows * row + L : 0), t(p.needs_v ? p.block * row + L : 0);
-    const Zeros<C> dy(p.block * dy_row + L), sums(p.rank * taps * L);
+    const Zeros<C> dy(p.block * dy_row + L), sums(p.rank * taps * L), total(p.rank * taps * L);
     for (int64_t part = begin; part < end; ++part) {
       C* dv = p.needs_v ? p.dv + part * p.dv_size() : nullptr;
       if (dv) std::memset(static_cast<void*>(dv), 0, p.dv_size() * sizeof(C));
-      std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
+      std::memset(static_cast<void*>(total.get()), 0, p.rank * taps * L * sizeof(C));
       for (int64_t unit = part * p.units / p.parts; unit < (part + 1) * p.units / p.parts; ++unit) {
         // Pixels of dy: the unit's own [first, last), and those that its pixels of dx read, [low, high).
         const int64_t image = unit / p.bands * p.images, images = std::min(p.images, c.n - image),
@@ -190,17 +190,22 @@ struct RunBackward {
                 each_block(c, p.rank, [&](int64_t from, int64_t to, int64_t channels) {
                   const int64_t at = (run.first - pixel) * row + to, size = read * inputs - from;
                   for (int64_t r = 0; r < p.rank; ++r) {
-                    if (dv) {
-                      Kernels::depthwise(run, p.x + from, size, channels, p.u + r * taps, 1, 0, 0,
-                                         t.get() + at + r * c.i, row);
-                    }
-                    if (p.needs_u) {
-                      Kernels::correlate(run, p.x + from, size, channels, s_block + at + r * c.i, row,
-                                         sums.get() + r * taps * L);
+                    const C *u = p.u + r * taps, *in = s_block + at + r * c.i;
+                    C *out = t.get() + at + r * c.i, *grads = sums.get() + r * taps * L;
+                    if (p.needs_u && dv) {
+                      Kernels::template correlate<true>(run, p.x + from, size, channels, u, in, out, row, grads);
+                    } else if (p.needs_u) {
+                      Kernels::template correlate<false>(run, p.x + from, size, channels, u, in, out, row, grads);
+                    } else {
+                      Kernels::depthwise(run, p.x + from, size, channels, u, 1, 0, 0, out, row);
                     }
                   }
                 });
               });
+            }
+            // For each block apart: sums of sums round less.
+            for (int64_t k = 0; k < p.rank * taps * L && own && p.needs_u; ++k) {
+              total.get()[k] += sums.get()[k], sums.get()[k] = 0;
             }
             for (int64_t k = 0; k < c.groups * p.rank && own && dv; ++k) {
               const C *d = dy.get() + k / p.rank * c.o, *in = t.get() + k * c.i;
@@ -227,7 +232,7 @@ struct RunBackward {
       }
       for (int64_t k = 0; k < p.rank * taps && p.needs_u; ++k) {
         C sum = 0;
-        for (int lane = 0; lane < L; ++lane) sum += sums.get()[k * L + lane];
+        for (int lane = 0; lane < L; ++lane) sum += total.get()[k * L + lane];
         p.du[part * p.rank * taps + k] = sum;
       }
     }
