@@ -131,7 +131,8 @@ def terms(work: Work, path: str) -> list[float]:
     if path == "reconstruct":
         whole = _whole(o // work.groups) * work.groups * _whole(i) * taps
         dense = pixels * numel
-        return [1, numel, work.nonzeros, read, written, dense * (taps > 1), dense * (taps == 1), pixels * whole]
+        call = [1, taps > 1]
+        return [*call, numel, work.nonzeros, read, written, dense * (taps > 1), dense * (taps == 1), pixels * whole]
     if _channels_in_lanes(work):
         depthwise = work.rank * pixels * _whole(i * work.groups) * taps
         product = work.rank * pixels * _whole(o // work.groups) * work.groups * i
@@ -172,6 +173,7 @@ _CONVS = [
     (1, 256, 256, 1, 1, 1, 8),
     (16, 32, 64, 5, 2, 1, 16),
     (32, 64, 64, 3, 2, 1, 16),
+    (16, 3, 32, 7, 2, 1, 32),
     (16, 64, 64, 3, 1, 4, 16),
     (8, 64, 64, 3, 1, 64, 16),
     (64, 16, 32, 3, 1, 1, 16),
@@ -374,7 +376,7 @@ def _write(path: Path, content: dict[str, object], replace: bool) -> None:
 # Seconds a unit on one thread of a Xeon with AVX-512 (Sapphire Rapids), as `measure` gives them.
 _BUILTIN: dict[str, dict[str, list[float]]] = {
     "separable-forward-contiguous": {
-        "reconstruct": [1.63e-05, 5.83e-10, 7.46e-09, 1.04e-09, 1.27e-09, 1.02e-11, 4.17e-12, 0.0],
+        "reconstruct": [1.63e-05, 0.0, 5.83e-10, 7.46e-09, 1.04e-09, 1.27e-09, 1.02e-11, 4.17e-12, 0.0],
         "factored": [
             9.73e-06,
             1.03e-08,
@@ -390,23 +392,23 @@ _BUILTIN: dict[str, dict[str, list[float]]] = {
         ],
     },
     "separable-forward-channels_last": {
-        "reconstruct": [7.53e-05, 0.0, 5.45e-09, 2.49e-10, 3.28e-10, 1.19e-11, 9.06e-12, 0.0],
+        "reconstruct": [7.53e-05, 0.0, 0.0, 5.45e-09, 2.49e-10, 3.28e-10, 1.19e-11, 9.06e-12, 0.0],
         "factored": [4.67e-05, 1.03e-08, 0.0, 0.0, 4.72e-10, 0.0, 3.83e-11, 1.03e-11, 6.95e-10, 1.92e-09, 2.06e-11],
     },
     "separable-training-contiguous": {
-        "reconstruct": [0.000112, 2.88e-09, 3.47e-08, 3.83e-09, 4.83e-09, 3.38e-11, 2.51e-11, 0.0],
+        "reconstruct": [0.000112, 0.0, 2.88e-09, 3.47e-08, 3.83e-09, 4.83e-09, 3.38e-11, 2.51e-11, 0.0],
         "factored": [8.42e-05, 3.83e-08, 6.64e-09, 0.0, 0.0, 0.0, 0.0, 1.09e-10, 5.72e-09, 9.03e-09, 4.5e-11],
     },
     "separable-training-channels_last": {
-        "reconstruct": [0.000326, 2.73e-09, 2.02e-08, 1.65e-09, 2.85e-09, 3.63e-11, 1.64e-11, 8.94e-14],
+        "reconstruct": [0.000326, 0.0, 2.73e-09, 2.02e-08, 1.65e-09, 2.85e-09, 3.63e-11, 1.64e-11, 8.94e-14],
         "factored": [0.000333, 4.75e-08, 2.1e-09, 0.0, 0.0, 0.0, 5.65e-11, 5.27e-11, 5.08e-09, 4.69e-09, 4.39e-11],
     },
     "conv-forward-contiguous": {
-        "reconstruct": [2.98e-05, 7.83e-10, 2.81e-09, 1.06e-09, 6.79e-10, 1.08e-11, 1.22e-11, 0.0],
+        "reconstruct": [2.98e-05, 0.0, 7.83e-10, 2.81e-09, 1.06e-09, 6.79e-10, 1.08e-11, 1.22e-11, 0.0],
         "factored": [9.28e-05, 4.8e-10, 7.43e-09, 8.86e-10, 0.0, 6.71e-10, 0.0, 1.43e-11, 1.76e-11, 1.4e-10],
     },
     "conv-forward-channels_last": {
-        "reconstruct": [4.15e-05, 5.76e-11, 5.43e-10, 2.26e-10, 1.5e-10, 1.06e-11, 8.07e-12, 0.0],
+        "reconstruct": [4.15e-05, 0.0, 5.76e-11, 5.43e-10, 2.26e-10, 1.5e-10, 1.06e-11, 8.07e-12, 0.0],
         "factored": [
             3.82e-05,
             0.0,
@@ -428,11 +430,11 @@ _BUILTIN: dict[str, dict[str, list[float]]] = {
         ],
     },
     "conv-training-contiguous": {
-        "reconstruct": [0.000154, 6.67e-09, 1.13e-08, 2.43e-09, 4.35e-09, 3.39e-11, 3.33e-11, 0.0],
+        "reconstruct": [0.000154, 0.0, 6.67e-09, 1.13e-08, 2.43e-09, 4.35e-09, 3.39e-11, 3.33e-11, 0.0],
         "factored": [0.000389, 2.19e-08, 3.37e-08, 2.66e-09, 0.0, 2.53e-09, 0.0, 6.8e-11, 5.34e-11, 1.37e-10],
     },
     "conv-training-channels_last": {
-        "reconstruct": [0.000296, 1.74e-09, 9.38e-09, 0.0, 1.92e-09, 3.37e-11, 2.64e-11, 2.39e-13],
+        "reconstruct": [0.000296, 0.0, 1.74e-09, 9.38e-09, 0.0, 1.92e-09, 3.37e-11, 2.64e-11, 2.39e-13],
         "factored": [
             0.000202,
             2.57e-10,
@@ -454,11 +456,11 @@ _BUILTIN: dict[str, dict[str, list[float]]] = {
         ],
     },
     "linear-forward-contiguous": {
-        "reconstruct": [2.33e-05, 1.73e-10, 3.03e-09, 2.14e-10, 0.0, 0.0, 1.38e-11, 0.0],
+        "reconstruct": [2.33e-05, 0.0, 1.73e-10, 3.03e-09, 2.14e-10, 0.0, 0.0, 1.38e-11, 0.0],
         "factored": [8.61e-06, 0.0, 5.22e-09, 1.78e-11, 0.0, 3.17e-10, 0.0, 5.75e-14, 2.38e-11, 2.5e-09],
     },
     "linear-training-contiguous": {
-        "reconstruct": [6.83e-05, 9.6e-10, 1.83e-08, 1.89e-09, 1.72e-11, 0.0, 4.31e-11, 0.0],
+        "reconstruct": [6.83e-05, 0.0, 9.6e-10, 1.83e-08, 1.89e-09, 1.72e-11, 0.0, 4.31e-11, 0.0],
         "factored": [4.03e-05, 0.0, 3.11e-08, 2.36e-10, 0.0, 1.6e-09, 0.0, 5.86e-13, 6.81e-11, 1.24e-08],
     },
 }
