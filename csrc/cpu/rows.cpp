@@ -7,14 +7,29 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kPiece = 512;  // elements of a row that are worked on at a time: those of all outputs stay in cache
+constexpr int64_t kPiece = 512;  // elements of a row that are worked on at a time
 
 template <class T>
 FF_INLINE const T* row_of(const SampleRows& rows, int64_t k, int64_t n) {
   return static_cast<const T*>(rows.samples[k]) + rows.index[k * rows.index_stride + n] * rows.width;
 }
 
-// The rows of x in groups of R, the outputs in groups of N; a group that is not full repeats its last member.
+// The sum of the lanes, by halves of the register.
+template <class T, int B>
+FF_INLINE Compute<T> total(Vec<T, B> x) {
+  if constexpr (B == 16) {
+    return sum_lanes(x);
+  } else {
+    Vec<T, B / 2> low, high;
+    std::memcpy(&low, &x, B / 2);
+    std::memcpy(&high, reinterpret_cast<const char*>(&x) + B / 2, B / 2);
+    return total<T, B / 2>(low + high);
+  }
+}
+
+// The rows of x in groups of R, the outputs in groups of N; a group that is not full repeats its last member. A piece
+// of the weights is packed: rows a multiple of 4 KiB apart, as those of x and of W often are, share their place in the
+// first cache, and ten of them would leave none for x.
 template <class T, int B>
 struct RowsLinear {
   using C = Compute<T>;
@@ -22,24 +37,23 @@ struct RowsLinear {
   static constexpr int L = kLanes<T, B>, R = B == 64 ? 4 : 2, N = 5;
 
   struct Tile {
-    const T *x[R], *w[N], *next[R];
+    const T *x[R], *next[R];
+    const V* w;  // [registers][N]
     V* sums;
-    int64_t begin, end;
+    int64_t count;  // registers
   };
 
-  template <bool fresh, bool ahead>
+  template <bool ahead>
   FF_INLINE static void accumulate(const Tile& t) {
     V sums[R][N];
     for (int r = 0; r < R; ++r) {
-      for (int n = 0; n < N; ++n) sums[r][n] = fresh ? V{} : t.sums[r * N + n];
+      for (int n = 0; n < N; ++n) sums[r][n] = t.sums[r * N + n];
     }
-    for (int64_t i = t.begin; i < t.end; i += L) {
-      V w[N];
-      for (int n = 0; n < N; ++n) w[n] = load<B>(t.w[n] + i);
+    for (int64_t i = 0; i < t.count; ++i) {
       for (int r = 0; r < R; ++r) {
-        if (ahead) __builtin_prefetch(t.next[r] + i);
-        const V x = load<B>(t.x[r] + i);
-        for (int n = 0; n < N; ++n) sums[r][n] += x * w[n];
+        if (ahead) __builtin_prefetch(t.next[r] + i * L, 0, 2);
+        const V x = load<B>(t.x[r] + i * L);
+        for (int n = 0; n < N; ++n) sums[r][n] += x * t.w[i * N + n];
       }
     }
     for (int r = 0; r < R; ++r) {
@@ -50,30 +64,37 @@ struct RowsLinear {
   FF_INLINE static void run(const SampleRows& rows, const In& weight, int64_t outputs, T* y, int64_t begin,
                             int64_t end) {
     const int64_t groups = ceil_div(rows.batch, R), blocks = ceil_div(outputs, N), width = rows.width;
-    const int64_t whole = width / L * L;
-    Scratch<V> sums(std::min(end - begin, groups) * blocks * R * N);
+    const int64_t whole = width / L * L, most = kPiece / L * N;
+    Scratch<V> all(std::min(end - begin, groups) * blocks * R * N), packed(blocks * most);
     while (begin < end) {
       const int64_t k = begin / groups, first = begin % groups, last = std::min(groups, first + end - begin);
       const T* w = client<T>(weight, k);
-      Tile t;
-      for (int64_t piece = 0; piece == 0 || piece < whole; piece += kPiece) {
-        t.begin = piece, t.end = std::min(whole, piece + kPiece);
+      for (int64_t n = 0; n < (last - first) * blocks * R * N; ++n) all.get()[n] = V{};
+      for (int64_t piece = 0; piece < whole; piece += kPiece) {
+        Tile t;
+        t.count = std::min(whole - piece, kPiece) / L;
+        for (int64_t n = 0; n < blocks * N; ++n) {
+          const T* from = w + std::min(n, outputs - 1) * width + piece;
+          V* to = packed.get() + n / N * most + n % N;
+          for (int64_t i = 0; i < t.count; ++i) {
+            __builtin_prefetch(from + kPiece + i * L, 0, 2);
+            to[i * N] = load<B>(from + i * L);
+          }
+        }
         for (int64_t group = first; group < last; ++group) {
+          // The group that comes next is fetched meanwhile: after the last one the first, a piece further.
+          const int64_t ahead = group + 1 < last ? group + 1 : first, skip = group + 1 < last ? 0 : kPiece;
           for (int r = 0; r < R; ++r) {
-            t.x[r] = row_of<T>(rows, k, std::min(group * R + r, rows.batch - 1));
-            t.next[r] = row_of<T>(rows, k, std::min((group + 1) * R + r, rows.batch - 1));
+            t.x[r] = row_of<T>(rows, k, std::min(group * R + r, rows.batch - 1)) + piece;
+            t.next[r] = row_of<T>(rows, k, std::min(ahead * R + r, rows.batch - 1)) + piece + skip;
           }
           for (int64_t block = 0; block < blocks; ++block) {
-            for (int n = 0; n < N; ++n) t.w[n] = w + std::min(block * N + n, outputs - 1) * width;
-            t.sums = sums.get() + ((group - first) * blocks + block) * R * N;
-            if (piece == 0 && block == 0) {
-              outline<B>([&]() FF_INLINE_LAMBDA { accumulate<true, true>(t); });
-            } else if (piece == 0) {
-              outline<B>([&]() FF_INLINE_LAMBDA { accumulate<true, false>(t); });
-            } else if (block == 0) {
-              outline<B>([&]() FF_INLINE_LAMBDA { accumulate<false, true>(t); });
+            t.w = packed.get() + block * most;
+            t.sums = all.get() + ((group - first) * blocks + block) * R * N;
+            if (block == 0) {
+              outline<B>([&]() FF_INLINE_LAMBDA { accumulate<true>(t); });
             } else {
-              outline<B>([&]() FF_INLINE_LAMBDA { accumulate<false, false>(t); });
+              outline<B>([&]() FF_INLINE_LAMBDA { accumulate<false>(t); });
             }
           }
         }
@@ -81,7 +102,7 @@ struct RowsLinear {
       for (int64_t row = first * R; row < std::min(last * R, rows.batch); ++row) {
         const T* x = row_of<T>(rows, k, row);
         for (int64_t o = 0; o < outputs; ++o) {
-          C sum = sum_lanes(sums.get()[((row / R - first) * blocks + o / N) * R * N + row % R * N + o % N]);
+          C sum = total<T, B>(all.get()[((row / R - first) * blocks + o / N) * R * N + row % R * N + o % N]);
           for (int64_t i = whole; i < width; ++i) sum += to_compute(x[i]) * to_compute(w[o * width + i]);
           y[(k * rows.batch + row) * outputs + o] = from_compute<T>(sum);
         }
@@ -131,7 +152,8 @@ struct RowsLinearBackward {
     Scratch<const T*> x(batch), rest(batch);
     Scratch<C> grads(blocks * batch * N);
     Scratch<T> ends(batch * kColumns);
-    for (int64_t packed = -1, item = begin; item < end; ++item) {
+    // Backwards: what the forward pass read last is still in cache.
+    for (int64_t packed = -1, item = end - 1; item >= begin; --item) {
       const int64_t k = item / pieces, first = item % pieces * kPiece, last = std::min(rows.width, first + kPiece);
       if (k != packed) {
         const T* from = client<T>(grad, k);

@@ -375,10 +375,14 @@ class Trainer:
         self.model.eval()
         k = len(data)
         correct = torch.zeros(k, dtype=torch.long, device=self.device)
+        sizes = [y.shape[0] for _, y in data]
+        if together > 1:
+            # They take no gradients, momenta or activations that are kept.
+            together = max(together, min(4 * together, EVALUATION_BATCH // max(sizes, default=1)))
         for begin in range(0, k, together):
             rows = range(begin, min(begin + together, k))
-            n = len(data[begin][1])
-            if len(rows) > 1 and n * len(rows) <= EVALUATION_BATCH and all(len(data[row][1]) == n for row in rows):
+            n = sizes[begin]
+            if len(rows) > 1 and n * len(rows) <= EVALUATION_BATCH and sizes[begin : rows.stop].count(n) == len(rows):
                 every = torch.arange(n, device=self.device).repeat(len(rows), 1)
                 batch = [*(data[row][0] for row in rows), torch.stack([data[row][1] for row in rows]), every]
                 right = self._count_together(*batch, *(state[name][begin : rows.stop] for name in self.tensors))
@@ -389,7 +393,7 @@ class Trainer:
                 self.bind(state, row)
                 for x, y in zip(*(part.split(EVALUATION_BATCH) for part in data[row]), strict=True):
                     correct[row] += (self.model(x).argmax(1) == y).sum()
-        return [right / len(y) for right, (_, y) in zip(correct.tolist(), data, strict=True)]
+        return [right / n for right, n in zip(correct.tolist(), sizes, strict=True)]
 
     def _count_together(self, *tensors: Tensor) -> Tensor | None:
         """`_count`; None from the first time on that the model's forward has an operation without a rule for `vmap`."""

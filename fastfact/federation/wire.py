@@ -128,7 +128,8 @@ class Wire:
                 info, tensor = _some_rows(info, mask), tensor[:, mask]
             m = len(tensor)
             nonzeros = tensor.flatten(1).count_nonzero(1).tolist() if name in self.sparse else [info.numel] * m
-            sizes.bytes[name] = [begin + self._choose(info, count)[1] for count in nonzeros]
+            length = {count: begin + self._choose(info, count)[1] for count in set(nonzeros)}
+            sizes.bytes[name] = [length[count] for count in nonzeros]
             sizes.numbers[name] = nonzeros
             received[name] = self._lossy(tensor, info)
             if mask is not None:
