@@ -41,6 +41,41 @@ void pack_v(const void* v, const Conv& c, int64_t rank, bool swapped, Compute<T>
   });
 }
 
+// The pixels of x that pixels of y read, as the kernels read them: where they are, or, in half precision, converted
+// once for all taps.
+template <class T, int B>
+class Source {
+ public:
+  using C = Compute<T>;
+  const C* data;
+  int64_t origin, size;  // the pixel at `data`; elements
+
+  FF_INLINE void find(const T* x, const Conv& c, int64_t first, int64_t last) {
+    const int64_t inputs = c.groups * c.i, row = c.w * inputs;
+    if constexpr (std::is_same_v<T, C>) {
+      data = x, origin = 0, size = c.n * c.h * row;
+    } else {
+      auto line = [&](int64_t pixel, int64_t beyond) {
+        const int64_t y = pixel / c.ow % c.oh * c.stride[0] - c.padding[0] + beyond;
+        return pixel / (c.oh * c.ow) * c.h + std::clamp<int64_t>(y, 0, c.h);
+      };
+      const int64_t top = line(first, 0), bottom = std::max(top, line(last - 1, (c.kh - 1) * c.dilation[0] + 1));
+      constexpr int L = kLanes<T, B>;
+      const T* from = x + top * row;
+      int64_t j = 0;
+      origin = top * c.w, size = (bottom - top) * row;
+      if (int64_t(converted_.size()) < size) converted_.resize(size);
+      C* to = converted_.data();
+      for (; j + L <= size; j += L) store<B>(to + j, load<B>(from + j));
+      for (; j < size; ++j) to[j] = to_compute(from[j]);
+      data = to;
+    }
+  }
+
+ private:
+  std::vector<C> converted_;
+};
+
 template <class T>
 struct Forward {
   using C = Compute<T>;
@@ -65,12 +100,14 @@ struct RunForward {
                   padded = ceil_div(c.o, L) * L;
     const int64_t row = scratch_row(c.groups * depth, L), pixels = c.n * c.oh * c.ow, read = c.n * c.h * c.w;
     const Scratch<C> t(p.band * row), rounded(kInPlace ? 0 : p.band * outputs);
+    Source<T, B> x;
     for (int64_t band = begin; band < end; ++band) {
       const int64_t first = band * p.band, count = std::min(p.band, pixels - first);
-      walk_runs(p.walk, first, first + count, 0, inputs, [&](const Run& run) {
+      x.find(p.x, c, first, first + count);
+      walk_runs(p.walk, first, first + count, x.origin, inputs, [&](const Run& run) {
         each_block(c, p.rank, [&](int64_t from, int64_t to, int64_t channels) {
           for (int64_t r = 0; r < p.rank; ++r) {
-            Kernels::depthwise(run, p.x + from, read * inputs - from, channels, p.u + r * p.walk.taps, 1, 0, 0,
+            Kernels::depthwise(run, x.data + from, x.size - from, channels, p.u + r * p.walk.taps, 1, 0, 0,
                                t.get() + (run.first - first) * row + to + r * channels, p.walk.axes[1].every * row);
           }
         });
@@ -152,6 +189,7 @@ struct RunBackward {
         p.bands > 1 ? std::min(c.oh, p.rows + c.padding[0] + c.kh * c.dilation[0] + 1) * c.ow : p.images * out_image;
     const Zeros<C> s(needs_s ? s_rows * row + L : 0), t(p.needs_v ? p.block * row + L : 0);
     const Zeros<C> dy(p.block * dy_row + L), sums(p.rank * taps * L), total(p.rank * taps * L);
+    Source<T, B> x;
     for (int64_t part = begin; part < end; ++part) {
       C* dv = p.needs_v ? p.dv + part * p.dv_size() : nullptr;
       if (dv) std::memset(static_cast<void*>(dv), 0, p.dv_size() * sizeof(C));
@@ -186,18 +224,19 @@ struct RunBackward {
                                 k || !p.dx ? Ahead{} : ahead_of(p.dx, x_from, x_to, read, inputs));
             }
             if (own && (p.needs_u || dv)) {
-              walk_runs(p.walk, pixel, pixel + count, 0, inputs, [&](const Run& run) {
+              x.find(p.x, c, pixel, pixel + count);
+              walk_runs(p.walk, pixel, pixel + count, x.origin, inputs, [&](const Run& run) {
                 each_block(c, p.rank, [&](int64_t from, int64_t to, int64_t channels) {
-                  const int64_t at = (run.first - pixel) * row + to, size = read * inputs - from;
+                  const int64_t at = (run.first - pixel) * row + to, size = x.size - from;
                   for (int64_t r = 0; r < p.rank; ++r) {
                     const C *u = p.u + r * taps, *in = s_block + at + r * c.i;
                     C *out = t.get() + at + r * c.i, *grads = sums.get() + r * taps * L;
                     if (p.needs_u && dv) {
-                      Kernels::template correlate<true>(run, p.x + from, size, channels, u, in, out, row, grads);
+                      Kernels::template correlate<true>(run, x.data + from, size, channels, u, in, out, row, grads);
                     } else if (p.needs_u) {
-                      Kernels::template correlate<false>(run, p.x + from, size, channels, u, in, out, row, grads);
+                      Kernels::template correlate<false>(run, x.data + from, size, channels, u, in, out, row, grads);
                     } else {
-                      Kernels::depthwise(run, p.x + from, size, channels, u, 1, 0, 0, out, row);
+                      Kernels::depthwise(run, x.data + from, size, channels, u, 1, 0, 0, out, row);
                     }
                   }
                 });
