@@ -152,19 +152,17 @@ struct RowsLinearBackward {
     Scratch<const T*> x(batch), rest(batch);
     Scratch<C> grads(blocks * batch * N);
     Scratch<T> ends(batch * kColumns);
-    // Backwards: what the forward pass read last is still in cache.
-    for (int64_t packed = -1, item = end - 1; item >= begin; --item) {
-      const int64_t k = item / pieces, first = item % pieces * kPiece, last = std::min(rows.width, first + kPiece);
-      if (k != packed) {
-        const T* from = client<T>(grad, k);
-        for (int64_t row = 0; row < batch; ++row) {
-          x.get()[row] = row_of<T>(rows, k, row);
-          for (int64_t n = 0; n < blocks * N; ++n) {
-            grads.get()[(n / N * batch + row) * N + n % N] = n < outputs ? to_compute(from[row * outputs + n]) : C(0);
-          }
+    // The clients backwards: what the forward pass read last is still in cache.
+    for (int64_t k = (end - 1) / pieces; k >= begin / pieces; --k) {
+      const T* from = client<T>(grad, k);
+      for (int64_t row = 0; row < batch; ++row) {
+        x.get()[row] = row_of<T>(rows, k, row);
+        for (int64_t n = 0; n < blocks * N; ++n) {
+          grads.get()[(n / N * batch + row) * N + n % N] = n < outputs ? to_compute(from[row * outputs + n]) : C(0);
         }
-        packed = k;
       }
+      const int64_t first = std::max<int64_t>(0, begin - k * pieces) * kPiece;
+      const int64_t last = std::min(rows.width, (end - k * pieces) * kPiece);
       for (int64_t column = first; column < last; column += kColumns) {
         const int64_t count = std::min<int64_t>(kColumns, last - column);
         if (count < kColumns) {
