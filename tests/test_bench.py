@@ -7,6 +7,16 @@ import torch
 from test_cli import call
 
 from fastfact.bench import layers
+from fastfact.bench.common import interleaved
+
+
+def test_every_side_comes_after_others_in_turn():
+    order = []
+    times = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, rounds=11)
+    assert {name: len(ms) for name, ms in times.items()} == dict.fromkeys("abc", 11)
+    for name in "abc":
+        before = {order[at - 1] for at in range(1, len(order)) if order[at] == name}
+        assert before >= set("abc") - {name}
 
 
 def test_layers_quick(tmp_path):

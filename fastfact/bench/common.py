@@ -1,5 +1,6 @@
 """What the benchmarks share: the layers they measure, and interleaved timing."""
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,14 +35,16 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Milliseconds of each turn of each side, run in turn, so that noise meets all of them alike.
 
+    The order changes from turn to turn: one side always after the same other would find its caches.
+
     clock: "cpu" counts the processor time of all threads, for a machine that others use too (with several threads, set
     OMP_WAIT_POLICY=passive, or waiting counts).
     """
     times, now = {name: [] for name in sides}, CLOCKS[clock]
     for turn in range(rounds + warmup):
-        for name, side in sides.items():
+        for name in random.Random(turn).sample(list(sides), len(sides)):
             start = now()
-            side()
+            sides[name]()
             if turn >= warmup:
                 times[name].append(1e3 * (now() - start))
     return times
