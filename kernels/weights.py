@@ -202,6 +202,18 @@ def product_tile(
 
 
 @triton.jit
+def index_of(e, RADIX: tl.constexpr, FACTOR1: tl.constexpr, FACTOR0: tl.constexpr):
+    """The row of a factor that belongs to row (or column) e of the matrix that W is read as in its own order."""
+    return (e // RADIX * FACTOR1 + e % RADIX * FACTOR0).to(tl.int64)
+
+
+@triton.jit
+def offset_of(e, RADIX: tl.constexpr, stride1, stride0):
+    """Where that row (or column) begins in W."""
+    return (e // RADIX).to(tl.int64) * stride1 + (e % RADIX).to(tl.int64) * stride0
+
+
+@triton.jit
 def product_kernel(
     out,
     dense,
@@ -254,8 +266,8 @@ def product_kernel(
     client = (pid // m_blocks // n_blocks).to(tl.int64)
     m_inside = em < rows
     n_inside = en < columns
-    m = (em // M_RADIX * M_FACTOR1 + em % M_RADIX * M_FACTOR0).to(tl.int64)
-    n = (en // N_RADIX * N_FACTOR1 + en % N_RADIX * N_FACTOR0).to(tl.int64)
+    m = index_of(em, M_RADIX, M_FACTOR1, M_FACTOR0)
+    n = index_of(en, N_RADIX, N_FACTOR1, N_FACTOR0)
     weight = product_tile(
         x1 + client * x1_client,
         y1 + client * y1_client,
@@ -272,8 +284,8 @@ def product_kernel(
         BLOCK_N,
         BLOCK_R,
     )
-    m_offset = (em // M_RADIX).to(tl.int64) * m_stride1 + (em % M_RADIX).to(tl.int64) * m_stride0
-    n_offset = (en // N_RADIX).to(tl.int64) * n_stride1 + (en % N_RADIX).to(tl.int64) * n_stride0
+    m_offset = offset_of(em, M_RADIX, m_stride1, m_stride0)
+    n_offset = offset_of(en, N_RADIX, n_stride1, n_stride0)
     offset = m_offset[:, None] + n_offset[None, :]
     inside = m_inside[:, None] & n_inside[None, :]
     if HAS_SECOND:
@@ -353,14 +365,14 @@ def contract_kernel(
     client = (pid // m_blocks // c_blocks // splits).to(tl.int64)
     m_inside = em < rows
     c_inside = c < width
-    m = (em // M_RADIX * M_FACTOR1 + em % M_RADIX * M_FACTOR0).to(tl.int64)
-    m_offset = (em // M_RADIX).to(tl.int64) * m_stride1 + (em % M_RADIX).to(tl.int64) * m_stride0
+    m = index_of(em, M_RADIX, M_FACTOR1, M_FACTOR0)
+    m_offset = offset_of(em, M_RADIX, m_stride1, m_stride0)
     acc = tl.zeros([BLOCK_M, BLOCK_C], ACC)
     for step in range(STEPS):
         en = (step * splits + split) * BLOCK_N + tl.arange(0, BLOCK_N)
         n_inside = en < columns
-        n = (en // N_RADIX * N_FACTOR1 + en % N_RADIX * N_FACTOR0).to(tl.int64)
-        n_offset = (en // N_RADIX).to(tl.int64) * n_stride1 + (en % N_RADIX).to(tl.int64) * n_stride0
+        n = index_of(en, N_RADIX, N_FACTOR1, N_FACTOR0)
+        n_offset = offset_of(en, N_RADIX, n_stride1, n_stride0)
         tile = tl.load(
             grad + client * grad_client + (m_offset[:, None] + n_offset[None, :]),
             mask=m_inside[:, None] & n_inside[None, :],
@@ -453,8 +465,8 @@ def thin_kernel(
     client = (pid // stripes // splits).to(tl.int64)
     em = stripe * BLOCK_M + tl.arange(0, BLOCK_M)
     m_inside = em < rows
-    m = (em // M_RADIX * M_FACTOR1 + em % M_RADIX * M_FACTOR0).to(tl.int64)
-    m_offset = (em // M_RADIX).to(tl.int64) * m_stride1 + (em % M_RADIX).to(tl.int64) * m_stride0
+    m = index_of(em, M_RADIX, M_FACTOR1, M_FACTOR0)
+    m_offset = offset_of(em, M_RADIX, m_stride1, m_stride0)
     r = tl.arange(0, WIDTH).to(tl.int64)
     x1_at = (m * x_row)[:, None] + (r * x_rank)[None, :]
     x1_inside = m_inside[:, None] & (r < RANK1)[None, :]
@@ -469,8 +481,8 @@ def thin_kernel(
     for step in range(STEPS):
         en = (step * splits + split) * BLOCK_N + tl.arange(0, BLOCK_N)
         n_inside = en < columns
-        n = (en // N_RADIX * N_FACTOR1 + en % N_RADIX * N_FACTOR0).to(tl.int64)
-        n_offset = (en // N_RADIX).to(tl.int64) * n_stride1 + (en % N_RADIX).to(tl.int64) * n_stride0
+        n = index_of(en, N_RADIX, N_FACTOR1, N_FACTOR0)
+        n_offset = offset_of(en, N_RADIX, n_stride1, n_stride0)
         inside = m_inside[:, None] & n_inside[None, :]
         tile = tl.load(grad + client * grad_client + (m_offset[:, None] + n_offset[None, :]), mask=inside, other=0.0)
         y1_at = (n * y_column)[:, None] + (r * y_rank)[None, :]
