@@ -343,16 +343,15 @@ class Trainer:
 
     def _shuffled(self, data: Sequence[Samples], orders: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
         """One epoch's samples of every client in its own order, [k, longest, …]; the tail of shorter ones is unused."""
-        longest = max(len(y) for _, y in data)
+        order = self._order([len(y) for _, y in data], orders).to(self.device)
+        k, longest = order.shape
         x, y = data[0]
-        k = len(data)
         # Kept: new memory costs more than the samples that are copied into it.
         xs = self._buffer(2, x, k * longest)[: k * longest].unflatten(0, (k, longest))
         ys = self._buffer(3, y, k * longest)[: k * longest].unflatten(0, (k, longest))
-        for row, ((x, y), order) in enumerate(zip(data, orders, strict=True)):
-            permutation = torch.randperm(len(y), generator=order).to(self.device)
-            torch.index_select(x, 0, permutation, out=xs[row, : len(y)])
-            torch.index_select(y, 0, permutation, out=ys[row, : len(y)])
+        for row, (x, y) in enumerate(data):
+            torch.index_select(x, 0, order[row, : len(y)], out=xs[row, : len(y)])
+            torch.index_select(y, 0, order[row, : len(y)], out=ys[row, : len(y)])
         return xs, ys
 
     @torch.no_grad()
