@@ -1,6 +1,7 @@
 """What the commands share: the console, progress, the table of a comparison, results as JSON."""
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -15,6 +16,9 @@ from rich.table import Table
 
 from fastfact import experiment, report
 from fastfact.federation import store
+
+# What holds the kernels of a process to fewer instructions, which its figures must tell.
+HELD = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 # A table must not be folded to 80 columns in a file.
 console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
@@ -124,7 +128,8 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     """Write what a command showed, with the command and its circumstances; nothing without a path."""
     if path is None:
         return
-    content = {"command": shlex.join(["fastfact", *sys.argv[1:]]), **content, **experiment.provenance()}
+    held = [f"{name}={os.environ[name]}" for name in HELD if name in os.environ]
+    content = {"command": shlex.join([*held, "fastfact", *sys.argv[1:]]), **content, **experiment.provenance()}
     path.parent.mkdir(parents=True, exist_ok=True)
     store.write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 

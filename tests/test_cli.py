@@ -111,6 +111,13 @@ def test_run_json_is_the_table_with_its_circumstances(one_run):
     assert written["command"].startswith("fastfact run --clients 3")
 
 
+def test_json_says_which_instructions_were_held_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fastfact", "bench", "layers"])
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    terminal.write_json(tmp_path / "a.json", {})
+    assert json.loads((tmp_path / "a.json").read_text())["command"] == "ONEDNN_MAX_CPU_ISA=AVX2 fastfact bench layers"
+
+
 def test_resume_goes_on_bit_for_bit(one_run, no_pictures):
     directory, _ = one_run
     assert call("run", *SMALL, "--rounds", "4", "--out", directory / "straight")[0] == 0
