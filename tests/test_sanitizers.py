@@ -17,6 +17,7 @@ FLAGS = [
     "-O1",
     "-w",
     "-DFF_NO_DISPATCH",
+    "-DFF_EMULATE_PAIRS",
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,alignment,object-size",  # they double the time to compile, and loads go through memcpy
     "-fno-sanitize-recover=all",
@@ -36,7 +37,8 @@ def supported(level):
     return needed.get(level, set()) <= flags
 
 
-# The convolutions take long to compile: for one element type each.
+# The convolutions take long to compile: for one element type each; bfloat16 with products in pairs, which few machines
+# have an instruction for.
 CONV_TYPE = {"x86-64": "double", "x86-64-v3": "fastfact::BFloat16"}
 
 

@@ -103,7 +103,8 @@ inline constexpr int64_t wide(int bytes) { return bytes == 32 ? 2 : 4; }
 template <class C, int B>
 struct Rows {
   using Ops = Tiles<C, B>;
-  using Left = typename Ops::Left;
+  template <class E>
+  using Left = typename Ops::template Left<E>;
   using V = Vec<C, B>;
   static constexpr int L = kLanes<C, B>, kM = Ops::kM;
   static constexpr int64_t kPanel = wide(B) * L;
@@ -225,21 +226,23 @@ struct Rows {
 
   // The right operand of a product: its registers in panels of kPanel, `panel` elements apart; rows `step` elements
   // apart, or, if that is 0, as wide as the panel.
+  template <class E>
   struct Right {
-    const C* data;
+    const E* data;
     int64_t step, panel;
   };
 
   // v [rank, groups·o, i] as a right operand from i to o channels, [group][panel][rank · i][panel's width], or,
-  // swapped, from o to i, [group][rank][panel][o][panel's width]; filled up with zeros to whole registers. Items are
-  // panels.
+  // swapped, from o to i, [group][rank][panel][o][panel's width]; filled up with zeros to whole registers. Of pairs a
+  // panel has half as many rows. Items are panels.
   template <class T>
-  FF_INLINE static void pack(const T* v, const Conv& c, int64_t rank, bool swapped, C* to, int64_t begin, int64_t end) {
+  FF_INLINE static void pack(const T* v, const Conv& c, int64_t rank, bool swapped, bool pairs, C* to, int64_t begin,
+                             int64_t end) {
     const int64_t columns = swapped ? c.i : c.o, panels = ceil_div(columns, kPanel), filled = ceil_div(columns, L) * L;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t block = item / panels, n = item % panels * kPanel, count = std::min(kPanel, columns - n);
       const int64_t width = ceil_div(count, L) * L, depth = swapped ? c.o : rank * c.i;
-      C* panel = to + (block * filled + n) * depth;
+      C *const first = to + (block * filled + n) * depth, *panel = first;
       if (count < width) std::memset(static_cast<void*>(panel), 0, depth * width * sizeof(C));
       if (swapped) {
         const T* from = v + (block % rank * c.groups + block / rank) * c.o * c.i + n;
@@ -252,12 +255,16 @@ struct Rows {
           Packing<T, B>::from_channels_last(from, c.i, count, c.i, panel, width);
         }
       }
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        if (pairs) make_pairs<B>(first, width, depth, width, first, width);
+      }
     }
   }
 
   // y[m][n] = start[m][n] + Σ_k left(m, k) · right[k][n] for `rows` rows; start null: 0, and read in whole registers.
-  FF_INLINE static void multiply(Left left, int64_t rows, Right right, int64_t columns, int64_t depth, const C* start,
-                                 int64_t start_row, C* y, int64_t y_row, Ahead next, Ahead out) {
+  template <class E>
+  FF_INLINE static void multiply(Left<E> left, int64_t rows, Right<E> right, int64_t columns, int64_t depth,
+                                 const C* start, int64_t start_row, C* y, int64_t y_row, Ahead next, Ahead out) {
     const int64_t steps = ceil_div(rows, kM) * ceil_div(columns, kPanel) * (1 + depth / Ops::kStep);
     next.spread(steps), out.spread(steps);
     for (int64_t n = 0; n < columns; n += kPanel, right.data += right.panel) {
@@ -270,10 +277,10 @@ struct Rows {
           for (int64_t tiles = ceil_div(rows, kTall); tiles > 0; --tiles) {
             const int64_t count = ceil_div(rows - m, tiles);
             C* to = y + m * y_row + n;
-            Ops::template rows_of_product<N, kTall>(count, {left.data + m * left.row, left.row, left.step}, right.data,
-                                                    right.step ? right.step : N * L, depth,
-                                                    start ? start + m * start_row + n : nullptr, start_row,
-                                                    whole ? to : part, whole ? y_row : N * L, next, out);
+            Ops::template rows_of_product<N, kTall, E>(count, {left.data + m * left.row, left.row, left.step},
+                                                       right.data, right.step ? right.step : N * L, depth,
+                                                       start ? start + m * start_row + n : nullptr, start_row,
+                                                       whole ? to : part, whole ? y_row : N * L, next, out);
             for (int64_t j = 0; j < count && !whole; ++j) {
               const C* from = part + j * N * L;
               int64_t k = 0;

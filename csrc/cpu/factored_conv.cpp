@@ -17,6 +17,7 @@ struct Prepared {
   int64_t rank;
   Images<const T> x;
   Images<T> y;
+  bool pairs;  // products in pairs
   const C *u, *v, *bias, *values;
 };
 
@@ -37,6 +38,7 @@ struct Run {
     const int64_t packed = (sparse ? s.i : Pack::kTogether) * slab.channel + slab.slack;
     const Zeros<C> slabs(packed);
     const Scratch<C> t(depth * p.band.channel), band(s.o * p.band.channel);
+    const Scratch<C> single(p.pairs ? Pack::kTogether * p.band.channel : 0);
     const Scratch<C> turned(p.x.channels_last ? Pack::transposed_size(p.x, g, reads, s.i) : 0);
     Planes<T> planes;
     Planes<C> turned_planes;
@@ -56,13 +58,24 @@ struct Run {
           Pack::pack(slab, planes, i, count, x);
         }
         for (int64_t r = 0; r < p.rank; ++r) {
-          Ops::depthwise(x, slab.channel, count, slab.offset[0].data(), p.u + r * taps, taps, quads, false,
-                         t.get() + (r * s.i + i) * p.band.channel, p.band.channel);
+          C* to = t.get() + (r * s.i + i) / (p.pairs ? 2 : 1) * p.band.channel;
+          C* sums = p.pairs ? single.get() : to;
+          Ops::depthwise(x, slab.channel, count, slab.offset[0].data(), p.u + r * taps, taps, quads, false, sums,
+                         p.band.channel);
+          if constexpr (std::is_same_v<T, BFloat16>) {
+            if (p.pairs) {
+              make_pairs<B>(sums, p.band.channel, count, kQuad * quads * L, to, p.band.channel);
+            }
+          }
         }
       }
       if (p.rank) {
-        Ops::multiply(p.v + group * s.o * depth, s.o, depth, t.get(), p.band.channel, quads, band.get(), p.band.channel,
-                      ahead(p.x, g, s.groups, unit + 1), ahead(p.y, g, s.groups, unit));
+        with_operand<T, B>(p.pairs, [&](auto operand, int64_t factors) FF_INLINE_LAMBDA {
+          using E = decltype(operand);
+          Ops::multiply(reinterpret_cast<const E*>(p.v) + group * s.o * depth / factors, s.o, depth / factors,
+                        reinterpret_cast<const E*>(t.get()), p.band.channel, quads, band.get(), p.band.channel,
+                        ahead(p.x, g, s.groups, unit + 1), ahead(p.y, g, s.groups, unit));
+        });
       } else {
         std::memset(static_cast<void*>(band.get()), 0, s.o * p.band.channel * sizeof(C));
       }
@@ -81,7 +94,7 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C);
   const int64_t taps = c.kh * c.kw, outputs = c.groups * c.o;
   Prepared<T> p{};
-  p.s = forward_geometry(c), p.rank = op.rank;
+  p.s = forward_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c.i);
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.y = {static_cast<T*>(op.y), c.n, outputs, c.oh, c.ow, c.y_channels_last};
   p.grid = make_grid(c.n, c.oh, c.ow, lanes, c.groups, [&](int64_t segments) {
@@ -95,7 +108,8 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   const Scratch<C> u(op.rank * taps), v(outputs * op.rank * c.i), bias(outputs), values(p.plan.used);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
   if (op.rank)
-    pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, product_rows(bytes), v.get(), parallel_for);
+    pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, product_rows(bytes), p.pairs, v.get(),
+           parallel_for);
   if (op.bias) {
     for (int64_t o = 0; o < outputs; ++o) bias.get()[o] = to_compute(static_cast<const T*>(op.bias)[o]);
     p.bias = bias.get();

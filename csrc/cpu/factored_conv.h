@@ -20,7 +20,7 @@ struct Sparse {
 };
 
 struct FactoredConv {
-  Type type;  // of all tensors; half precision is computed in float32
+  Type type;  // of all tensors; half precision is computed in float32, but for what pairs.h says of bfloat16
   Conv conv;
   int64_t rank;                  // 0: no rank-1 part
   const void *x, *u, *v, *bias;  // u [rank, kh, kw], v [rank, groups·o, i], bias [groups·o] or null

@@ -235,7 +235,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     next_value += p.back_plans.back().used;
   }
   for (int64_t r = 0; r < op.rank; ++r) {
-    pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, product_rows(bytes),
+    pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, product_rows(bytes), false,
            v.get() + r * outputs * c.i, parallel_for);
   }
   p.u = u.get(), p.v = v.get();

@@ -26,18 +26,19 @@ constexpr int64_t kKept = 1 << 16, kLeast = 64, kUnits = 4;
 
 template <class T, int B>
 struct PackV {
-  FF_INLINE static void run(const T* v, const Conv& c, int64_t rank, bool swapped, Compute<T>* to, int64_t begin,
-                            int64_t end) {
-    Rows<Compute<T>, B>::pack(v, c, rank, swapped, to, begin, end);
+  FF_INLINE static void run(const T* v, const Conv& c, int64_t rank, bool swapped, bool pairs, Compute<T>* to,
+                            int64_t begin, int64_t end) {
+    Rows<Compute<T>, B>::pack(v, c, rank, swapped, pairs, to, begin, end);
   }
 };
 
 template <class T>
-void pack_v(const void* v, const Conv& c, int64_t rank, bool swapped, Compute<T>* to, ParallelFor parallel_for) {
+void pack_v(const void* v, const Conv& c, int64_t rank, bool swapped, bool pairs, Compute<T>* to,
+            ParallelFor parallel_for) {
   const int64_t panel = wide(register_bytes()) * register_bytes() / sizeof(Compute<T>);
   const int64_t items = swapped ? c.groups * rank * ceil_div(c.i, panel) : c.groups * ceil_div(c.o, panel);
   parallel(parallel_for, items, ceil_div(32768 * items, c.groups * c.o * c.i * rank), [&](int64_t begin, int64_t end) {
-    dispatch<PackV, T>(static_cast<const T*>(v), c, rank, swapped, to, begin, end);
+    dispatch<PackV, T>(static_cast<const T*>(v), c, rank, swapped, pairs, to, begin, end);
   });
 }
 
@@ -82,6 +83,7 @@ struct Forward {
   Conv c;
   Walk walk;
   int64_t rank, band;
+  bool pairs;  // products in pairs
   const T* x;
   T* y;
   const C *u, *v, *bias;
@@ -98,7 +100,8 @@ struct RunForward {
     const Conv& c = p.c;
     const int64_t inputs = c.groups * c.i, outputs = c.groups * c.o, depth = p.rank * c.i,
                   padded = ceil_div(c.o, L) * L;
-    const int64_t row = scratch_row(c.groups * depth, L), pixels = c.n * c.oh * c.ow, read = c.n * c.h * c.w;
+    const int64_t row = scratch_row(c.groups * depth / (p.pairs ? 2 : 1), L);
+    const int64_t pixels = c.n * c.oh * c.ow, read = c.n * c.h * c.w;
     const Scratch<C> t(p.band * row), rounded(kInPlace ? 0 : p.band * outputs);
     Source<T, B> x;
     for (int64_t band = begin; band < end; ++band) {
@@ -106,10 +109,16 @@ struct RunForward {
       x.find(p.x, c, first, first + count);
       walk_runs(p.walk, first, first + count, x.origin, inputs, [&](const Run& run) {
         each_block(c, p.rank, [&](int64_t from, int64_t to, int64_t channels) {
-          for (int64_t r = 0; r < p.rank; ++r) {
-            Kernels::depthwise(run, x.data + from, x.size - from, channels, p.u + r * p.walk.taps, 1, 0, 0,
-                               t.get() + (run.first - first) * row + to + r * channels, p.walk.axes[1].every * row);
+          auto into = [&](auto* t, int64_t row) FF_INLINE_LAMBDA {
+            for (int64_t r = 0; r < p.rank; ++r) {
+              Kernels::depthwise(run, x.data + from, x.size - from, channels, p.u + r * p.walk.taps, 1, 0, 0,
+                                 t + (run.first - first) * row + to + r * channels, p.walk.axes[1].every * row);
+            }
+          };
+          if constexpr (std::is_same_v<T, BFloat16>) {
+            if (p.pairs) return into(reinterpret_cast<T*>(t.get()), 2 * row);
           }
+          into(t.get(), row);
         });
       });
       C* y;
@@ -120,10 +129,15 @@ struct RunForward {
       }
       for (int64_t g = 0; g < c.groups; ++g) {
         const int64_t next = first + p.band, from = next * read / pixels, to = (next + p.band) * read / pixels;
-        Kernels::multiply({t.get() + g * depth, row, 1}, count, {p.v + g * padded * depth, 0, Kernels::kPanel * depth},
-                          c.o, depth, p.bias ? p.bias + g * padded : nullptr, 0, y + g * c.o, outputs,
-                          g ? Ahead{} : ahead_of(p.x, from, to, read, inputs),
-                          g ? Ahead{} : ahead_of(p.y, next, next + p.band, pixels, outputs));
+        with_operand<T, B>(p.pairs, [&](auto operand, int64_t factors) FF_INLINE_LAMBDA {
+          using E = decltype(operand);
+          Kernels::template multiply<E>(
+              {reinterpret_cast<const E*>(t.get()) + g * depth / factors, row, 1}, count,
+              {reinterpret_cast<const E*>(p.v) + g * padded * depth, 0, Kernels::kPanel * depth}, c.o, depth / factors,
+              p.bias ? p.bias + g * padded : nullptr, 0, y + g * c.o, outputs,
+              g ? Ahead{} : ahead_of(p.x, from, to, read, inputs),
+              g ? Ahead{} : ahead_of(p.y, next, next + p.band, pixels, outputs));
+        });
       }
       if constexpr (!kInPlace) {
         int64_t j = 0;
@@ -142,15 +156,22 @@ void forward(const FactoredConv& op, ParallelFor parallel_for) {
   const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), padded = ceil_div(c.o, lanes) * lanes;
   const int64_t taps = c.kh * c.kw, depth = op.rank * c.i, pixels = c.n * c.oh * c.ow;
   const Scratch<C> u(op.rank * taps), v(c.groups * padded * depth), bias(c.groups * padded);
-  Forward<T> p{
-      c,       make_walk(c, false),           op.rank, 0, static_cast<const T*>(op.x), static_cast<T*>(op.y), u.get(),
-      v.get(), op.bias ? bias.get() : nullptr};
+  Forward<T> p{c,
+               make_walk(c, false),
+               op.rank,
+               0,
+               in_pairs<T>(depth),
+               static_cast<const T*>(op.x),
+               static_cast<T*>(op.y),
+               u.get(),
+               v.get(),
+               op.bias ? bias.get() : nullptr};
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
   for (int64_t k = 0; k < c.groups * padded && op.bias; ++k) {
     const int64_t group = k / padded, o = k % padded;
     bias.get()[k] = o < c.o ? to_compute(static_cast<const T*>(op.bias)[group * c.o + o]) : C(0);
   }
-  pack_v<T>(op.v, c, op.rank, false, v.get(), parallel_for);
+  pack_v<T>(op.v, c, op.rank, false, p.pairs, v.get(), parallel_for);
   p.band = std::min(ceil_div(kKept, c.groups * (depth + c.o)), ceil_div(pixels, kUnits));
   parallel(parallel_for, ceil_div(pixels, p.band), 1,
            [&](int64_t begin, int64_t end) { dispatch<RunForward, T>(p, begin, end); });
@@ -218,10 +239,11 @@ struct RunBackward {
             copy(p.dy + pixel * outputs, count, outputs, dy.get(), dy_row);
             C* s_block = s.get() + (pixel - low) * row;
             for (int64_t k = 0; k < c.groups * p.rank && needs_s; ++k) {
-              Kernels::multiply({dy.get() + k / p.rank * c.o, dy_row, 1}, count,
-                                {p.v + k * padded * c.o, 0, Kernels::kPanel * c.o}, c.i, c.o, nullptr, 0,
-                                s_block + k * c.i, row, k || !own ? Ahead{} : ahead_of(p.x, x_from, x_to, read, inputs),
-                                k || !p.dx ? Ahead{} : ahead_of(p.dx, x_from, x_to, read, inputs));
+              Kernels::template multiply<C>({dy.get() + k / p.rank * c.o, dy_row, 1}, count,
+                                            {p.v + k * padded * c.o, 0, Kernels::kPanel * c.o}, c.i, c.o, nullptr, 0,
+                                            s_block + k * c.i, row,
+                                            k || !own ? Ahead{} : ahead_of(p.x, x_from, x_to, read, inputs),
+                                            k || !p.dx ? Ahead{} : ahead_of(p.dx, x_from, x_to, read, inputs));
             }
             if (own && (p.needs_u || dv)) {
               x.find(p.x, c, pixel, pixel + count);
@@ -249,10 +271,10 @@ struct RunBackward {
             for (int64_t k = 0; k < c.groups * p.rank && own && dv; ++k) {
               const C *d = dy.get() + k / p.rank * c.o, *in = t.get() + k * c.i;
               C* to = dv + k * p.dv_rows * p.dv_row;
-              Kernels::multiply({p.swapped ? in : d, 1, p.swapped ? row : dy_row}, p.dv_rows,
-                                {p.swapped ? d : in, p.swapped ? dy_row : row, Kernels::kPanel}, p.dv_row, count, to,
-                                p.dv_row, to, p.dv_row,
-                                k ? Ahead{} : ahead_of(p.dy, pixel + count, pixel + 2 * count, pixels, outputs), {});
+              Kernels::template multiply<C>(
+                  {p.swapped ? in : d, 1, p.swapped ? row : dy_row}, p.dv_rows,
+                  {p.swapped ? d : in, p.swapped ? dy_row : row, Kernels::kPanel}, p.dv_row, count, to, p.dv_row, to,
+                  p.dv_row, k ? Ahead{} : ahead_of(p.dy, pixel + count, pixel + 2 * count, pixels, outputs), {});
             }
           }
         };
@@ -314,7 +336,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> u(op.rank * taps), v(c.groups * op.rank * whole(c.i) * c.o);
   const Scratch<C> du_parts(p.parts * op.rank * taps), dv_parts(p.needs_v ? p.parts * p.dv_size() : 0);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
-  if (p.dx || p.needs_u) pack_v<T>(op.v, c, op.rank, true, v.get(), parallel_for);
+  if (p.dx || p.needs_u) pack_v<T>(op.v, c, op.rank, true, false, v.get(), parallel_for);
   p.u = u.get(), p.v = v.get(), p.du = du_parts.get(), p.dv = dv_parts.get();
   parallel(parallel_for, p.parts, 1, [&](int64_t begin, int64_t end) { dispatch<RunBackward, T>(p, begin, end); });
 

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "packed.h"
+#include "pairs.h"
 
 namespace fastfact {
 
@@ -114,14 +115,15 @@ struct Tiles {
   }
 
   // The left operand of a product: element (m, k) is at m·row + k·step.
+  template <class E>
   struct Left {
-    const C* data;
+    const E* data;
     int64_t row, step;
   };
 
   // y[m][N registers] = start[m][N registers] + Σ_k left(m, k) · right[k][N registers] for M rows; start null: 0.
-  template <int M, int N>
-  FF_INLINE static void product(Left left, const C* right, int64_t right_step, int64_t depth, const C* start,
+  template <int M, int N, class E>
+  FF_INLINE static void product(Left<E> left, const E* right, int64_t right_step, int64_t depth, const C* start,
                                 int64_t start_row, C* y, int64_t y_row, Ahead& next, Ahead& out) {
     V sums[M][N]{};
     if (start) {
@@ -132,14 +134,14 @@ struct Tiles {
       }
     }
     auto step = [&]() FF_INLINE_LAMBDA {
-      V x[N];
+      Operands<E, B> x[N];
 #pragma GCC unroll 4
-      for (int p = 0; p < N; ++p) x[p] = load<B>(right + p * L);
+      for (int p = 0; p < N; ++p) x[p] = load_operands<B>(right + p * L);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
-        const V weight = left.data[m * left.row] - V{};
+        const Operands<E, B> weight = spread<B>(left.data + m * left.row);
 #pragma GCC unroll 4
-        for (int p = 0; p < N; ++p) sums[m][p] += weight * x[p];
+        for (int p = 0; p < N; ++p) add_product<E, B>(sums[m][p], weight, x[p]);
       }
       left.data += left.step, right += right_step;
     };
@@ -157,8 +159,8 @@ struct Tiles {
   }
 
   // The product for `rows` rows, at most Most.
-  template <int N, int Most>
-  FF_INLINE static void rows_of_product(int64_t rows, Left left, const C* right, int64_t right_step, int64_t depth,
+  template <int N, int Most, class E>
+  FF_INLINE static void rows_of_product(int64_t rows, Left<E> left, const E* right, int64_t right_step, int64_t depth,
                                         const C* start, int64_t start_row, C* y, int64_t y_row, Ahead& next,
                                         Ahead& out) {
     if constexpr (Most > 1) {
@@ -171,7 +173,8 @@ struct Tiles {
   }
 
   // y[o][j] = Σ_k v[o][k] · t[k][j] for `quads` quads of registers, v packed by pack_v.
-  FF_INLINE static void multiply(const C* v, int64_t outputs, int64_t depth, const C* t, int64_t t_channel,
+  template <class E>
+  FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, int64_t t_channel,
                                  int64_t quads, C* y, int64_t y_channel, Ahead next, Ahead out) {
     constexpr int64_t kDepth = 128;  // a quad of t in the first cache
     const int64_t steps = quads * ceil_div(outputs, kM) * (ceil_div(depth, kDepth) + depth / kStep);
@@ -182,9 +185,9 @@ struct Tiles {
           for (int64_t o = 0; o < outputs; o += kM) {
             const int64_t rows = std::min<int64_t>(kM, outputs - o);
             C* to = y + o * y_channel + q * kQuad * L;
-            rows_of_product<kQuad, kM>(rows, {v + o * depth + k * rows, 1, rows}, t + k * t_channel + q * kQuad * L,
-                                       t_channel, std::min(kDepth, depth - k), k > 0 ? to : nullptr, y_channel, to,
-                                       y_channel, next, out);
+            rows_of_product<kQuad, kM, E>(rows, {v + o * depth + k * rows, 1, rows}, t + k * t_channel + q * kQuad * L,
+                                          t_channel, std::min(kDepth, depth - k), k > 0 ? to : nullptr, y_channel, to,
+                                          y_channel, next, out);
           }
         }
       }
@@ -224,8 +227,8 @@ struct Tiles {
         outline<B>([&]() FF_INLINE_LAMBDA {
           for (int64_t o = 0; o < outputs; o += kM) {
             C* to = dv + o * row + k;
-            rows_of_product<N, kM>(std::min<int64_t>(kM, outputs - o), {dy + o * dy_channel, dy_channel, 1}, t, N * L,
-                                   pixels, to, row, to, row, next, out);
+            rows_of_product<N, kM, C>(std::min<int64_t>(kM, outputs - o), {dy + o * dy_channel, dy_channel, 1}, t,
+                                      N * L, pixels, to, row, to, row, next, out);
           }
         });
       };
@@ -390,16 +393,19 @@ void sort_values(const Plan& plan, const Sparse& mu, Compute<T>* to, ParallelFor
 }
 
 // v [rank, groups·o, i] for Tiles::multiply, from `inputs` to `outputs` channels: [group][outputs / width][rank ·
-// inputs][width], the last block narrower. With `swapped`, from the output channels of v to its input channels.
+// inputs][width], the last block narrower. With `swapped`, from the output channels of v to its input channels. Of
+// pairs, a block has half as many.
 template <class T>
 void pack_v(const T* v, int64_t groups, int64_t inputs, int64_t outputs, int64_t rank, bool swapped, int64_t width,
-            Compute<T>* to, ParallelFor parallel_for) {
+            bool pairs, Compute<T>* to, ParallelFor parallel_for) {
   const int64_t rows = swapped ? inputs : outputs, columns = swapped ? outputs : inputs;
   const int64_t blocks = ceil_div(outputs, width), depth = rank * inputs;
   parallel(parallel_for, groups * blocks, ceil_div(16384, width * depth), [&](int64_t begin, int64_t end) {
+    const Scratch<Compute<T>> single(pairs ? width * depth : 0);
     for (int64_t block = begin; block < end; ++block) {
       const int64_t group = block / blocks, o = block % blocks * width, m = std::min(width, outputs - o);
-      Compute<T>* next = to + (group * outputs + o) * depth;
+      Compute<T>* const packed = to + (group * outputs + o) * depth / (pairs ? 2 : 1);
+      Compute<T>* next = pairs ? single.get() : packed;
       for (int64_t r = 0; r < rank; ++r) {
         const T* from = v + (r * groups + group) * rows * columns;
         for (int64_t i = 0; i < inputs; ++i) {
@@ -407,6 +413,9 @@ void pack_v(const T* v, int64_t groups, int64_t inputs, int64_t outputs, int64_t
             *next++ = to_compute(swapped ? from[i * columns + o + k] : from[(o + k) * columns + i]);
           }
         }
+      }
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        if (pairs) make_pairs<16>(single.get(), m, depth, m, packed, m);
       }
     }
   });

@@ -1,0 +1,101 @@
+// Operands of a product in bfloat16: two that follow each other in the sum are one number of 32 bits, which AVX512_BF16
+// multiplies and adds to a sum in float by one instruction.
+#pragma once
+
+#include "vec.h"
+
+namespace fastfact {
+
+struct Pair {
+  uint32_t bits;
+};
+
+// Whether kernels with registers of B bytes can multiply pairs, and whether this machine can. FF_EMULATE_PAIRS does
+// without the instruction, for tests.
+#if defined(FF_EMULATE_PAIRS)
+template <int B>
+inline constexpr bool kMultipliesPairs = true;
+inline bool multiplies_pairs() { return true; }
+#elif defined(FF_DISPATCH)
+template <int B>
+inline constexpr bool kMultipliesPairs = B == 64;
+inline bool multiplies_pairs() {
+  static const bool there = instruction_set_level() == kV4 && __builtin_cpu_supports("avx512bf16");
+  return there;
+}
+#else
+template <int B>
+inline constexpr bool kMultipliesPairs = false;
+inline bool multiplies_pairs() { return false; }
+#endif
+
+// Whether products of T with so many factors take them in pairs.
+template <class T>
+bool in_pairs(int64_t depth) {
+  return std::is_same_v<T, BFloat16> && depth % 2 == 0 && multiplies_pairs();
+}
+
+// f(E{}, factors) with what operands are read as, Pair or Compute<T>, and how many factors one has.
+template <class T, int B, class F>
+FF_INLINE void with_operand(bool pairs, const F& f) {
+  if constexpr (std::is_same_v<T, BFloat16> && kMultipliesPairs<B>) {
+    if (pairs) return f(Pair{}, 2);
+  }
+  f(Compute<T>{}, 1);
+}
+
+// A register of operands.
+template <class E, int B>
+using Operands = typename VecOf<std::conditional_t<std::is_same_v<E, Pair>, uint32_t, E>, B>::Type;
+
+template <int B, class E>
+FF_INLINE Operands<E, B> load_operands(const E* p) {
+  Operands<E, B> out;
+  std::memcpy(&out, p, B);
+  return out;
+}
+
+// As a number in float, of which the compiler makes one instruction.
+template <int B, class E>
+FF_INLINE Operands<E, B> spread(const E* p) {
+  std::conditional_t<std::is_same_v<E, Pair>, float, E> number;
+  std::memcpy(&number, p, sizeof(number));
+  return bit_cast<Operands<E, B>>(number - typename VecOf<decltype(number), B>::Type{});
+}
+
+// sum += a · b, of pairs the sum of two products.
+template <class E, int B>
+FF_INLINE void add_product(Vec<E, B>& sum, Operands<E, B> a, Operands<E, B> b) {
+  if constexpr (!std::is_same_v<E, Pair>) {
+    sum += a * b;
+  } else {
+#ifdef FF_EMULATE_PAIRS
+    using V = Vec<float, B>;
+    sum += bit_cast<V>(a & 0xffff0000u) * bit_cast<V>(b & 0xffff0000u);
+    sum += bit_cast<V>(a << 16) * bit_cast<V>(b << 16);
+#elif defined(FF_DISPATCH)
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#endif
+  }
+}
+
+// Rows 2k and 2k + 1 of n numbers become row k of n pairs. `to` may be `from`.
+template <int B>
+FF_INLINE void make_pairs(const float* from, int64_t from_step, int64_t rows, int64_t n, float* to, int64_t to_step) {
+  using V = Vec<float, B>;
+  using U = Operands<Pair, B>;
+  for (; rows > 0; rows -= 2, from += 2 * from_step, to += to_step) {
+    const float* odd = from + from_step;
+    int64_t j = 0;
+    for (; j + kLanes<float, B> <= n; j += kLanes<float, B>) {
+      const U pairs = float_to_bf16<V, U>(load<B>(from + j)) | float_to_bf16<V, U>(load<B>(odd + j)) << 16;
+      store<B>(to + j, bit_cast<V>(pairs));
+    }
+    for (; j < n; ++j) {
+      const uint32_t pair = from_compute<BFloat16>(from[j]).bits | uint32_t(from_compute<BFloat16>(odd[j]).bits) << 16;
+      to[j] = bit_cast<float>(pair);
+    }
+  }
+}
+
+}  // namespace fastfact
