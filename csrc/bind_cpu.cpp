@@ -166,33 +166,81 @@ Shape weight_shape(int64_t clients, const fastfact::Size& s, bool conv) {
   return conv ? Shape{clients, s.o, s.i, s.kh, s.kw} : Shape{clients, s.o, s.i};
 }
 
-Tensor rank1_weight(OptionalTensor mu, Tensor u, Tensor v, int64_t layout, bool channels_last) {
-  const char* op = "rank1_weight";
+// A support of [k, nnz] positions, with its values where they are given, each client's part in one stretch.
+fastfact::Support support_of(const char* op, const Tensor& u, Tensor& index, Tensor* values) {
+  expect_dim(op, "index", index, 2);
+  if (index.size(0) != u.size(0) || index.scalar_type() != ScalarType::Int || !index.is_cpu()) {
+    fail(op, "index has shape " + to_string(shape_of(index)) + ", must be int32 [" + std::to_string(u.size(0)) +
+                 ", nnz], on the CPU");
+  }
+  if (values) expect(op, "values", *values, shape_of(index), u);
+  for (Tensor* t : {&index, values}) {
+    if (t && t->size(1) > 1 && t->stride(1) != 1) *t = torch::stable::contiguous(*t);
+  }
+  return {in(index), index.size(1)};
+}
+
+[[noreturn]] void fail_support(const char* op) { fail(op, "index must be ascending positions in the weight"); }
+
+// W with μ dense, or as values with their index.
+Tensor rank1_weight_of(const char* op, OptionalTensor mu, Tensor* index, Tensor u, Tensor v, int64_t layout,
+                       bool channels_last) {
   const fastfact::Size size = rank1_size(op, u, v, layout);
   const bool conv = layout != fastfact::kLinear;
   channels_last = channels_last && conv;
-  if (mu) expect(op, "mu", *mu, weight_shape(u.size(0), size, conv), u);
+  fastfact::Support support{};
+  if (index) {
+    support = support_of(op, u, *index, &*mu);
+    if (support.count == 0) mu.reset();
+  } else if (mu) {
+    expect(op, "mu", *mu, weight_shape(u.size(0), size, conv), u);
+    mu = dense(*mu, channels_last);
+  }
   u = dense(u), v = dense(v);
-  if (mu) mu = dense(*mu, channels_last);
   Tensor w = empty_weight(u, u.size(0), size, conv, channels_last);
-  fastfact::rank1_weight(
-      {type_of(op, u), int(layout), channels_last, u.size(0), u.size(1), size, in(mu), in(u), in(v), w.data_ptr()},
-      parallel_for);
+  const bool done = fastfact::rank1_weight({type_of(op, u), int(layout), channels_last, u.size(0), u.size(1), size,
+                                            in(mu), in(u), in(v), w.data_ptr(), support},
+                                           parallel_for);
+  if (!done) fail_support(op);
   return w;
 }
 
-std::tuple<Tensor, Tensor> rank1_weight_backward(Tensor grad, Tensor u, Tensor v, int64_t layout, int64_t needs) {
-  const char* op = "rank1_weight_backward";
+Tensor rank1_weight(OptionalTensor mu, Tensor u, Tensor v, int64_t layout, bool channels_last) {
+  return rank1_weight_of("rank1_weight", std::move(mu), nullptr, u, v, layout, channels_last);
+}
+
+Tensor compact_weight(Tensor u, Tensor v, Tensor values, Tensor index, int64_t layout, bool channels_last) {
+  return rank1_weight_of("compact_weight", values, &index, u, v, layout, channels_last);
+}
+
+// (du, dv, dW on the support `index`); bits 0–2 of `needs` ask for them.
+std::tuple<Tensor, Tensor, Tensor> rank1_gradients(const char* op, Tensor grad, Tensor u, Tensor v, Tensor* index,
+                                                   int64_t layout, int64_t needs) {
   const fastfact::Size size = rank1_size(op, u, v, layout);
   const bool conv = layout != fastfact::kLinear;
   expect(op, "grad", grad, weight_shape(u.size(0), size, conv), u);
+  fastfact::Support support{};
+  if (index) support = support_of(op, u, *index, nullptr);
   const bool channels_last = layout != fastfact::kView && reads_channels_last(grad);
   u = dense(u), v = dense(v), grad = dense(grad, channels_last);
   Tensor du = empty_if(u, needs, 0), dv = empty_if(v, needs, 1);
-  fastfact::rank1_weight_backward({type_of(op, u), int(layout), channels_last, u.size(0), u.size(1), size, in(grad),
-                                   in(u), in(v), wanted(du, needs, 0), wanted(dv, needs, 1)},
-                                  parallel_for);
+  Tensor dvalues = empty(u, needs & 4 ? Shape{u.size(0), support.count} : Shape{0});
+  const bool done = fastfact::rank1_weight_backward(
+      {type_of(op, u), int(layout), channels_last, u.size(0), u.size(1), size, in(grad), in(u), in(v),
+       wanted(du, needs, 0), wanted(dv, needs, 1), support, wanted(dvalues, needs, 2)},
+      parallel_for);
+  if (!done) fail_support(op);
+  return {du, dv, dvalues};
+}
+
+std::tuple<Tensor, Tensor> rank1_weight_backward(Tensor grad, Tensor u, Tensor v, int64_t layout, int64_t needs) {
+  auto [du, dv, none] = rank1_gradients("rank1_weight_backward", grad, u, v, nullptr, layout, needs & 3);
   return {du, dv};
+}
+
+std::tuple<Tensor, Tensor, Tensor> compact_weight_backward(Tensor grad, Tensor u, Tensor v, Tensor, Tensor index,
+                                                           int64_t layout, int64_t needs) {
+  return rank1_gradients("compact_weight_backward", grad, u, v, &index, layout, needs);
 }
 
 // `size` of a weight as an op has it: [o, i, kh, kw] or [o, i].
@@ -527,6 +575,8 @@ std::tuple<Tensor, Tensor> softmax_loss(Tensor logits, Tensor labels) {
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("rank1_weight", TORCH_BOX(&rank1_weight));
   m.impl("rank1_weight_backward", TORCH_BOX(&rank1_weight_backward));
+  m.impl("compact_weight", TORCH_BOX(&compact_weight));
+  m.impl("compact_weight_backward", TORCH_BOX(&compact_weight_backward));
   m.impl("lowrank_weight", TORCH_BOX(&lowrank_weight));
   m.impl("lowrank_weight_backward", TORCH_BOX(&lowrank_weight_backward));
   m.impl("hadamard_weight", TORCH_BOX(&hadamard_weight));

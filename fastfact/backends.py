@@ -25,6 +25,8 @@ log = logging.getLogger("fastfact")
 OPS = (
     "rank1_weight",
     "rank1_weight_backward",
+    "compact_weight",
+    "compact_weight_backward",
     "lowrank_weight",
     "lowrank_weight_backward",
     "hadamard_weight",
@@ -37,8 +39,6 @@ OPS = (
 )
 # Ops of cohorts that train on the CPU, without kernels for other devices.
 CPU_OPS = ("gather_rows", "rows_linear", "rows_linear_backward", "softmax_loss")
-# Ops without C++ kernels for the CPU, where the reference serves.
-CUDA_OPS = ("compact_weight", "compact_weight_backward")
 # Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
 TRITON_OPS = (
     "factored_conv2d",
@@ -71,7 +71,7 @@ def _load_library(name: str) -> Backend:
         torch.ops.load_library(str(found))
     except OSError as error:
         return Backend(False, f"{found.name} does not load: {error}")
-    lacking = _without_kernel(name.upper(), OPS + (CPU_OPS if name == "cpu" else CUDA_OPS))
+    lacking = _without_kernel(name.upper(), OPS + (CPU_OPS if name == "cpu" else ()))
     if not lacking:
         return Backend(True, found.name)
     detail = f"{found.name}, older than this package: without {', '.join(lacking)}, build it anew"
@@ -99,13 +99,13 @@ def loaded(name: str) -> bool:
 
 def load() -> None:
     """Load the compiled libraries; called once, after the op schemas are defined."""
-    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CPU_OPS + CUDA_OPS + TRITON_OPS})
+    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CPU_OPS + TRITON_OPS})
     _LIBRARIES["cpu"] = _load_library("cpu")
     _LIBRARIES["cuda"] = (
         _load_library("cuda") if torch.version.cuda else Backend(False, "this build of PyTorch has no CUDA")
     )
     if torch.version.cuda and _triton_can_compile():
-        for op in TRITON_OPS if _LIBRARIES["cuda"].available else OPS + CUDA_OPS + TRITON_OPS:
+        for op in TRITON_OPS if _LIBRARIES["cuda"].available else OPS + TRITON_OPS:
             _library.impl(op, _triton_op(op), "CUDA")
 
 
@@ -170,7 +170,7 @@ def use_backend(name: str) -> Iterator[None]:
         table = _dispatched
     else:
         module = reference if name == "reference" else importlib.import_module("fastfact.kernels")
-        table = {op: getattr(module, op) for op in OPS + CUDA_OPS + TRITON_OPS}
+        table = {op: getattr(module, op) for op in OPS + TRITON_OPS}
         table |= {op: getattr(reference, op) for op in CPU_OPS}
     before, _serving = _serving, table
     try:

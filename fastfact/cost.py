@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from scipy.optimize import nnls
 from torch import Tensor
 
-from fastfact import ops, sparsity
+from fastfact import ops
 from fastfact.backends import library_file, loaded
 from fastfact.ops.common import transforming
 
@@ -229,12 +229,9 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
     how = (work.stride, work.padding, work.dilation, work.groups)
 
     def make() -> Tensor:
-        mu = None if values is None else sparsity.scatter(values, index, size)
-        return ops.rank1_weight(u, v, mu, layout=layout)
+        return ops.rank1_weight(u, v, values, index, layout=layout, channels_last=work.channels_last)
 
-    kept = None
-    if not work.training:
-        kept = make().contiguous(memory_format=torch.channels_last) if work.channels_last else make()
+    kept = None if work.training else make()
 
     def reconstruct() -> Tensor:
         weight = make() if kept is None else kept

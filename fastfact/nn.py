@@ -91,15 +91,9 @@ class FactorizedLayer(nn.Module):
 
     def _weight(self, channels_last: bool | None) -> Tensor:
         factors = self._parameters
-        if not self.is_compact:
-            return self.spec.weight(factors, self.size, channels_last)
-        if self.mu.is_cuda:
-            return self.spec.weight({**factors, INDEX: self.mu_index}, self.size, channels_last)
-        if torch.is_grad_enabled() or transforming():
-            mu = sparsity.scatter(self.mu, self.mu_index, self.size)
-            return self.spec.weight({**factors, "mu": mu}, self.size, channels_last)
-        product = self.spec.weight({**factors, "mu": None}, self.size, False)
-        return sparsity.scatter_add_(product, self.mu, self.mu_index)
+        if self.is_compact:
+            factors = {**factors, INDEX: self.mu_index}
+        return self.spec.weight(factors, self.size, channels_last)
 
     @property
     def is_compact(self) -> bool:
@@ -439,7 +433,7 @@ class FactorizedConv2d(FactorizedLayer):
             if fused or self._factored(x):
                 y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
                 return y if x.dim() == 4 else y.squeeze(0)
-            follows_x = self.spec.dense not in self._parameters or (self.is_compact and x.is_cuda)
+            follows_x = self.spec.dense not in self._parameters or self.is_compact
             weight = self._weight(is_channels_last(x) if follows_x else None)
             self._keep(weight, x)
         if self.padding_mode != "zeros":

@@ -100,13 +100,6 @@ def replaced(values: Tensor, index: Tensor, gradient: Tensor, count: int) -> tup
 
 
 @torch.no_grad()
-def scatter_add_(weight: Tensor, values: Tensor, index: Tensor) -> Tensor:
-    """Add μ, given in compact form, to a contiguous `weight`, in place."""
-    weight.view(-1).index_add_(0, index, values)
-    return weight
-
-
-@torch.no_grad()
 def threshold_(x: Tensor, value: float) -> Tensor:
     """Set numbers with |x| < `value` to zero, in place, as the official Factorized-FL code does to evaluate."""
     if value < 0:

@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
+#include <map>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -144,15 +146,73 @@ void rank1() {
     });
   }
   const In none{nullptr, 0};
-  rank1_weight({kType<T>, layout, last, k, rank, s, has_mu ? mu.in() : none, u.in(), v.in(), w.data()}, threads);
+  rank1_weight({kType<T>, layout, last, k, rank, s, has_mu ? mu.in() : none, u.in(), v.in(), w.data(), {}}, threads);
   const std::string name = describe("rank1", s, k, rank, layout, last);
   compare(name, w, w_true);
   const bool needs_u = pick_int(0, 3) > 0, needs_v = pick_int(0, 3) > 0;
-  rank1_weight_backward({kType<T>, layout, backward_last, k, rank, s, mu.in(), u.in(), v.in(),
-                         needs_u ? du.data() : nullptr, needs_v ? dv.data() : nullptr},
+  rank1_weight_backward({kType<T>,
+                         layout,
+                         backward_last,
+                         k,
+                         rank,
+                         s,
+                         mu.in(),
+                         u.in(),
+                         v.in(),
+                         needs_u ? du.data() : nullptr,
+                         needs_v ? dv.data() : nullptr,
+                         {},
+                         nullptr},
                         threads);
   if (needs_u) compare(name + " du", du, du_true);
   if (needs_v) compare(name + " dv", dv, dv_true);
+
+  const int64_t count = pick_int(0, n);
+  std::vector<int32_t> index;
+  for (int64_t c = 0; c < k; ++c) {
+    std::vector<int32_t> all(n);
+    std::iota(all.begin(), all.end(), 0);
+    std::shuffle(all.begin(), all.end(), random_engine);
+    std::sort(all.begin(), all.begin() + count);
+    index.insert(index.end(), all.begin(), all.begin() + count);
+  }
+  const Input<T> values(k, count);
+  std::vector<T> dvalues = unwritten<T>(k * count);
+  std::vector<Sum> dvalues_true(dvalues.size());
+  for (int64_t c = 0; c < k; ++c) {
+    std::map<int64_t, int64_t> of;
+    for (int64_t j = 0; j < count; ++j) of[index[c * count + j]] = j;
+    each(s, [&](int64_t o, int64_t i, int64_t y, int64_t x) {
+      const int64_t to = place(s, last, o, i, y, x);
+      if (has_mu) w_true[c * n + to].add(-mu(c, to));
+      if (const auto found = of.find(place(s, false, o, i, y, x)); found != of.end()) {
+        w_true[c * n + to].add(values(c, found->second));
+        dvalues_true[c * count + found->second].add(mu(c, place(s, backward_last, o, i, y, x)));
+      }
+    });
+  }
+  const Support support{{index.data(), k > 1 ? count : 0}, count};
+  std::fill(w.begin(), w.end(), unwritten<T>(1)[0]);
+  bool valid = rank1_weight(
+      {kType<T>, layout, last, k, rank, s, count ? values.in() : none, u.in(), v.in(), w.data(), support}, threads);
+  compare(name + " compact", w, w_true);
+  valid &=
+      rank1_weight_backward({kType<T>, layout, backward_last, k, rank, s, mu.in(), u.in(), v.in(),
+                             needs_u ? du.data() : nullptr, needs_v ? dv.data() : nullptr, support, dvalues.data()},
+                            threads);
+  if (needs_u) compare(name + " compact du", du, du_true);
+  if (needs_v) compare(name + " compact dv", dv, dv_true);
+  compare(name + " dvalues", dvalues, dvalues_true);
+  if (!valid) fail(name + " support", 0, 0, 1);
+  if (count < 2) return;
+  const int64_t wrong = pick_int(0, k * count - 1);
+  index[wrong] = one_of({-1, int(n), 1 << 30, wrong % count ? index[wrong - 1] : index[wrong + 1]});
+  if (rank1_weight({kType<T>, layout, last, k, rank, s, values.in(), u.in(), v.in(), w.data(), support}, threads) ||
+      rank1_weight_backward({kType<T>, layout, backward_last, k, rank, s, mu.in(), u.in(), v.in(), nullptr, nullptr,
+                             support, dvalues.data()},
+                            threads)) {
+    fail(name + " wrong support", wrong, 1, 0);
+  }
 }
 
 template <class T>

@@ -61,6 +61,27 @@ def test_weights_over_several_threads_and_blocks(case, dtype):
     case(Compiled(), dtype, CPU)
 
 
+# Several tiles and threads; one output larger than a tile; depthwise; rows of the view layout that tiles cut.
+COMPACT = [
+    *op_cases.COMPACT,
+    ((2, 70, 40, 3, 3), SPATIAL, 1, True, 0.3, False),
+    ((1, 64, 48, 5, 5), SPATIAL, 2, False, 0.1, False),
+    ((2, 3, 2000, 3, 3), KERNEL, 1, True, 0.2, True),
+    ((1, 96, 1, 3, 3), SPATIAL, 1, True, 0.3, False),
+    ((1, 70, 40, 3, 3), VIEW, 2, True, 0.2, False),
+    ((2, 90, 100, 1, 3), VIEW, 1, False, 0.2, False),
+    ((1, 300, 200, 1, 1), SPATIAL, 1, True, 0.3, False),
+    ((2, 30, 3, 5, 5), KERNEL, 1, True, 0.3, False),
+    ((1, 150, 300), LINEAR, 2, False, 0.3, False),
+]
+
+
+@DTYPES
+@pytest.mark.parametrize("case", COMPACT, ids=str)
+def test_compact_weight(case, dtype):
+    op_cases.compact(Compiled(), case, dtype, CPU)
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("k, o, i", [(0, 4, 3), (2, 4, 0), (2, 0, 5)])
 def test_nothing_to_do(k, o, i, channels_last):
@@ -135,6 +156,22 @@ def test_any_rank1_weight(shape, layout, rank, channels_last, seed):
     shape = shape[:3] if layout == LINEAR else shape
     dtype = (F32, F64, BF16)[seed % 3]
     op_cases.rank1(Compiled(), shape, layout, dtype, CPU, rank, channels_last, "plain" if len(shape) == 3 else how)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes,
+    st.sampled_from([LINEAR, SPATIAL, KERNEL, VIEW]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.floats(0, 1),
+    st.integers(0, 9),
+)
+def test_any_compact_weight(shape, layout, rank, channels_last, density, seed):
+    torch.manual_seed(seed)
+    shape = shape[:3] if layout == LINEAR else shape
+    case = (shape, layout, rank, channels_last, density, bool(seed % 2))
+    op_cases.compact(Compiled(), case, (F32, F64, BF16)[seed % 3], CPU)
 
 
 @settings(max_examples=40, deadline=None)
@@ -248,6 +285,12 @@ def test_the_raw_ops_refuse_what_does_not_fit():
     assert "layout=4" in error("rank1_weight", mu, u, v, SEPARABLE, False)
     assert "float32, float64" in error("rank1_weight", None, u.int(), v.int(), SPATIAL, False)
     assert "grad has shape" in error("rank1_weight_backward", mu[..., 1:], u, v, SPATIAL, 3)
+    index = torch.zeros(1, 2, dtype=torch.int32)
+    assert "values has shape [1, 3], must be [1, 2]" in error(
+        "compact_weight", u, v, mu.new_zeros(1, 3), index, 1, False
+    )
+    assert "index has shape [2], must be int32 [1, nnz]" in error("compact_weight", u, v, u[0], index[0], 1, False)
+    assert "must be int32 [1, nnz]" in error("compact_weight_backward", mu, u, v, v, index.long(), 1, 7)
     a, b = torch.zeros(1, 2, 12), torch.zeros(1, 15, 2)
     assert "a has shape" in error("lowrank_weight", None, a[..., 1:], b, SEPARABLE, [4, 5, 3, 3], 1.0, False)
     assert "b has shape" in error("lowrank_weight", None, a, b[:, 1:], SEPARABLE, [4, 5, 3, 3], 1.0, False)
@@ -313,3 +356,21 @@ def test_on_lesser_processors(capability, tmp_path):
     environment = {"ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": f"{root}:{root / 'tests'}", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("layout", [SPATIAL, KERNEL, VIEW])
+def test_a_support_that_is_not_ascending_positions_is_refused(layout, channels_last):
+    """Wherever it is wrong: within a tile or a chunk, between two, below 0 and beyond the end."""
+    grad, u, v = rank1_layer(layout, channels_last, clients=2)
+    n = grad[0].numel()
+    good = torch.arange(0, n, 3, dtype=torch.int32).repeat(2, 1)
+    values = torch.zeros(good.shape)
+    Compiled().compact_weight(u, v, values, good, layout, channels_last)
+    for at, wrong in ((0, -1), (4, 9), (5, 12), (3000, 0), (3000, n + 5), (good.shape[1] - 1, n), (10, 2**31 - 1)):
+        index = good.clone()
+        index[1, at] = wrong
+        for op, args in (("compact_weight", (channels_last,)), ("compact_weight_backward", (4,))):
+            of = (u, v, values, index, layout, *args)
+            message = error(op, *(of if op == "compact_weight" else (grad, *of)))
+            assert "index must be ascending positions in the weight" in message, (at, wrong)

@@ -26,14 +26,21 @@ struct Size {
   int64_t numel() const { return o * i * kh * kw; }
 };
 
+// The positions of compact μ: int32 [count], ascending, flat in [o, i, kh, kw] whatever the format of the weight.
+struct Support {
+  In index;
+  int64_t count;  // 0 where μ is dense or not there
+};
+
 struct Rank1 {
   Type type;
   int layout;
   bool channels_last;  // the format of w, μ and dW
   int64_t clients, rank;
   Size size;
-  In mu, u, v;
+  In mu, u, v;  // μ dense, or the values [count] of a support
   void* w;
+  Support support;
 };
 
 struct Rank1Backward {
@@ -44,6 +51,8 @@ struct Rank1Backward {
   Size size;
   In grad, u, v;
   void *du, *dv;  // null where not asked for
+  Support support;
+  void* dvalues;  // [count], null where not asked for
 };
 
 struct LowRank {
@@ -103,8 +112,9 @@ struct ProxSgd {
 
 enum class Value { f32, bf16, i8 };
 
-void rank1_weight(const Rank1& op, ParallelFor parallel_for);
-void rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for);
+// These two return false, without a result, where a support is not ascending positions in the weight.
+bool rank1_weight(const Rank1& op, ParallelFor parallel_for);
+bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for);
 void lowrank_weight(const LowRank& op, ParallelFor parallel_for);
 void lowrank_weight_backward(const LowRankBackward& op, ParallelFor parallel_for);
 void hadamard_weight(const Hadamard& op, ParallelFor parallel_for);

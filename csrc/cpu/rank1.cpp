@@ -3,7 +3,10 @@
 // Two shapes of loop cover all layouts and formats. Where one factor runs along the innermost axis of W, a row of W is
 // that factor times a number. Where that axis holds the few taps of a kernel (contiguous W), W is read as [p, q] with
 // small q, and a register of p's is spread over the q registers it fills.
+//
+// Compact μ is made dense a tile at a time, in cache, for the same loops.
 #include <algorithm>
+#include <atomic>
 
 #include "vec.h"
 
@@ -11,6 +14,7 @@ namespace fastfact {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // elements worth a thread
+constexpr int64_t kTile = 8192;    // elements of compact μ made dense at a time
 
 template <int D, class V, int... lane>
 FF_INLINE V fold_pair(V a, V b, std::integer_sequence<int, lane...>) {
@@ -106,6 +110,17 @@ FF_INLINE Row row_of(const Op& op, int64_t m) {
   }
 }
 
+// μ of one client from a position on, as the loops that write W read it.
+template <class T>
+struct Mu {
+  In mu;
+  int64_t begins;  // the position of the first number of `mu`
+
+  FF_INLINE const T* at(int64_t k, int64_t position) const {
+    return mu.data ? client<T>(mu, k) + (position - begins) : nullptr;
+  }
+};
+
 template <class T, int B>
 FF_INLINE void write_row(T* w, const T* mu, int64_t n, int64_t rank, const T* scale, int64_t scale_stride,
                          const T* along, int64_t along_stride) {
@@ -134,20 +149,21 @@ constexpr int64_t kSegment = 8192;
 // Items are (client, row, segment of a row).
 template <class T, int B>
 struct WriteRows {
-  FF_INLINE static void run(const Rank1& op, const Plan& plan, const T* u_transposed, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Rank1& op, const Plan& plan, const Mu<T>& mu, const T* u_transposed, int64_t begin,
+                            int64_t end) {
     const int64_t segments = ceil_div(plan.columns, kSegment);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t k = item / (plan.rows * segments), m = item / segments % plan.rows;
       const int64_t start = item % segments * kSegment, n = std::min(kSegment, plan.columns - start);
       const T* u = u_transposed ? u_transposed + k * op.rank * plan.u_numel : client<T>(op.u, k);
-      const T *v = client<T>(op.v, k), *mu = client<T>(op.mu, k);
+      const T* v = client<T>(op.v, k);
       const int64_t at = m * plan.columns + start;
       const Row row = row_of(op, m);
       const T *scale = row.u_along ? v : u, *along = row.u_along ? u : v;
       const int64_t scale_stride = row.u_along ? plan.v_numel : plan.u_numel;
       const int64_t along_stride = row.u_along ? plan.u_numel : plan.v_numel;
-      write_row<T, B>(static_cast<T*>(op.w) + k * op.size.numel() + at, mu ? mu + at : nullptr, n, op.rank,
-                      scale + row.scale_at, scale_stride, along + row.along_at + start, along_stride);
+      write_row<T, B>(static_cast<T*>(op.w) + k * op.size.numel() + at, mu.at(k, at), n, op.rank, scale + row.scale_at,
+                      scale_stride, along + row.along_at + start, along_stride);
     }
   }
 };
@@ -163,7 +179,8 @@ struct WriteFine {
   using Index = IndexVec<T, B>;
   static constexpr int L = kLanes<T, B>;
 
-  FF_INLINE static void run(const Rank1& op, const Plan& plan, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Rank1& op, const Plan& plan, const Mu<T>& dense, const T*, int64_t begin,
+                            int64_t end) {
     const int64_t q = plan.q, groups = ceil_div(plan.p, kGroup);
     const bool u_is_x = op.layout == kKernel;
     const int64_t x_stride = u_is_x ? plan.u_numel : plan.v_numel, y_stride = u_is_x ? plan.v_numel : plan.u_numel;
@@ -174,7 +191,7 @@ struct WriteFine {
     int64_t spread_is_for = -1;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t block = item / groups, k = block / plan.blocks, b = block % plan.blocks;
-      const T *u = client<T>(op.u, k), *v = client<T>(op.v, k), *mu = client<T>(op.mu, k);
+      const T *u = client<T>(op.u, k), *v = client<T>(op.v, k);
       const T *x = u_is_x ? u : v, *y = u_is_x ? v + b * q : u;
       if (spread_is_for != (u_is_x ? block : k)) {
         spread_is_for = u_is_x ? block : k;
@@ -185,12 +202,11 @@ struct WriteFine {
           }
         }
       }
-      const int64_t at = b * plan.p * q;
-      T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
-      if (mu) mu += at;
       int64_t p = item % groups * kGroup;
-      const int64_t last = std::min(plan.p, p + kGroup);
-      for (; p + L <= last; p += L) {
+      const int64_t last = std::min(plan.p, p + kGroup), at = (b * plan.p + p) * q;
+      T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
+      const T* mu = dense.at(k, at);
+      for (; p + L <= last; p += L, w += L * q) {
         const V x0 = load<B>(x + p);
         for (int64_t j = 0; j < q; ++j) {
           Index lanes;
@@ -199,17 +215,19 @@ struct WriteFine {
           for (int64_t r = 1; r < op.rank; ++r) {
             sum += permute(load<B>(x + r * x_stride + p), lanes) * load<B>(spread.get() + (r * q + j) * L);
           }
-          if (mu) sum += load<B>(mu + p * q + j * L);
-          store<B>(w + p * q + j * L, sum);
+          if (mu) sum += load<B>(mu + j * L);
+          store<B>(w + j * L, sum);
         }
+        if (mu) mu += L * q;
       }
-      for (; p < last; ++p) {
+      for (; p < last; ++p, w += q) {
         for (int64_t j = 0; j < q; ++j) {
           C sum = 0;
           for (int64_t r = 0; r < op.rank; ++r) sum += to_compute(x[r * x_stride + p]) * spread.get()[r * q * L + j];
-          if (mu) sum += to_compute(mu[p * q + j]);
-          w[p * q + j] = from_compute<T>(sum);
+          if (mu) sum += to_compute(mu[j]);
+          w[j] = from_compute<T>(sum);
         }
+        if (mu) mu += q;
       }
     }
   }
@@ -218,17 +236,18 @@ struct WriteFine {
 // Items are (client, o). The view layout permutes nothing, so channels_last has to.
 template <class T, int B>
 struct WriteViewChannelsLast {
-  FF_INLINE static void run(const Rank1& op, const Plan& plan, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Rank1& op, const Plan& plan, const Mu<T>& dense, const T*, int64_t begin,
+                            int64_t end) {
     using C = Compute<T>;
     const int64_t taps = op.size.taps(), inputs = op.size.i;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t k = item / op.size.o, at = item % op.size.o * inputs * taps;
-      const T *u = client<T>(op.u, k), *v = client<T>(op.v, k), *mu = client<T>(op.mu, k);
+      const T *u = client<T>(op.u, k), *v = client<T>(op.v, k), *mu = dense.at(k, at);
       T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
       for (int64_t tap = 0; tap < taps; ++tap) {
         for (int64_t i = 0; i < inputs; ++i) {
           const int64_t n = at + i * taps + tap, to = tap * inputs + i;
-          C sum = mu ? to_compute(mu[at + to]) : C(0);
+          C sum = mu ? to_compute(mu[to]) : C(0);
           for (int64_t r = 0; r < op.rank; ++r) {
             sum +=
                 to_compute(u[r * plan.u_numel + n / plan.columns]) * to_compute(v[r * plan.v_numel + n % plan.columns]);
@@ -237,6 +256,70 @@ struct WriteViewChannelsLast {
         }
       }
     }
+  }
+};
+
+// What the items of the kernels above are: so many of a client, one after the other in memory.
+struct Items {
+  int64_t count, largest;  // of a client; the elements of the largest
+  int64_t in_row, row, step;
+
+  // The position of the first element of an item, or of the end.
+  int64_t start(int64_t item) const { return item / in_row * row + item % in_row * step; }
+};
+
+template <class Op>
+Items make_items(const Op& op, const Plan& plan) {
+  const int64_t output = op.size.i * op.size.taps();
+  if (plan.kind == Plan::kViewChannelsLast) return {op.size.o, output, 1, output, 0};
+  const bool fine = plan.kind == Plan::kFine;
+  const int64_t row = fine ? plan.p * plan.q : plan.columns, step = fine ? kGroup * plan.q : kSegment;
+  const int64_t in_row = ceil_div(row, step);
+  return {(fine ? plan.blocks : plan.rows) * in_row, std::min(row, step), in_row, row, step};
+}
+
+// Calls f(j, place) for each position index[j] of a support in [begin, end), place being where it lies in memory, from
+// that of `begin` on. Returns whether they are ascending and within bounds; f sees none that is not. In channels_last
+// `begin` and `end` are those of outputs.
+template <class F>
+FF_INLINE bool each_place(const Support& support, int64_t k, const Size& s, bool channels_last, int64_t begin,
+                          int64_t end, const F& f) {
+  const int32_t *index = client<int32_t>(support.index, k), *stop = index + support.count;
+  // Every number of the index is seen for one of the stretches of a weight, if it is ascending or not.
+  const int64_t last = end == s.numel() ? support.count : std::lower_bound(index, stop, end) - index;
+  int64_t j = begin == 0 ? 0 : std::lower_bound(index, stop, begin) - index, before = begin - 1;
+  if (!channels_last || s.taps() == 1 || s.i == 1) {
+    for (; j < last; ++j) {
+      const int64_t position = index[j];
+      if (position <= before || position >= end) return false;
+      f(j, position - begin);
+      before = position;
+    }
+  } else {
+    const int64_t taps = s.taps(), output = s.i * taps;
+    const double per_tap = 1.0 / taps;
+    for (int64_t o = begin; o < end; o += output) {
+      for (; j < last && index[j] < o + output; ++j) {
+        const int64_t position = index[j], n = position - o;
+        if (position <= before) return false;
+        const auto i = static_cast<int64_t>((n + 0.5) * per_tap);
+        f(j, o - begin + (n - i * taps) * s.i + i);
+        before = position;
+      }
+    }
+  }
+  return j == last;
+}
+
+// A tile of μ from its compact form: positions [begin, end) of a client.
+template <class T, int B>
+struct FillTile {
+  FF_INLINE static void run(const Rank1& op, int64_t k, int64_t begin, int64_t end, T* tile, std::atomic<bool>* valid) {
+    const T* values = client<T>(op.mu, k);
+    std::memset(static_cast<void*>(tile), 0, (end - begin) * sizeof(T));
+    const bool ordered = each_place(op.support, k, op.size, op.channels_last, begin, end,
+                                    [&](int64_t j, int64_t place) FF_INLINE_LAMBDA { tile[place] = values[j]; });
+    if (!ordered) *valid = false;
   }
 };
 
@@ -581,33 +664,73 @@ Chunks make_chunks(const Op& op, const Plan& plan) {
   return {units, per_chunk, ceil_div(units, per_chunk)};
 }
 
+// The gradient of the values of compact μ, of the positions in one chunk.
+template <class T, int B>
+struct GatherChunk {
+  FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, int64_t item,
+                            std::atomic<bool>* valid) {
+    const int64_t k = item / chunks.count, first = item % chunks.count * chunks.per_chunk;
+    const int64_t last = std::min(chunks.units, first + chunks.per_chunk);
+    // A unit of the view layout is a column of its matrix, any other a stretch of memory.
+    const int64_t rows = op.layout == kView ? plan.rows : 1, row = op.size.numel() / rows, unit = row / chunks.units;
+    T* out = static_cast<T*>(op.dvalues) + k * op.support.count;
+    for (int64_t m = 0; m < rows; ++m) {
+      const int64_t begin = m * row + first * unit, end = m * row + last * unit;
+      const T* g = client<T>(op.grad, k) + begin;
+      const bool ordered = each_place(op.support, k, op.size, op.channels_last, begin, end,
+                                      [&](int64_t j, int64_t place) FF_INLINE_LAMBDA { out[j] = g[place]; });
+      if (!ordered) *valid = false;
+    }
+  }
+};
+
 }  // namespace
 
-void rank1_weight(const Rank1& op, ParallelFor parallel_for) {
-  if (op.clients == 0 || op.size.numel() == 0) return;
+bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
+  if (op.clients == 0) return true;
+  if (op.size.numel() == 0) return op.support.count == 0;
   const Plan plan = make_plan(op);
+  const Items items = make_items(op, plan);
+  std::atomic<bool> valid{true};
   with_type(op.type, [&](auto type) {
     using T = decltype(type);
-    if (plan.kind == Plan::kViewChannelsLast) {
-      parallel(parallel_for, op.clients * op.size.o, ceil_div(kGrain, op.size.i * op.size.taps()),
-               [&](int64_t begin, int64_t end) { dispatch<WriteViewChannelsLast, T>(op, plan, begin, end); });
-    } else if (plan.kind == Plan::kFine) {
-      parallel(parallel_for, op.clients * plan.blocks * ceil_div(plan.p, kGroup),
-               ceil_div(kGrain, std::min(plan.p, kGroup) * plan.q),
-               [&](int64_t begin, int64_t end) { dispatch<WriteFine, T>(op, plan, begin, end); });
-    } else {
-      const Scratch<T> transposed(plan.transpose_u ? op.clients * op.rank * plan.u_numel : 0);
-      if (plan.transpose_u) transpose_u(op.u, op.clients, op.rank, op.size.i, op.size.kh, transposed.get());
-      const T* u = plan.transpose_u ? transposed.get() : nullptr;
-      parallel(parallel_for, op.clients * plan.rows * ceil_div(plan.columns, kSegment),
-               ceil_div(kGrain, std::min(plan.columns, kSegment)),
-               [&](int64_t begin, int64_t end) { dispatch<WriteRows, T>(op, plan, u, begin, end); });
+    const Scratch<T> transposed(plan.transpose_u ? op.clients * op.rank * plan.u_numel : 0);
+    if (plan.transpose_u) transpose_u(op.u, op.clients, op.rank, op.size.i, op.size.kh, transposed.get());
+    const T* u = plan.transpose_u ? transposed.get() : nullptr;
+    auto write = [&](const Mu<T>& mu, int64_t begin, int64_t end) {
+      if (plan.kind == Plan::kViewChannelsLast) {
+        dispatch<WriteViewChannelsLast, T>(op, plan, mu, u, begin, end);
+      } else if (plan.kind == Plan::kFine) {
+        dispatch<WriteFine, T>(op, plan, mu, u, begin, end);
+      } else {
+        dispatch<WriteRows, T>(op, plan, mu, u, begin, end);
+      }
+    };
+    if (op.support.count == 0) {
+      parallel(parallel_for, op.clients * items.count, ceil_div(kGrain, items.largest),
+               [&](int64_t begin, int64_t end) { write({op.mu, 0}, begin, end); });
+      return;
     }
+    // A tile has whole outputs in channels_last, where the positions of an output are in no order.
+    const int64_t together = op.channels_last && plan.kind == Plan::kRows ? op.size.taps() * items.in_row : 1;
+    const int64_t per_tile = together * std::max<int64_t>(1, kTile / (together * items.largest));
+    const int64_t tiles = ceil_div(items.count, per_tile), elements = per_tile * items.largest;
+    parallel(parallel_for, op.clients * tiles, ceil_div(kGrain, elements), [&](int64_t begin, int64_t end) {
+      const Scratch<T> tile(elements);
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t k = n / tiles, first = n % tiles * per_tile, last = std::min(items.count, first + per_tile);
+        const int64_t at = items.start(first);
+        dispatch<FillTile, T>(op, k, at, items.start(last), tile.get(), &valid);
+        write({{tile.get(), 0}, at}, k * items.count + first, k * items.count + last);
+      }
+    });
   });
+  return valid;
 }
 
-void rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
+bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
   const Plan plan = make_plan(op);
+  std::atomic<bool> valid{true};
   with_type(op.type, [&](auto type) {
     using T = decltype(type);
     using C = Compute<T>;
@@ -615,21 +738,32 @@ void rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
     if (ranks == 0 || op.size.numel() == 0) {
       if (op.du) std::memset(op.du, 0, ranks * un * sizeof(T));
       if (op.dv) std::memset(op.dv, 0, ranks * plan.v_numel * sizeof(T));
+      valid = !op.dvalues || op.support.count == 0 || op.clients == 0;
       return;
     }
     const Chunks chunks = make_chunks(op, plan);
-    const Scratch<C> partial(chunks.count * ranks * un);
+    const bool factors = op.du || op.dv, values = op.dvalues && op.support.count > 0;
+    if (!factors && !values) return;
+    const Scratch<C> partial(factors ? chunks.count * ranks * un : 0);
     const Scratch<T> transposed(plan.transpose_u ? ranks * un : 0);
     if (plan.transpose_u) transpose_u(op.u, op.clients, op.rank, op.size.i, op.size.kh, transposed.get());
     const T* u = plan.transpose_u ? transposed.get() : nullptr;
+    auto sum = [&](int64_t begin, int64_t end) {
+      if (plan.kind == Plan::kFine) {
+        dispatch<BackwardFine, T>(op, plan, chunks, u, partial.get(), begin, end);
+      } else if (op.layout == kLinear || op.layout == kKernel) {
+        dispatch<BackwardRows, T>(op, plan, chunks, u, partial.get(), begin, end);
+      } else {
+        dispatch<BackwardColumns, T>(op, plan, chunks, u, partial.get(), begin, end);
+      }
+    };
     parallel(parallel_for, op.clients * chunks.count, ceil_div(kGrain * chunks.count, op.size.numel()),
              [&](int64_t begin, int64_t end) {
-               if (plan.kind == Plan::kFine) {
-                 dispatch<BackwardFine, T>(op, plan, chunks, u, partial.get(), begin, end);
-               } else if (op.layout == kLinear || op.layout == kKernel) {
-                 dispatch<BackwardRows, T>(op, plan, chunks, u, partial.get(), begin, end);
-               } else {
-                 dispatch<BackwardColumns, T>(op, plan, chunks, u, partial.get(), begin, end);
+               if (!values) return sum(begin, end);
+               // One chunk at a time, so that it is in cache for both.
+               for (int64_t item = begin; item < end; ++item) {
+                 if (factors) sum(item, item + 1);
+                 dispatch<GatherChunk, T>(op, plan, chunks, item, &valid);
                }
              });
     if (!op.du) return;
@@ -645,6 +779,7 @@ void rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
       }
     });
   });
+  return valid;
 }
 
 }  // namespace fastfact
