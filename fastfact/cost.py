@@ -472,6 +472,7 @@ def _builtin(table: str) -> dict[str, list[float]]:
 
 _lock = threading.Lock()
 _tables: dict[tuple[str, int, Path | None], dict[str, list[float]]] = {}
+_generation = 0
 
 
 def coefficients(table: str) -> dict[str, list[float]]:
@@ -554,8 +555,15 @@ def _aside(function: Callable[[], object]) -> object:
 
 def forget() -> None:
     """Forget what was read or measured, in this process; the files stay."""
+    global _generation
     _tables.clear()
     _choose.cache_clear()
+    _generation += 1
+
+
+def setting() -> tuple[int, str | None, int]:
+    """What an answer of `factored` depends on besides the work."""
+    return torch.get_num_threads(), os.environ.get(_VARIABLE), _generation
 
 
 def seconds(work: Work) -> dict[str, float]:

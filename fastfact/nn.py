@@ -47,6 +47,7 @@ class FactorizedLayer(nn.Module):
     path: str = "auto"
     paths = PATHS
     _kept: kept.Kept | None = None
+    _answer: tuple[tuple, bool] | None = None
 
     def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
         if not isinstance(spec, Spec):
@@ -227,7 +228,11 @@ class FactorizedLayer(nn.Module):
         )
         if transforming():
             return cost.factored_nominal(*self._work(None, False, training, x.dtype))
-        return cost.factored(self.work(tuple(x.shape), x, training))
+        # The question takes longer to put than an answer is worth that was given a call ago.
+        asked = x.shape, x.dtype, is_channels_last(x), training, self._nonzeros(), cost.setting()
+        if self._answer is None or self._answer[0] != asked:
+            self._answer = asked, cost.factored(self.work(tuple(x.shape), x, training))
+        return self._answer[1]
 
     def work(self, shape: tuple[int, ...], like: Tensor, training: bool) -> cost.Work:
         """What the cost model is asked about for an input of `shape`, in the memory format and dtype of `like`."""
@@ -251,7 +256,7 @@ class FactorizedLayer(nn.Module):
         return self.u, self.v, self._parameters.get("mu"), index, self.bias
 
     def _nonzeros(self) -> int:
-        return len(self.mu) if self.is_compact else 0
+        return len(self._parameters["mu"]) if self.is_compact else 0
 
     def _kept_weight(self, x: Tensor) -> Tensor | None:
         """W where it is kept and serves x."""
@@ -273,7 +278,7 @@ class FactorizedLayer(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self):
-        return {name: value for name, value in super().__getstate__().items() if name != "_kept"}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_kept", "_answer")}
 
     def _mark(self) -> None:
         parameter = self._parameters.get(self.spec.sparse_factor)
@@ -436,9 +441,10 @@ class FactorizedConv2d(FactorizedLayer):
             follows_x = self.spec.dense not in self._parameters or self.is_compact
             weight = self._weight(is_channels_last(x) if follows_x else None)
             self._keep(weight, x)
+        bias = self._parameters["bias"]
         if self.padding_mode != "zeros":
-            return nn.Conv2d._conv_forward(self, x, weight, self.bias)
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+            return nn.Conv2d._conv_forward(self, x, weight, bias)
+        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"

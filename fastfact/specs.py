@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastfact import ops
 from fastfact.kinds import check_kinds
-from fastfact.ops.weights import follows_channels_last, weight
+from fastfact.ops.weights import How, follows_channels_last, weight
 from fastfact.reference import LAYOUTS
 
 Size = tuple[int, ...]
@@ -158,10 +158,10 @@ class Rank1(Spec):
         mu, code = factors.get("mu"), LAYOUTS[self._op_layout(size)]
         if (index := factors.get("mu_index")) is not None:
             u, v = factors["u"], factors["v"]
-            return weight("compact_weight", False, (code,), bool(channels_last), None, u, v, mu, index)
+            return weight(How("compact_weight", False, (code,), bool(channels_last)), None, u, v, mu, index)
         if channels_last is None:
             channels_last = follows_channels_last(mu)
-        return weight("rank1_weight", False, (code,), channels_last, mu, factors["u"], factors["v"])
+        return weight(How("rank1_weight", False, (code,), channels_last), mu, factors["u"], factors["v"])
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class LowRank(Spec):
         sigma, settings = factors["sigma"], (LAYOUTS[self.layout], size, float(self.scaling))
         if channels_last is None:
             channels_last = follows_channels_last(sigma)
-        return weight("lowrank_weight", False, settings, channels_last, sigma, factors["A"], factors["B"])
+        return weight(How("lowrank_weight", False, settings, channels_last), sigma, factors["A"], factors["B"])
 
 
 @dataclass(frozen=True)
@@ -286,4 +286,5 @@ class Hadamard(Spec):
                 torch.einsum("rskl,is->iklr", factors[core], y).flatten(0, 2).to(y.dtype)
                 for core, y in (("t1", y1), ("t2", y2))
             )
-        return weight("hadamard_weight", False, (size, self.personalized), bool(channels_last), None, x1, y1, x2, y2)
+        how = How("hadamard_weight", False, (size, self.personalized), bool(channels_last))
+        return weight(how, None, x1, y1, x2, y2)

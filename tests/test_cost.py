@@ -269,3 +269,24 @@ def test_under_a_mode_it_is_measured_aside():
 
     with Refuse():
         assert cost._aside(lambda: (torch.ones(2) + 1).tolist()) == [2, 2]
+
+
+def test_a_layer_asks_again_only_when_the_question_changes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cost, "factored", lambda work: asked.append(work) or False)
+    layer = ff.nn.FactorizedConv2d(8, 8, 3, padding=1).compact(0.5)
+    x = torch.randn(2, 8, 6, 6)
+    for _ in range(3):
+        layer(x)
+    assert len(asked) == 1
+    for change in (
+        lambda: layer(x[:1]),
+        lambda: layer(x[:1].double().float().to(memory_format=torch.channels_last)),
+        lambda: torch.no_grad()(layer)(x),
+        lambda: layer.compact(0.2)(x),
+        lambda: (cost.forget(), layer(x)),
+    ):
+        before = len(asked)
+        change()
+        assert len(asked) == before + 1
+    assert "_answer" not in layer.__getstate__()

@@ -3,6 +3,8 @@
 One `autograd.Function` serves them all; its `vmap` rule folds a mapped axis into the client axis.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,29 +24,37 @@ from fastfact.ops.common import (
 from fastfact.reference import LAYOUTS
 
 
-def _forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4):
+class How(NamedTuple):
+    """A weight op and what it is asked for besides tensors; `clients`: whether these have the client axis."""
+
+    op: str
+    clients: bool
+    settings: tuple
+    channels_last: bool
+
+
+def _forward(how, dense, f1, f2, f3, f4):
+    op, clients, settings, channels_last = how
     tensors = (dense, f1, f2) if f3 is None else (f1, f2, f3, f4)
     return call(implementation(op), clients, tensors, *settings, channels_last)
 
 
-def _backward(op, clients, settings, needs, grad, f1, f2, f3, f4):
+def _backward(how, needs, grad, f1, f2, f3, f4):
+    op, clients, settings, _ = how
     tensors = (grad, f1, f2) if f3 is None else (grad, f1, f2, f3, f4)
     return call(implementation(op + "_backward"), clients, tensors, *settings, needs)
 
 
 def _gradients(ctx, grad):
     """What `backward` of a weight op returns. The gradient of `dense` is dW."""
-    *_, dense, n1, n2, n3, n4 = ctx.needs_input_grad
+    _, dense, n1, n2, n3, n4 = ctx.needs_input_grad
     g1 = g2 = g3 = g4 = None
     if n1 or n2 or n3 or n4:
         needs = n1 | n2 << 1 | n3 << 2 | n4 << 3
         transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
         backward = _WeightBackward.apply if transformed else _backward
-        g1, g2, g3, g4 = (*backward(ctx.op, ctx.clients, ctx.settings, needs, grad, *ctx.saved_tensors), None, None)[:4]
+        g1, g2, g3, g4 = (*backward(ctx.how, needs, grad, *ctx.saved_tensors), None, None)[:4]
     return (
-        None,
-        None,
-        None,
         None,
         grad if dense else None,
         g1 if n1 else None,
@@ -58,10 +68,10 @@ class _EagerWeight(torch.autograd.Function):
     """`_Weight` where nothing transforms it: a Function without `setup_context` has a third of the overhead."""
 
     @staticmethod
-    def forward(ctx, op, clients, settings, channels_last, dense, f1, f2, f3, f4):
-        ctx.op, ctx.clients, ctx.settings = op, clients, settings
+    def forward(ctx, how, dense, f1, f2, f3, f4):
+        ctx.how = how
         ctx.save_for_backward(f1, f2, f3, f4)
-        return _forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
+        return _forward(how, dense, f1, f2, f3, f4)
 
     @staticmethod
     def backward(ctx, grad):
@@ -76,23 +86,23 @@ class _Weight(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4):
-        return _forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
+    def forward(how, dense, f1, f2, f3, f4):
+        return _forward(how, dense, f1, f2, f3, f4)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.op, ctx.clients, ctx.settings = inputs[:3]
-        ctx.save_for_backward(*inputs[5:])
+        ctx.how = inputs[0]
+        ctx.save_for_backward(*inputs[2:])
 
     @staticmethod
     def backward(ctx, grad):
         return _gradients(ctx, grad)
 
     @staticmethod
-    def vmap(info, in_dims, op, clients, settings, channels_last, *tensors):
-        tensors = fold(info.batch_size, in_dims[4:], clients, tensors)
-        out = _Weight.apply(op, True, settings, channels_last, *tensors)
-        return out.unflatten(0, (info.batch_size, -1)) if clients else out, 0
+    def vmap(info, in_dims, how, *tensors):
+        tensors = fold(info.batch_size, in_dims[1:], how.clients, tensors)
+        out = _Weight.apply(how._replace(clients=True), *tensors)
+        return out.unflatten(0, (info.batch_size, -1)) if how.clients else out, 0
 
 
 class _WeightBackward(torch.autograd.Function):
@@ -101,44 +111,45 @@ class _WeightBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(op, clients, settings, needs, grad, f1, f2, f3, f4):
-        return _backward(op, clients, settings, needs, grad, f1, f2, f3, f4)
+    def forward(how, needs, grad, f1, f2, f3, f4):
+        return _backward(how, needs, grad, f1, f2, f3, f4)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.op, ctx.clients, ctx.settings, ctx.needs = inputs[:4]
-        ctx.save_for_backward(*inputs[4:])
+        ctx.how, ctx.needs = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
 
     @staticmethod
     def backward(ctx, *grads):
-        function = getattr(reference, ctx.op + "_backward")
+        op, clients, settings, _ = ctx.how
+        function = getattr(reference, op + "_backward")
         tensors = [t for t in ctx.saved_tensors if t is not None]
         floating = [t for t in tensors if t.is_floating_point()]
         constant = tensors[len(floating) :]
 
         def again(*floating):
-            return call(function, ctx.clients, (*floating, *constant), *ctx.settings, ctx.needs)
+            return call(function, clients, (*floating, *constant), *settings, ctx.needs)
 
         out = torch.func.vjp(again, *floating)[1](grads[: len(floating) - 1])
-        return (None, None, None, None, *out, *[None] * (5 - len(floating)))
+        return (None, None, *out, *[None] * (5 - len(floating)))
 
     @staticmethod
-    def vmap(info, in_dims, op, clients, settings, needs, *tensors):
-        tensors = fold(info.batch_size, in_dims[4:], clients, tensors)
-        out = _WeightBackward.apply(op, True, settings, needs, *tensors)
-        return unfold(info.batch_size, clients, needs, out)
+    def vmap(info, in_dims, how, needs, *tensors):
+        tensors = fold(info.batch_size, in_dims[2:], how.clients, tensors)
+        out = _WeightBackward.apply(how._replace(clients=True), needs, *tensors)
+        return unfold(info.batch_size, how.clients, needs, out)
 
 
-def weight(op: str, clients: bool, settings, channels_last: bool, dense, f1, f2, f3=None, f4=None) -> Tensor:
+def weight(how: How, dense, f1, f2, f3=None, f4=None) -> Tensor:
     """A weight op without the checks of its public function, for layers, whose factors fit by construction."""
     if not transforming():
         if not torch.is_grad_enabled():
-            return _forward(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
-        return _EagerWeight.apply(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
+            return _forward(how, dense, f1, f2, f3, f4)
+        return _EagerWeight.apply(how, dense, f1, f2, f3, f4)
     if must_be_plain():
         tensors = (dense, f1, f2) if f3 is None else (f1, f2, f3, f4)
-        return call(getattr(reference, op), clients, tensors, *settings, channels_last)
-    return _Weight.apply(op, clients, settings, channels_last, dense, f1, f2, f3, f4)
+        return call(getattr(reference, how.op), how.clients, tensors, *how.settings, how.channels_last)
+    return _Weight.apply(how, dense, f1, f2, f3, f4)
 
 
 def _layout(op: str, layout: str, allowed: tuple[str, ...]) -> int:
@@ -200,12 +211,11 @@ def rank1_weight(
         size = (*vs[1:], *us[1:])
     check(op, "mu", mu, size if index is None else index.shape[clients:], clients, u)
     if index is not None:
-        return weight(
-            "compact_weight", clients, (code,), bool(channels_last), None, u, v, mu, check_index(op, index, u)
-        )
+        how = How("compact_weight", clients, (code,), bool(channels_last))
+        return weight(how, None, u, v, mu, check_index(op, index, u))
     if channels_last is None:
         channels_last = follows_channels_last(mu)
-    return weight(op, clients, (code,), channels_last, mu, u, v)
+    return weight(How(op, clients, (code,), channels_last), mu, u, v)
 
 
 def lowrank_weight(
@@ -238,7 +248,7 @@ def lowrank_weight(
     check(op, "sigma", sigma, size, clients, a)
     if channels_last is None:
         channels_last = follows_channels_last(sigma)
-    return weight(op, clients, (code, size, float(scaling)), channels_last, sigma, a, b)
+    return weight(How(op, clients, (code, size, float(scaling)), channels_last), sigma, a, b)
 
 
 def lowrank_sides(size: tuple[int, ...], layout: str) -> tuple[int, int]:
@@ -275,4 +285,4 @@ def hadamard_weight(
     check(op, "y1", y1, (columns, x1.shape[-1]), clients, x1)
     check(op, "x2", x2, (size[0], x2.shape[-1]), clients, x1)
     check(op, "y2", y2, (columns, x2.shape[-1]), clients, x1)
-    return weight(op, clients, (size, bool(personalized)), channels_last, None, x1, y1, x2, y2)
+    return weight(How(op, clients, (size, bool(personalized)), channels_last), None, x1, y1, x2, y2)
