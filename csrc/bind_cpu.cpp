@@ -548,26 +548,55 @@ Tensor rows_linear_backward(std::vector<Tensor> samples, Tensor index, Tensor gr
   return dw;
 }
 
-std::tuple<Tensor, Tensor> softmax_loss(Tensor logits, Tensor labels) {
-  const char* op = "softmax_loss";
-  expect_dim(op, "logits", logits, 3);
-  const int64_t clients = logits.size(0), batch = logits.size(1), classes = logits.size(2);
-  const fastfact::Type type = type_of(op, logits);
+// The labels [clients, batch] in memory; `labels` keeps them.
+const int64_t* labels_of(const char* op, Tensor& labels, int64_t clients, int64_t batch, int64_t classes) {
   if (shape_of(labels) != Shape{clients, batch} || labels.scalar_type() != ScalarType::Long || !labels.is_cpu()) {
     fail(op, "labels has shape " + to_string(shape_of(labels)) + ", must be int64 " + to_string({clients, batch}) +
                  ", on the CPU");
   }
-  logits = torch::stable::contiguous(logits), labels = torch::stable::contiguous(labels);
+  labels = torch::stable::contiguous(labels);
   const auto* label = static_cast<const int64_t*>(labels.data_ptr());
   for (int64_t n = 0; n < clients * batch; ++n) {
     if (label[n] < 0 || label[n] >= classes) {
       fail(op, "labels has " + std::to_string(label[n]) + ", must be 0 to " + std::to_string(classes - 1));
     }
   }
+  return label;
+}
+
+std::tuple<Tensor, Tensor> softmax_loss(Tensor logits, Tensor labels) {
+  const char* op = "softmax_loss";
+  expect_dim(op, "logits", logits, 3);
+  const int64_t clients = logits.size(0), batch = logits.size(1), classes = logits.size(2);
+  const fastfact::Type type = type_of(op, logits);
+  const int64_t* label = labels_of(op, labels, clients, batch, classes);
+  logits = torch::stable::contiguous(logits);
   Tensor losses = empty(logits, {clients}), grad = empty(logits, {clients, batch, classes});
   fastfact::softmax_loss({type, clients, batch, classes, logits.data_ptr(), label, losses.data_ptr(), grad.data_ptr()},
                          parallel_for);
   return {losses, grad};
+}
+
+std::tuple<Tensor, Tensor, Tensor> rows_softmax_loss(std::vector<Tensor> samples, Tensor index, Tensor weight,
+                                                     std::optional<Tensor> bias, Tensor labels) {
+  const char* op = "rows_softmax_loss";
+  const RowsOf of(op, std::move(samples), index);
+  const auto [clients, batch, width] = std::tuple(of.rows.clients, of.rows.batch, of.rows.width);
+  expect_dim(op, "weight", weight, 3);
+  const int64_t classes = weight.size(1);
+  const fastfact::Type type = type_of(op, weight);
+  expect(op, "weight", weight, {clients, classes, width}, of.samples[0]);
+  if (bias) expect(op, "bias", *bias, {clients, classes}, weight);
+  const int64_t* label = labels_of(op, labels, clients, batch, classes);
+  weight = dense(weight);
+  if (bias) bias = torch::stable::contiguous(*bias);
+  Tensor losses = empty(weight, {clients}), grad = empty(weight, {clients, batch, classes});
+  Tensor dw = empty(weight, {clients, classes, width});
+  fastfact::rows_softmax_loss(of.rows,
+                              {type, clients, batch, classes, nullptr, label, losses.data_ptr(), grad.data_ptr()},
+                              in(weight), bias ? fastfact::In{bias->data_ptr(), classes} : fastfact::In{},
+                              dw.data_ptr(), torch::stable::get_num_threads(), parallel_for);
+  return {losses, grad, dw};
 }
 
 }  // namespace
@@ -588,4 +617,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("rows_linear", TORCH_BOX(&rows_linear));
   m.impl("rows_linear_backward", TORCH_BOX(&rows_linear_backward));
   m.impl("softmax_loss", TORCH_BOX(&softmax_loss));
+  m.impl("rows_softmax_loss", TORCH_BOX(&rows_softmax_loss));
 }

@@ -38,7 +38,7 @@ OPS = (
     "srht",
 )
 # Ops of cohorts that train on the CPU, without kernels for other devices.
-CPU_OPS = ("gather_rows", "rows_linear", "rows_linear_backward", "softmax_loss")
+CPU_OPS = ("gather_rows", "rows_linear", "rows_linear_backward", "softmax_loss", "rows_softmax_loss")
 # Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
 TRITON_OPS = (
     "factored_conv2d",

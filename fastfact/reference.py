@@ -435,3 +435,13 @@ def softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     losses = -logs.gather(2, labels[:, :, None]).mean((1, 2))
     grad = logs.exp().scatter_add(2, labels[:, :, None], logs.new_full((*labels.shape, 1), -1))
     return losses, grad / labels.shape[1]
+
+
+def rows_softmax_loss(
+    samples: list[Tensor], index: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax_loss` of the logits [k, b, c] of `rows_linear` with weight [k, c, i] and bias [k, c], and the weight's
+    gradient [k, c, i]."""
+    logits = rows_linear(samples, index, weight)
+    losses, grad = softmax_loss(logits if bias is None else logits + bias[:, None], labels)
+    return losses, grad, rows_linear_backward(samples, index, grad)

@@ -395,6 +395,20 @@ void products_with_rows() {
   }
   compare("softmax_loss", losses, losses_true);
   compare("softmax_loss gradient", dlogits, dlogits_true);
+  auto joint_losses = unwritten<T>(k), joint_grad = unwritten<T>(k * batch * outputs);
+  auto joint_dw = unwritten<T>(k * outputs * width);
+  const SoftmaxLoss loss{kType<T>, k, batch, outputs, nullptr, labels.data(), joint_losses.data(), joint_grad.data()};
+  rows_softmax_loss(rows, loss, weight.in(), {}, joint_dw.data(), pick_int(1, 3), threads);
+  softmax_loss({kType<T>, k, batch, outputs, y.data(), labels.data(), losses.data(), dlogits.data()}, threads);
+  rows_linear_backward(rows, kType<T>, {dlogits.data(), batch * outputs}, outputs, dw.data(), threads);
+  for (int64_t c = 0; c < k; ++c) {
+    const double got = to_compute(joint_losses[c]), wanted = to_compute(losses[c]);
+    if (got != wanted) fail("rows_softmax_loss", c, got, wanted);
+  }
+  for (size_t at = 0; at < dw.size(); ++at) {
+    const double got = to_compute(joint_dw[at]), wanted = to_compute(dw[at]);
+    if (got != wanted) fail("rows_softmax_loss dw", at, got, wanted);
+  }
 }
 
 template <class T, class V>

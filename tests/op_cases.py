@@ -443,6 +443,24 @@ def rows(impl, dtype, device, k, batch, outputs, shape):
                 assert (out.double() - truth).abs().max().item() <= allowed
 
 
+def rows_softmax_loss(impl, dtype, k, batch, classes, shape):
+    """The operations it joins, one after another, bit for bit."""
+    samples = [draw(batch + 3 + j, *shape, dtype=dtype, device=torch.device("cpu")) for j in range(k)]
+    samples[-1] = variants(samples[-1], "gaps")
+    index = torch.stack([torch.randperm(batch + 3)[:batch] for _ in samples])
+    labels = torch.randint(classes, (k, 2 * batch))[:, ::2]
+    weight = draw(k, classes, torch.Size(shape).numel(), dtype=dtype, device=torch.device("cpu"))
+    gaps = draw(k, classes + 1, dtype=dtype, device=torch.device("cpu"))[:, 1:]
+    for some, bias in itertools.product([weight, *(variants(weight, how) for how in ("gaps", "shared"))], [None, gaps]):
+        logits = impl.rows_linear(samples, index, some)
+        losses, grad = impl.softmax_loss(logits if bias is None else logits + bias[:, None], labels)
+        wanted = losses, grad, impl.rows_linear_backward(samples, index, grad)
+        found = impl.rows_softmax_loss(samples, index, some, bias, labels)
+        plain = reference.rows_softmax_loss(samples, index, some, bias, labels)
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, wanted, strict=True))
+        assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in plain]
+
+
 def softmax_loss(impl, dtype, device, k, batch, classes):
     logits = 3 * draw(k, batch, classes, dtype=dtype, device=device)
     check(impl, "softmax_loss", (logits, torch.randint(classes, (k, batch), device=device)), dtype)

@@ -221,6 +221,8 @@ def test_opcheck_of_rows_and_the_loss():
     torch.library.opcheck(raw.rows_linear.default, (samples, index, torch.randn(2, 4, 6)))
     torch.library.opcheck(raw.rows_linear_backward.default, (samples, index, torch.randn(2, 3, 4)))
     torch.library.opcheck(raw.softmax_loss.default, (torch.randn(2, 3, 5), index))
+    weight, bias = torch.randn(2, 5, 6), torch.randn(2, 5)
+    torch.library.opcheck(raw.rows_softmax_loss.default, (samples, index, weight, bias, index))
 
 
 def test_cross_entropy_of_many():

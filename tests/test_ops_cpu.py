@@ -270,6 +270,18 @@ def test_softmax_loss(case, dtype):
     op_cases.softmax_loss(Compiled(), dtype, CPU, *case)
 
 
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("case", op_cases.ROWS, ids=str)
+def test_rows_softmax_loss(case, threads, dtype):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        op_cases.rows_softmax_loss(Compiled(), dtype, *case)
+    finally:
+        torch.set_num_threads(before)
+
+
 def error(op, *args):
     with pytest.raises((ValueError, RuntimeError), match=op) as caught:
         getattr(torch.ops.fastfact, op)(*args)
@@ -318,6 +330,10 @@ def test_the_raw_ops_refuse_what_does_not_fit():
     assert "grad has shape [2, 3, 7], must be [2, 2," in error("rows_linear_backward", x, index, torch.zeros(2, 3, 7))
     assert "labels has shape [2, 2]" in error("softmax_loss", torch.zeros(2, 3, 4), index)
     assert "labels has 4, must be 0 to 3" in error("softmax_loss", torch.zeros(2, 2, 4), index)
+    weight, bias = torch.zeros(2, 4, 3), torch.zeros(2, 3)
+    assert "weight has shape [4, 3]" in error("rows_softmax_loss", x, index, weight[0], None, index)
+    assert "bias has shape [2, 3], must be [2, 4]" in error("rows_softmax_loss", x, index, weight, bias, index)
+    assert "labels has 4, must be 0 to 3" in error("rows_softmax_loss", x, index, weight, None, index)
     keys, valid = torch.zeros(4, 3), torch.ones(4, dtype=torch.bool)
     assert "2 dimensions" in error("similarity_sums", keys[0], [], None, 0, 1, 1.0, 0.0, False)
     assert "keys must be float32" in error("similarity_sums", keys.long(), [], None, 0, 4, 1.0, 0.0, False)

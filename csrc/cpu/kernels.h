@@ -188,6 +188,12 @@ struct SoftmaxLoss {
 };
 void softmax_loss(const SoftmaxLoss& op, ParallelFor);
 
+// The same for logits = rows · weightᵀ + bias, with dw as `rows_linear_backward` gives it: a client after another, so
+// that its rows are read from memory once. `op.logits` is not read; bias [clients, classes] may be null. threads: how
+// many `parallel_for` has; with fewer clients each product is shared by all of them.
+void rows_softmax_loss(const SampleRows& rows, const SoftmaxLoss& op, const In& weight, const In& bias, void* dw,
+                       int64_t threads, ParallelFor);
+
 // Which instruction set the kernels use: "x86-64-v4", "x86-64-v3" or "baseline".
 const char* instruction_set();
 

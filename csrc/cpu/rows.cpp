@@ -195,6 +195,43 @@ struct RowsLinearBackward {
   }
 };
 
+// How many rows of x `RowsLinear` takes at a time.
+int64_t rows_together() { return register_bytes() == 64 ? 4 : 2; }
+
+// The logits of a client may be where its gradient is to be.
+template <class T>
+void softmax(const SoftmaxLoss& op, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const int64_t classes = op.classes, batch = op.batch;
+  Scratch<C> power(classes);
+  C* e = power.get();
+  for (int64_t k = begin; k < end; ++k) {
+    C loss = 0;
+    for (int64_t n = k * batch; n < (k + 1) * batch; ++n) {
+      const T* x = static_cast<const T*>(op.logits) + n * classes;
+      T* g = static_cast<T*>(op.grad) + n * classes;
+      const int64_t label = op.labels[n];
+      C most = to_compute(x[0]), sum = 0;
+      for (int64_t c = 1; c < classes; ++c) most = std::max(most, to_compute(x[c]));
+      for (int64_t c = 0; c < classes; ++c) sum += e[c] = std::exp(to_compute(x[c]) - most);
+      loss += std::log(sum) + most - to_compute(x[label]);
+      for (int64_t c = 0; c < classes; ++c) g[c] = from_compute<T>((e[c] / sum - C(c == label)) / C(batch));
+    }
+    static_cast<T*>(op.losses)[k] = from_compute<T>(loss / C(batch));
+  }
+}
+
+template <class T>
+void add_bias(const SoftmaxLoss& op, const In& bias, T* logits, int64_t begin, int64_t end) {
+  for (int64_t k = begin; bias.data && k < end; ++k) {
+    const T* b = client<T>(bias, k);
+    T* y = logits + k * op.batch * op.classes;
+    for (int64_t n = 0; n < op.batch; ++n, y += op.classes) {
+      for (int64_t c = 0; c < op.classes; ++c) y[c] = from_compute<T>(to_compute(y[c]) + to_compute(b[c]));
+    }
+  }
+}
+
 }  // namespace
 
 void gather_rows(const SampleRows& rows, int64_t bytes, void* out, ParallelFor parallel_for) {
@@ -211,7 +248,7 @@ void gather_rows(const SampleRows& rows, int64_t bytes, void* out, ParallelFor p
 void rows_linear(const SampleRows& rows, Type type, const In& weight, int64_t outputs, void* y,
                  ParallelFor parallel_for) {
   if (outputs == 0 || rows.batch == 0) return;
-  const int64_t tile = register_bytes() == 64 ? 4 : 2;
+  const int64_t tile = rows_together();
   const int64_t groups = ceil_div(rows.batch, tile), work = tile * outputs * (rows.width + 1);
   parallel(parallel_for, rows.clients * groups, ceil_div(1 << 17, work), [&](int64_t begin, int64_t end) {
     with_type(type, [&](auto t) {
@@ -234,32 +271,38 @@ void rows_linear_backward(const SampleRows& rows, Type type, const In& grad, int
 }
 
 void softmax_loss(const SoftmaxLoss& op, ParallelFor parallel_for) {
-  const int64_t classes = op.classes, batch = op.batch;
-  parallel(parallel_for, op.clients, ceil_div(2048, std::max<int64_t>(batch * classes, 1)),
-           [&](int64_t begin, int64_t end) {
-             with_type(op.type, [&](auto type) {
-               using T = decltype(type);
-               using C = Compute<T>;
-               Scratch<C> power(classes);
-               C* e = power.get();
-               for (int64_t k = begin; k < end; ++k) {
-                 C loss = 0;
-                 for (int64_t n = k * batch; n < (k + 1) * batch; ++n) {
-                   const T* x = static_cast<const T*>(op.logits) + n * classes;
-                   T* g = static_cast<T*>(op.grad) + n * classes;
-                   const int64_t label = op.labels[n];
-                   C most = to_compute(x[0]), sum = 0;
-                   for (int64_t c = 1; c < classes; ++c) most = std::max(most, to_compute(x[c]));
-                   for (int64_t c = 0; c < classes; ++c) sum += e[c] = std::exp(to_compute(x[c]) - most);
-                   loss += std::log(sum) + most - to_compute(x[label]);
-                   for (int64_t c = 0; c < classes; ++c) {
-                     g[c] = from_compute<T>((e[c] / sum - C(c == label)) / C(batch));
-                   }
-                 }
-                 static_cast<T*>(op.losses)[k] = from_compute<T>(loss / C(batch));
-               }
-             });
-           });
+  parallel(
+      parallel_for, op.clients, ceil_div(2048, std::max<int64_t>(op.batch * op.classes, 1)),
+      [&](int64_t begin, int64_t end) { with_type(op.type, [&](auto t) { softmax<decltype(t)>(op, begin, end); }); });
+}
+
+void rows_softmax_loss(const SampleRows& rows, const SoftmaxLoss& op, const In& weight, const In& bias, void* dw,
+                       int64_t threads, ParallelFor parallel_for) {
+  with_type(op.type, [&](auto type) {
+    using T = decltype(type);
+    // The logits are where their gradient will be.
+    SoftmaxLoss loss = op;
+    loss.logits = op.grad;
+    T* logits = static_cast<T*>(op.grad);
+    const In grad{op.grad, op.batch * op.classes};
+    if (rows.clients < threads) {
+      rows_linear(rows, op.type, weight, op.classes, logits, parallel_for);
+      add_bias(op, bias, logits, 0, op.clients);
+      softmax_loss(loss, parallel_for);
+      rows_linear_backward(rows, op.type, grad, op.classes, dw, parallel_for);
+      return;
+    }
+    const int64_t groups = ceil_div(rows.batch, rows_together()), pieces = ceil_div(rows.width, kPiece);
+    parallel(parallel_for, rows.clients, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k) {
+        if (groups) dispatch<RowsLinear, T>(rows, weight, op.classes, logits, k * groups, (k + 1) * groups);
+        add_bias(op, bias, logits, k, k + 1);
+        softmax<T>(loss, k, k + 1);
+        if (pieces)
+          dispatch<RowsLinearBackward, T>(rows, grad, op.classes, static_cast<T*>(dw), k * pieces, (k + 1) * pieces);
+      }
+    });
+  });
 }
 
 }  // namespace fastfact

@@ -1,6 +1,7 @@
 """A function of tensors as the list of operations it runs: what autograd and `vmap` decide anew in each call, once."""
 
 import logging
+import operator
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -8,11 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 log = logging.getLogger("fastfact")
-aten = torch.ops.aten
+aten, fastfact = torch.ops.aten, torch.ops.fastfact
 
 Function = Callable[..., Sequence[Tensor]]
 PATIENCE = 4
@@ -80,6 +81,7 @@ def record(function: Function, model: nn.Module, tensors: Sequence[Tensor], free
             return None
         graph = make_fx(function)(*other)
         simplify(graph)
+        join(graph)
         with torch.no_grad():
             for copy, tensor in zip(other[free:], tensors[free:], strict=True):
                 copy.copy_(tensor)
@@ -112,13 +114,17 @@ def remembers(model: nn.Module) -> dict | None:
 
 def simplify(graph: GraphModule) -> None:
     """Leave out what changes nothing: aliases, views of the shape a tensor has, products with 1, axes exchanged and
-    back; and what nobody reads."""
+    back or left in order; and what nobody reads."""
     for node in graph.graph.nodes:
         same, args = None, node.args
         if node.target in (aten.detach.default, aten.alias.default):
             same = args[0]
         elif node.target in _CAN_BE_NOTHING or (node.target == aten.mul.Scalar and args[1] == 1):
             same = args[0] if _shape(node) == _shape(args[0]) else None
+        elif node.target == aten.mul.Tensor and any(map(_is_one, args)):
+            same = next((arg for arg in args if _shape(arg) == _shape(node) and not _is_one(arg)), None)
+        elif node.target == aten.permute.default and list(args[1]) == sorted(args[1]):
+            same = args[0]
         elif node.target == aten.transpose.int == args[0].target and set(args[1:]) == set(args[0].args[1:]):
             same = args[0].args[0]
         if same is not None:
@@ -128,6 +134,51 @@ def simplify(graph: GraphModule) -> None:
     graph.recompile()
 
 
+def _is_one(node) -> bool:
+    """Whether all its elements are 1."""
+    while isinstance(node, Node) and node.target in _CAN_BE_NOTHING:
+        node = node.args[0]
+    return _calls(node, aten.ones_like.default)
+
+
+def join(graph: GraphModule) -> None:
+    """The products of a last layer that reads rows where they are, and the loss between them, as one operation."""
+    for node in graph.graph.find_nodes(op="call_function", target=fastfact.rows_linear_backward.default):
+        rows, grad = node.args[:2], node.args[2]
+        loss = grad.args[0] if grad.target == operator.getitem else None
+        if not _calls(loss, fastfact.softmax_loss.default):
+            continue
+        logits, bias = loss.args[0], None
+        if _calls(logits, aten.add.Tensor) and len(logits.users) == 1 and not logits.kwargs:
+            bias, logits = sorted(logits.args, key=_is_product)
+        if not _is_product(logits) or logits.args[:2] != rows or len(logits.users) > 1:
+            continue
+        with graph.graph.inserting_before(loss):
+            if bias is not None:
+                shape, dtype = _shape(logits)
+                if _shape(bias) != ((shape[0], 1, shape[2]), dtype):
+                    continue
+                bias = graph.graph.call_function(aten.squeeze.dim, (bias, 1))
+            joint = graph.graph.call_function(
+                fastfact.rows_softmax_loss.default, (*rows, logits.args[2], bias, loss.args[1])
+            )
+            dw = graph.graph.call_function(operator.getitem, (joint, 2))
+        loss.replace_all_uses_with(joint)
+        node.replace_all_uses_with(dw)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _calls(node, target) -> bool:
+    return isinstance(node, Node) and node.target == target
+
+
+def _is_product(node) -> bool:
+    return _calls(node, fastfact.rows_linear.default)
+
+
 def _shape(node) -> tuple | None:
+    if not isinstance(node, Node):
+        return None
     tensor = node.meta.get("val", node.meta.get("tensor_meta"))
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)

@@ -35,6 +35,8 @@ SCHEMAS = {
     "rows_linear": "(Tensor[] samples, Tensor index, Tensor weight) -> Tensor",
     "rows_linear_backward": "(Tensor[] samples, Tensor index, Tensor grad) -> Tensor",
     "softmax_loss": "(Tensor logits, Tensor labels) -> (Tensor, Tensor)",
+    "rows_softmax_loss": "(Tensor[] samples, Tensor index, Tensor weight, Tensor? bias, Tensor labels)"
+    " -> (Tensor, Tensor, Tensor)",
     "factored_conv2d": "(Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index, Tensor? bias, int[] size,"
     " int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
     "factored_conv2d_backward": "(Tensor grad, Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index,"
@@ -143,6 +145,11 @@ _FAKES = {
         len(index), grad.shape[2], samples[0].shape[1:].numel()
     ),
     "softmax_loss": lambda logits, labels: (logits.new_empty(len(logits)), torch.empty_like(logits)),
+    "rows_softmax_loss": lambda samples, index, weight, bias, labels: (
+        weight.new_empty(len(weight)),
+        weight.new_empty(*index.shape, weight.shape[1]),
+        weight.new_empty(weight.shape),
+    ),
     "factored_conv2d": _fake_factored_conv2d,
     "factored_conv2d_backward": _fake_factored_conv2d_backward,
     "fused_conv2d": lambda x, u, v, mu, index, bias, layout, size, channels_last, *settings: _fake_factored_conv2d(

@@ -1,11 +1,13 @@
 """A cohort's gradient on the CPU is recorded once and replayed: same numbers, and only where nothing else is done."""
 
+import functools
 import math
 import random
 
 import pytest
 import torch
 from torch import nn
+from torch.func import grad_and_value, vmap
 
 from fastfact import ops
 from fastfact.backends import _dispatched, implementation
@@ -112,6 +114,35 @@ def test_what_nobody_reads_is_left_out(make):
     index, other = torch.tensor([[1, 2], [6, 0]]), torch.randn(7, 6, dtype=torch.float64)
     (found,) = replay(x[0], other, index, weight)
     torch.testing.assert_close(found, torch.stack([x[0][index[0]], other[index[1]]]) @ weight.transpose(1, 2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_classifier_on_the_samples_is_one_operation(bias):
+    """Its products and the loss between them; a model in which something else reads the logits stays as it is."""
+    samples, index = [torch.randn(n, 6, dtype=torch.float64) for n in (5, 4)], torch.tensor([[0, 4, 2], [3, 1, 3]])
+    state = [torch.randn(2, 3, 6, dtype=torch.float64)] + [torch.randn(2, 3, dtype=torch.float64)] * bias
+
+    def gradients(objective, *tensors):
+        with ops.Rows(tensors[:2], tensors[2]) as rows:
+
+            def loss(state, x, y):
+                return objective(nn.functional.linear(x, *state), y)
+
+            grads, losses = vmap(grad_and_value(loss))(tensors[3:], rows.x, tensors[2] % 3)
+        return [losses, *grads]
+
+    def penalized(logits, y):
+        return ops.cross_entropy(logits, y) + logits.square().mean()
+
+    for objective, joint in ((ops.cross_entropy, True), (penalized, False)):
+        function = functools.partial(gradients, objective)
+        replay = recorded.record(function, nn.Linear(6, 3), [*samples, index, *state], 2)
+        targets = [node.target for node in replay.__self__.graph.nodes]
+        assert (torch.ops.fastfact.rows_softmax_loss.default in targets) == joint
+        assert (torch.ops.fastfact.rows_linear.default in targets) != joint
+        others = [*samples[::-1], index.flip(1) % 4, *(tensor / 2 for tensor in state)]
+        for found, wanted in zip(replay(*others), function(*others), strict=True):
+            assert torch.equal(found, wanted)
 
 
 class Counting(nn.Module):
