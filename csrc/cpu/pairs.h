@@ -55,12 +55,11 @@ FF_INLINE Operands<E, B> load_operands(const E* p) {
   return out;
 }
 
-// As a number in float, of which the compiler makes one instruction.
-template <int B, class E>
-FF_INLINE Operands<E, B> spread(const E* p) {
-  std::conditional_t<std::is_same_v<E, Pair>, float, E> number;
-  std::memcpy(&number, p, sizeof(number));
-  return bit_cast<Operands<E, B>>(number - typename VecOf<decltype(number), B>::Type{});
+// A pair as a number of as many bits, of which the compiler makes a register by one instruction.
+FF_INLINE float as_number(const Pair* p) { return bit_cast<float>(*p); }
+template <class E>
+FF_INLINE E as_number(const E* p) {
+  return *p;
 }
 
 // sum += a · b, of pairs the sum of two products.

@@ -139,9 +139,16 @@ struct Tiles {
       for (int p = 0; p < N; ++p) x[p] = load_operands<B>(right + p * L);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
-        const Operands<E, B> weight = spread<B>(left.data + m * left.row);
+        // Here, not in a function that returns it: of that the compiler makes one instruction for each lane.
+        const auto weight = as_number(left.data + m * left.row) - V{};
 #pragma GCC unroll 4
-        for (int p = 0; p < N; ++p) add_product<E, B>(sums[m][p], weight, x[p]);
+        for (int p = 0; p < N; ++p) {
+          if constexpr (std::is_same_v<E, C>) {
+            sums[m][p] += weight * x[p];
+          } else {
+            add_product<E, B>(sums[m][p], bit_cast<Operands<E, B>>(weight), x[p]);
+          }
+        }
       }
       left.data += left.step, right += right_step;
     };
