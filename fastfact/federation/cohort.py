@@ -108,10 +108,16 @@ def stack(tensors: Mapping[str, Tensor], k: int) -> State:
     return state
 
 
+def index_of(rows: Sequence[int]) -> slice | list[int]:
+    """Some rows as an index of a tensor: a slice, which makes no copy, if they follow each other."""
+    rows = list(rows)
+    together = rows and rows == list(range(rows[0], rows[-1] + 1))
+    return slice(rows[0], rows[-1] + 1) if together else rows
+
+
 def take(state: State, rows: Sequence[int], out: State | None = None) -> State:
     """A copy of some rows, into `out` (of that many rows) if given."""
-    rows = list(rows)
-    some = slice(rows[0], rows[-1] + 1) if rows == list(range(rows[0], rows[-1] + 1)) else rows
+    rows, some = list(rows), index_of(rows)
     out = out or {name: like_rows(tensor, len(rows)) for name, tensor in state.items()}
     for name, tensor in state.items():
         out[name].copy_(tensor[some])

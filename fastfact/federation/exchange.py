@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fastfact.federation.cohort import State, TensorInfo
+from fastfact.federation.cohort import State, TensorInfo, index_of
 from fastfact.federation.group import Shard
 from fastfact.federation.strategy import Strategy, Uploads
 from fastfact.federation.train import Encoder
@@ -167,6 +167,13 @@ class Downloads:
     def _tell(self, client: int, count: int) -> None:
         self.ledger.add(self.round, "up", [client], reply(count))
 
+    def overwritten(self, clients: Sequence[int]) -> list[str]:
+        """The tensors that `deliver` replaces for all of the clients, whatever they hold."""
+        exchange = self.exchange
+        if type(exchange.method).receive is not Strategy.receive or any(k not in self.places for k in clients):
+            return []
+        return [name for name in self.mixed if name not in exchange.rows("down", self.uploads.memory)]
+
     def deliver(self, clients: Sequence[int], work: State) -> None:
         """Bring the states `work` [len(clients), …] of some of the clients up to date, in place.
 
@@ -178,7 +185,7 @@ class Downloads:
         places = [self.places[clients[row]] for row in rows]
         whole = places == list(uploads.here)
         at = [place - uploads.here.start for place in places]
-        mixed = self.mixed if whole else {name: tensor[at] for name, tensor in self.mixed.items()}
+        mixed = self.mixed if whole else {name: tensor[index_of(at)] for name, tensor in self.mixed.items()}
         self._receive([clients[row] for row in rows], rows, mixed, work)
         rows = [row for row, client in enumerate(clients) if client not in self.places]
         missed = [clients[row] for row in rows]

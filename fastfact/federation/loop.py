@@ -420,17 +420,14 @@ class Federation:
         clients = self._shard.mine(self.select(round))
         done = Round(round, Ledger(), dict(self.memory), self.last)
         size = self._block(len(clients))
+        blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)]
         # A process without a client in this round takes part in the mix.
-        blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)] or [[]]
-        downloads, report = None, Report(round, [], [], [])
+        downloads, report = self._downloads(round, clients, done), Report(round, [], [], [])
+        self.states.reserve(len(clients))
         for number, block in enumerate(blocks):
-            work = self.states.work(block)
+            work = self.states.work(block, () if downloads is None else downloads.overwritten(block))
             if number + 1 < len(blocks):
                 self.states.ahead(blocks[number + 1])
-            if not number:
-                downloads = self._downloads(round, clients, work if len(blocks) == 1 else None, done)
-            if not block:
-                break
             self._data.keep(block)
             begin = number * size
             progress = on_client and (lambda r, k, n, _, begin=begin: on_client(r, k, begin + n, len(clients)))
@@ -515,19 +512,17 @@ class Federation:
         loaded = each * (5 if self.settings["store"] == MEMORY else 20) // 4
         return memory.Need(fixed, loaded, 3 * each + memory.WORKSPACE * activations)
 
-    def _downloads(self, round: int, clients: list[int], work: State | None, done: Round) -> Downloads | None:
-        """The mix of the last round's uploads; None where there is nothing to mix. work: all `clients`, if loaded."""
+    def _downloads(self, round: int, clients: list[int], done: Round) -> Downloads | None:
+        """The mix of the last round's uploads; None where there is nothing to mix."""
         if not self.shared or self.last is None:
             return None
-        same = self._shard.mine(self.last.clients) == clients
-        uploads = self._uploads(self.last, work if same else None, done.memory)
+        uploads = self._uploads(self.last, done.memory)
         return Downloads(self._exchange, uploads, round, clients, done.ledger, self._samples_of, self._loss_of)
 
-    def _uploads(self, last: Report, state: State | None, memory: State) -> Uploads:
-        """What the server has of a round (`state` if the clients' are already loaded)."""
-        if state is None:
-            clients = self._shard.mine(last.clients)
-            state = self.states.load(clients, names=None if self._exchange.measured else self.uploaded)
+    def _uploads(self, last: Report, memory: State) -> Uploads:
+        """What the server has of a round."""
+        names = None if self._exchange.measured else self.uploaded
+        state = self.states.read(self._shard.mine(last.clients), names)
         return self._exchange.uploads(last, state, memory, self._shard)
 
     def _samples_of(self, client: int) -> int:
@@ -578,7 +573,7 @@ class Federation:
         """The models as the next round's download would make them: for FedAvg, the global model at every k."""
         clients, state = list(self.here), self.states.load(range(len(self)))
         own = {name: tensor[self.here.start : self.here.stop] for name, tensor in state.items()}
-        downloads = self._downloads(self.round + 1, clients, own, Round(0, Ledger(), dict(self.memory), None))
+        downloads = self._downloads(self.round + 1, clients, Round(0, Ledger(), dict(self.memory), None))
         if downloads is not None:
             downloads.deliver(clients, own)
         return Models(self.template, Stacked.of(state))
@@ -640,7 +635,7 @@ class Federation:
         if self.shared and self.last is not None:
             at = torch.tensor(self.last.clients)
             matrix[at[:, None], at] = (
-                self.method.weights(self._uploads(self.last, None, dict(self.memory))).double().cpu()
+                self.method.weights(self._uploads(self.last, dict(self.memory))).double().cpu()
             )
         return matrix
 

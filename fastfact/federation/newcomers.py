@@ -95,7 +95,7 @@ def _download(fed: "Federation", round: int, places: list[int], work: State, led
         }
         return fed._trainer.loss(own | state, data[row].held_out)
 
-    uploads = fed._uploads(fed.last, None, memory)
+    uploads = fed._uploads(fed.last, memory)
     samples = [len(client.train[1]) for client in data]
     downloads = Downloads(fed._exchange, uploads, round, places, ledger, lambda k: samples[k - places[0]], evaluate)
     downloads.deliver(places, work)

@@ -14,7 +14,7 @@ nor records that change their length, as μ does.
 import json
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,9 +41,15 @@ class States(Protocol):
         """A copy of the committed state of some clients, [len(clients), …], into `out` if given; only `names` if
         given."""
 
-    def work(self, clients: Sequence[int]) -> State:
+    def read(self, clients: Sequence[int], names: Sequence[str] | None = None) -> State:
+        """The committed state of some clients as `load` gives it, not to be changed, and good until the next commit."""
+
+    def work(self, clients: Sequence[int], but: Collection[str] = ()) -> State:
         """The committed state of some clients as `load` gives it, to be changed and handed to `store` before the next
-        are asked for: in memory that is used again."""
+        are asked for: in memory that is used again. but: tensors that will be overwritten, with anything in them."""
+
+    def reserve(self, n: int) -> None:
+        """Say how many clients will be stored until the next commit."""
 
     def ahead(self, clients: Sequence[int]) -> None:
         """Say which clients will be asked for next."""
@@ -132,14 +138,20 @@ class Stacked:
                 out[name][mask] = self.stack[name][rows[there].to(mask.device)]
         return out
 
-    def work(self, clients: Sequence[int]) -> State:
+    def read(self, clients: Sequence[int], names: Sequence[str] | None = None) -> State:
+        rows = self.row[torch.as_tensor(list(clients), dtype=torch.long)]
+        if not follow(rows) or rows[0] < 0:
+            return self.load(clients, names=names)
+        return {name: rows_of(self.stack[name], rows) for name in (self.initial if names is None else names)}
+
+    def work(self, clients: Sequence[int], but: Collection[str] = ()) -> State:
         self._forget_work()
         self.reserved = rows = self._rows(len(clients))
         if follow(rows):
             self.working = {name: rows_of(tensor, rows) for name, tensor in self.stack.items()}
         else:
             self.working = self.buffer = again(self.buffer, self.initial, len(clients))
-        return self.load(clients, self.working)
+        return self.load(clients, self.working, [name for name in self.initial if name not in but])
 
     def _forget_work(self) -> None:
         self.free = torch.cat([self.free, self.reserved]).sort().values
@@ -161,15 +173,20 @@ class Stacked:
                 place.copy_(tensor)
         self.pending.append((torch.as_tensor(list(clients), dtype=torch.long), rows))
 
-    def _rows(self, n: int) -> Tensor:
-        """n rows that hold nobody's state."""
+    def reserve(self, n: int) -> None:
+        self._forget_work()
         if len(self.free) < n:
             size = len(next(iter(self.stack.values())))
-            more = max(n - len(self.free), min(size, self.k))
+            # The next commit has clients in n rows, so another n are wanted then; k + n are always enough.
+            more = max(n - len(self.free), min(max(size, 2 * n), self.k + n - size))
             for name, tensor in self.stack.items():
                 self.stack[name] = like_rows(tensor, size + more)
                 self.stack[name][:size] = tensor
             self.free = torch.cat([self.free, torch.arange(size, size + more)])
+
+    def _rows(self, n: int) -> Tensor:
+        """n rows that hold nobody's state."""
+        self.reserve(n)
         rows, self.free = self.free[:n], self.free[n:]
         return rows
 
@@ -242,9 +259,15 @@ class Records:
 
     state = Stacked.state
 
-    def work(self, clients: Sequence[int]) -> State:
+    def read(self, clients: Sequence[int], names: Sequence[str] | None = None) -> State:
+        return self.load(clients, names=names)
+
+    def reserve(self, n: int) -> None:
+        pass
+
+    def work(self, clients: Sequence[int], but: Collection[str] = ()) -> State:
         self.buffer = again(self.buffer, self.initial, len(clients))
-        return self.load(clients, self.buffer)
+        return self.load(clients, self.buffer, [name for name in self.initial if name not in but])
 
     def load(self, clients: Sequence[int], out: State | None = None, names: Sequence[str] | None = None) -> State:
         clients, names = list(clients), list(self.initial) if names is None else list(names)
@@ -341,7 +364,7 @@ class Database:
     def __len__(self) -> int:
         return self.k
 
-    state, load, work = Records.state, Records.load, Records.work
+    state, load, read, work, reserve = Records.state, Records.load, Records.read, Records.work, Records.reserve
 
     def _read(self, clients: Sequence[int]) -> dict[int, bytes]:
         if self.coming is not None and self.coming[0] == list(clients):
