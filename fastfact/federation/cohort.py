@@ -108,6 +108,12 @@ def stack(tensors: Mapping[str, Tensor], k: int) -> State:
     return state
 
 
+def evenly(n: int, most: int) -> int:
+    """The size of the groups, `most` or up to half of that less, in which n clients go without a smaller one left over
+    (what is recorded serves one size); `most` if there is none."""
+    return next((size for size in range(min(n, most), most // 2, -1) if n % size == 0), most)
+
+
 def index_of(rows: Sequence[int]) -> slice | list[int]:
     """Some rows as an index of a tensor: a slice, which makes no copy, if they follow each other."""
     rows = list(rows)

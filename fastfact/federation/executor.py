@@ -17,7 +17,7 @@ import torch
 
 from fastfact import cost
 from fastfact.federation.client import Samples
-from fastfact.federation.cohort import State, stack, tensors_of
+from fastfact.federation.cohort import State, evenly, stack, tensors_of
 from fastfact.federation.strategy import Phase
 from fastfact.federation.train import Trainer, memory_cohort
 
@@ -86,7 +86,7 @@ class Executor:
 
             self._spread(one, len(clients), lambda row, result: finished(clients[row : row + 1], *result))
             return losses, seconds
-        size = self.plan.cohort
+        size = evenly(len(clients), self.plan.cohort)
         for begin in range(0, len(clients), size):
             chunk, some = clients[begin : begin + size], slice(begin, begin + size)
             rows = {name: tensor[some] for name, tensor in work.items()}

@@ -634,9 +634,7 @@ class Federation:
         matrix = torch.zeros(len(self), len(self), dtype=torch.float64)
         if self.shared and self.last is not None:
             at = torch.tensor(self.last.clients)
-            matrix[at[:, None], at] = (
-                self.method.weights(self._uploads(self.last, dict(self.memory))).double().cpu()
-            )
+            matrix[at[:, None], at] = self.method.weights(self._uploads(self.last, dict(self.memory))).double().cpu()
         return matrix
 
     def encode(self, x: Tensor, client: int | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 
 from fastfact import ops
 from fastfact.federation.client import Samples, batches
-from fastfact.federation.cohort import State, TensorInfo, generator_for, seed_for, seeded, tensors_of
+from fastfact.federation.cohort import State, TensorInfo, evenly, generator_for, seed_for, seeded, tensors_of
 from fastfact.federation.recorded import Recorded
 from fastfact.federation.strategy import Phase
 from fastfact.federation.streams import Streams
@@ -377,7 +377,8 @@ class Trainer:
         sizes = [y.shape[0] for _, y in data]
         if together > 1:
             # They take no gradients, momenta or activations that are kept.
-            together = max(together, min(4 * together, EVALUATION_BATCH // max(sizes, default=1)))
+            most = max(together, min(4 * together, EVALUATION_BATCH // max(sizes, default=1)))
+            together = evenly(k, most)
         for begin in range(0, k, together):
             rows = range(begin, min(begin + together, k))
             n = sizes[begin]

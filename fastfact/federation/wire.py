@@ -324,8 +324,8 @@ class Ledger:
         totals: dict[int, int] = {}
         for entry in self.entries:
             if direction in (None, entry.direction):
-                for row, client in enumerate(entry.clients):
-                    totals[client] = totals.get(client, 0) + entry.sizes.total(row)
+                for client, sizes in zip(entry.clients, zip(*entry.sizes.bytes.values(), strict=True), strict=True):
+                    totals[client] = totals.get(client, 0) + sum(sizes)
         return totals
 
     @property
