@@ -1,8 +1,8 @@
 """How long a layer takes on each compute path: a small model, measured once per machine.
 
 The time of a path is a sum of terms (one call, elements read and written, multiplications of each kind) with a
-coefficient each. The coefficients are fitted to some fifty short measurements, two seconds in all, when the first layer
-asks, one set for each kind of layer, step, memory format and dtype, and kept in
+coefficient each. The coefficients are fitted to some seventy short measurements, three seconds in all, when the first
+layer asks, one set for each kind of layer, step, memory format and dtype, and kept in
 
     $XDG_CACHE_HOME/fastfact/cost/   (~/.cache/fastfact/cost/)
 
@@ -40,7 +40,7 @@ from fastfact.ops.common import transforming
 log = logging.getLogger("fastfact")
 
 PATHS = ("reconstruct", "factored")
-MARGIN = 0.93
+MARGIN = 0.95
 """The factored path is taken where its predicted time is below this fraction of the other's: the model's error."""
 NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
 """The input assumed under torch.compile and torch.export, where sizes may be symbols."""
@@ -52,7 +52,8 @@ class Work(NamedTuple):
 
     kind: "conv" (layout "spatial"), "separable" (layout "kernel") or "linear". size: (o, i, kh, kw) of W. images: n.
     image, out: (h, w) of input and output. nonzeros: of compact μ, 0 without μ.
-    training: forward and backward; else evaluation, where W is kept from call to call.
+    step: "forward" (evaluation, where W is kept from call to call), "training" (forward and backward) or "weights" (the
+    same where the input wants no gradient, as in the first layer of a network).
     """
 
     kind: str
@@ -66,7 +67,7 @@ class Work(NamedTuple):
     rank: int
     nonzeros: int
     channels_last: bool
-    training: bool
+    step: str
     dtype: torch.dtype
 
     @property
@@ -80,15 +81,14 @@ class Work(NamedTuple):
     @property
     def table(self) -> str:
         """Which set of coefficients is for it."""
-        step = "training" if self.training else "forward"
         layout = "channels_last" if self.channels_last else "contiguous"
-        return f"{self.kind}-{step}-{layout}-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.kind}-{self.step}-{layout}-{str(self.dtype).removeprefix('torch.')}"
 
 
-def linear_work(size: tuple[int, int], n: int, rank: int, nonzeros: int, training: bool, dtype: torch.dtype) -> Work:
+def linear_work(size: tuple[int, int], n: int, rank: int, nonzeros: int, step: str, dtype: torch.dtype) -> Work:
     """The work of a linear layer of `size` (o, i) on n rows: images as `ops.factored_linear` makes them."""
     width = next(width for width in (8, 4, 2, 1) if n % width == 0)
-    how = ((1, 1), (0, 0), (1, 1), rank, nonzeros, False, training, dtype)
+    how = ((1, 1), (0, 0), (1, 1), rank, nonzeros, False, step, dtype)
     return Work("linear", (*size, 1, 1), 1, n // width, (1, width), *how)
 
 
@@ -96,21 +96,24 @@ def _register_bytes() -> int:
     return {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 16)
 
 
-def _packed(work: Work) -> tuple[int, int]:
-    """Pixels of the output, and of the input, as the kernels hold them: in whole registers and tiles (tiles.h)."""
+def _packed(work: Work) -> tuple[int, int, int]:
+    """How the kernels hold a channel (csrc/cpu/packed.h, make_grid): pixels of the output and of the packed input, in
+    whole registers, and pieces of rows that are moved to pack it."""
     lanes = _register_bytes() // (8 if work.dtype == torch.float64 else 4)
-    tile_rows = 2 if _register_bytes() == 64 else 1
-    (h, w), best = work.out, None
-    for strips in range(1, max(1, min(h, lanes)) + 1):
-        rows, blocks = -(-h // strips), -(-work.images * strips // lanes)
-        rows = -(-rows // tile_rows) * tile_rows
-        if best is None or blocks * rows < best[0] * best[1]:
-            best = blocks, rows
-    blocks, rows = best
-    columns = -(-w // 8) * 8
-    reach = [work.dilation[d] * (work.size[2 + d] - 1) for d in range(2)]
-    read = (rows * work.stride[0] + reach[0]) * (columns * work.stride[1] + reach[1])
-    return blocks * lanes * rows * columns, blocks * lanes * read
+    (h, w), images, best = work.out, max(1, work.images), None
+    for segments in range(1, lanes + 1):
+        strips = max(1, min(segments // images, h))
+        rows, vectors = -(-h // strips), -(-segments * w // lanes)
+        blocks, quads = -(-images * strips // segments), -(-rows * vectors // 4)
+        effort = blocks * (quads + 0.25) * (1 + 0.05 * vectors) * (1.05 if strips > 1 else 1)
+        if best is None or effort < best[0]:
+            best = effort, blocks, rows, vectors, 4 * quads, segments * -(-w // lanes)
+    _, blocks, rows, vectors, registers, pieces = best
+    reached = [k * work.dilation[0] for k in range(work.size[2])]
+    last = {at % work.stride[0]: at // work.stride[0] for at in reached}
+    # A copy for each column of a tap; the rows of a phase of the stride together.
+    read = blocks * work.size[3] * sum(rows + most for most in last.values())
+    return blocks * registers * lanes, read * vectors * lanes, read * pieces
 
 
 def _whole(n: int) -> int:
@@ -136,8 +139,8 @@ def terms(work: Work, path: str) -> list[float]:
     if _channels_in_lanes(work):
         depthwise = work.rank * pixels * _whole(i * work.groups) * taps
         product = work.rank * pixels * _whole(o // work.groups) * work.groups * i
-        return [0] * 10 + [1, work.rank * o * i, read, written, depthwise, product, pixels * work.groups]
-    packed, packed_read = _packed(work)
+        return [0] * 11 + [1, work.rank * o * i, read, written, depthwise, product, pixels * work.groups]
+    packed, packed_read, moved = _packed(work)
     if work.kind == "separable":
         ranks, sparse = _whole(work.rank), work.nonzeros > 0
         hidden = work.images * work.out[0] * work.image[1] * ranks
@@ -148,8 +151,9 @@ def terms(work: Work, path: str) -> list[float]:
         1,
         work.rank * o * i,
         work.nonzeros,
-        packed_read * i * work.groups,
         packed_read * _whole(i) * work.groups,
+        moved * i * work.groups,
+        moved * i * work.groups * (work.stride[1] > 1),
         written,
         work.rank * packed * i * work.groups * taps,
         work.rank * packed * o * i,
@@ -162,41 +166,49 @@ def terms(work: Work, path: str) -> list[float]:
 # (images, in, out, kernel, stride, groups, side): short, and as different from each other as layers are.
 _CONVS = [
     (1, 3, 32, 3, 1, 1, 32),
-    (16, 3, 64, 3, 1, 1, 32),
+    (1, 3, 48, 5, 2, 1, 32),
+    (1, 32, 48, 5, 1, 1, 16),
     (1, 64, 64, 3, 1, 1, 16),
+    (1, 96, 96, 3, 1, 4, 16),
+    (1, 96, 192, 3, 2, 8, 16),
     (1, 128, 128, 3, 1, 1, 8),
-    (8, 64, 64, 3, 1, 1, 16),
-    (64, 64, 64, 3, 1, 1, 8),
-    (16, 128, 128, 3, 1, 1, 8),
-    (64, 64, 64, 1, 1, 1, 16),
-    (32, 128, 128, 1, 1, 1, 8),
     (1, 256, 256, 1, 1, 1, 8),
-    (16, 32, 64, 5, 2, 1, 16),
-    (32, 64, 64, 3, 2, 1, 16),
-    (16, 3, 32, 7, 2, 1, 32),
-    (16, 64, 64, 3, 1, 4, 16),
+    (8, 48, 96, 5, 2, 1, 16),
     (8, 64, 64, 3, 1, 64, 16),
+    (8, 96, 96, 3, 2, 8, 16),
+    (8, 128, 192, 1, 1, 1, 8),
+    (16, 3, 32, 7, 2, 1, 32),
+    (16, 3, 64, 3, 1, 1, 32),
+    (16, 32, 64, 5, 2, 1, 16),
+    (16, 64, 64, 3, 1, 4, 16),
+    (16, 128, 128, 3, 1, 1, 8),
+    (32, 64, 64, 3, 2, 1, 16),
+    (32, 128, 128, 1, 1, 1, 8),
+    (64, 3, 48, 3, 1, 1, 32),
     (64, 16, 32, 3, 1, 1, 16),
+    (64, 64, 64, 1, 1, 1, 16),
+    (64, 64, 64, 3, 1, 1, 8),
+    (64, 192, 256, 3, 1, 1, 4),
 ]
 _LINEARS = [(1, 512, 512), (16, 256, 256), (64, 256, 256), (64, 1024, 128), (256, 512, 512), (512, 128, 64)]
 _DENSITIES = (0.0, 0.05, 0.3)
 
 
-def _flags(table: str) -> tuple[str, bool, bool, torch.dtype]:
-    """(kind, channels_last, training, dtype) of a table's name."""
+def _flags(table: str) -> tuple[str, bool, str, torch.dtype]:
+    """(kind, channels_last, step, dtype) of a table's name."""
     kind, step, layout, dtype = table.split("-")
-    return kind, layout == "channels_last", step == "training", getattr(torch, dtype)
+    return kind, layout == "channels_last", step, getattr(torch, dtype)
 
 
-def _probes(kind: str, channels_last: bool, training: bool, dtype: torch.dtype) -> Iterator[Work]:
+def _probes(kind: str, channels_last: bool, step: str, dtype: torch.dtype) -> Iterator[Work]:
     for density in _DENSITIES:
         for n, i, o in _LINEARS if kind == "linear" else ():
-            yield linear_work((o, i), n, 1, round(density * o * i), training, dtype)
+            yield linear_work((o, i), n, 1, round(density * o * i), step, dtype)
         for n, i, o, kernel, stride, groups, side in _CONVS if kind != "linear" else ():
             rank = 8 if kind == "separable" and density == 0.05 else 1
             size = (o, i // groups, kernel, kernel)
             how = ((stride, stride), (kernel // 2, kernel // 2), (1, 1), rank, round(density * math.prod(size)))
-            yield Work(kind, size, groups, n, (side, side), *how, channels_last, training, dtype)
+            yield Work(kind, size, groups, n, (side, side), *how, channels_last, step, dtype)
 
 
 def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
@@ -218,12 +230,13 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
     factors = {"spatial": ((kh, kw), (o, i)), "kernel": ((i, kh), (o, kw)), "linear": ((i,), (o,))}[layout]
     u, v = (randn(work.rank, *shape) for shape in factors)
     values = index = None
-    leaves = [x, u, v]
+    training = work.step != "forward"
+    leaves = [u, v] if work.step == "weights" else [x, u, v]
     if work.nonzeros:
         index = torch.randperm(numel, generator=generator)[: work.nonzeros].sort().values.int()
         values = randn(work.nonzeros)
         leaves.append(values)
-    if work.training:
+    if training:
         for leaf in leaves:
             leaf.requires_grad_()
     how = (work.stride, work.padding, work.dilation, work.groups)
@@ -231,7 +244,7 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
     def make() -> Tensor:
         return ops.rank1_weight(u, v, values, index, layout=layout, channels_last=work.channels_last)
 
-    kept = None if work.training else make()
+    kept = None if training else make()
 
     def reconstruct() -> Tensor:
         weight = make() if kept is None else kept
@@ -244,7 +257,7 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
         op = ops.separable_conv2d if layout == "kernel" else ops.factored_conv2d
         return op(x, u, v, values, index, size=size, **dict(zip(names, how, strict=True)))
 
-    if not work.training:
+    if not training:
         return {"reconstruct": torch.no_grad()(reconstruct), "factored": torch.no_grad()(factored)}
     with torch.no_grad():
         grad = reconstruct()
@@ -373,92 +386,193 @@ def _write(path: Path, content: dict[str, object], replace: bool) -> None:
 # Seconds a unit on one thread of a Xeon with AVX-512 (Sapphire Rapids), as `measure` gives them.
 _BUILTIN: dict[str, dict[str, list[float]]] = {
     "separable-forward-contiguous": {
-        "reconstruct": [1.63e-05, 0.0, 5.83e-10, 7.46e-09, 1.04e-09, 1.27e-09, 1.02e-11, 4.17e-12, 0.0],
+        "reconstruct": [0.0, 1.76e-05, 4.23e-10, 6.79e-11, 7.34e-10, 3.66e-10, 9.86e-12, 4.77e-12, 0.0],
         "factored": [
-            9.73e-06,
-            1.03e-08,
-            4.17e-10,
-            7.37e-10,
+            2.28e-05,
+            9.07e-09,
+            5.31e-10,
             0.0,
+            1.28e-09,
+            1.14e-11,
+            2.78e-11,
+            1.23e-11,
+            6.05e-10,
             0.0,
-            4.16e-11,
-            3.55e-12,
-            1.66e-09,
-            2.07e-09,
-            1.57e-11,
+            1.14e-11,
         ],
     },
     "separable-forward-channels_last": {
-        "reconstruct": [7.53e-05, 0.0, 0.0, 5.45e-09, 2.49e-10, 3.28e-10, 1.19e-11, 9.06e-12, 0.0],
-        "factored": [4.67e-05, 1.03e-08, 0.0, 0.0, 4.72e-10, 0.0, 3.83e-11, 1.03e-11, 6.95e-10, 1.92e-09, 2.06e-11],
+        "reconstruct": [1.41e-05, 3.6e-05, 2.5e-11, 3.56e-11, 2.68e-11, 1.18e-10, 1.04e-11, 1.14e-11, 0.0],
+        "factored": [4.65e-05, 9.34e-09, 1.18e-10, 0.0, 1.11e-09, 0.0, 2.14e-11, 7.74e-12, 8.48e-10, 0.0, 1.07e-11],
     },
     "separable-training-contiguous": {
-        "reconstruct": [0.000112, 0.0, 2.88e-09, 3.47e-08, 3.83e-09, 4.83e-09, 3.38e-11, 2.51e-11, 0.0],
-        "factored": [8.42e-05, 3.83e-08, 6.64e-09, 0.0, 0.0, 0.0, 0.0, 1.09e-10, 5.72e-09, 9.03e-09, 4.5e-11],
+        "reconstruct": [0.0, 0.000297, 3.24e-09, 3.04e-09, 1.4e-09, 2.71e-09, 3.24e-11, 2.49e-11, 0.0],
+        "factored": [
+            8.82e-05,
+            3.53e-08,
+            3.02e-09,
+            0.0,
+            2.74e-09,
+            1.77e-11,
+            5.46e-11,
+            5.73e-11,
+            2.98e-09,
+            0.0,
+            2.95e-11,
+        ],
     },
     "separable-training-channels_last": {
-        "reconstruct": [0.000326, 0.0, 2.73e-09, 2.02e-08, 1.65e-09, 2.85e-09, 3.63e-11, 1.64e-11, 8.94e-14],
-        "factored": [0.000333, 4.75e-08, 2.1e-09, 0.0, 0.0, 0.0, 5.65e-11, 5.27e-11, 5.08e-09, 4.69e-09, 4.39e-11],
+        "reconstruct": [0.000176, 0.000188, 7.05e-10, 2.42e-09, 0.0, 1.68e-09, 3.71e-11, 3.05e-11, 0.0],
+        "factored": [0.000167, 3.75e-08, 7.36e-10, 0.0, 2.63e-09, 0.0, 5.92e-11, 3.29e-11, 3.29e-09, 0.0, 3.08e-11],
+    },
+    "separable-weights-contiguous": {
+        "reconstruct": [0.0, 0.000267, 2.58e-09, 3.06e-09, 1.39e-09, 7.42e-10, 2.29e-11, 2.37e-11, 1.29e-13],
+        "factored": [
+            0.000101,
+            3.13e-08,
+            9.91e-10,
+            0.0,
+            2.39e-09,
+            4.39e-11,
+            7.47e-11,
+            4.83e-11,
+            1.65e-09,
+            0.0,
+            1.84e-11,
+        ],
+    },
+    "separable-weights-channels_last": {
+        "reconstruct": [0.000132, 0.000172, 1.04e-09, 2.29e-09, 5.07e-10, 2.08e-10, 2.44e-11, 2.43e-11, 2.49e-14],
+        "factored": [0.000167, 3.22e-08, 4.12e-10, 0.0, 1.75e-09, 0.0, 5.44e-11, 3.29e-11, 2.01e-09, 0.0, 1.68e-11],
     },
     "conv-forward-contiguous": {
-        "reconstruct": [2.98e-05, 0.0, 7.83e-10, 2.81e-09, 1.06e-09, 6.79e-10, 1.08e-11, 1.22e-11, 0.0],
-        "factored": [9.28e-05, 4.8e-10, 7.43e-09, 8.86e-10, 0.0, 6.71e-10, 0.0, 1.43e-11, 1.76e-11, 1.4e-10],
+        "reconstruct": [0.0, 1.82e-05, 3.65e-10, 2.11e-10, 7.73e-10, 3.81e-10, 1.02e-11, 4.98e-12, 0.0],
+        "factored": [
+            4.75e-05,
+            6.26e-10,
+            6.42e-09,
+            1.87e-11,
+            1.71e-09,
+            1.09e-09,
+            2.77e-10,
+            1.69e-11,
+            1.23e-11,
+            1.82e-11,
+            1.12e-10,
+        ],
     },
     "conv-forward-channels_last": {
-        "reconstruct": [4.15e-05, 0.0, 5.76e-11, 5.43e-10, 2.26e-10, 1.5e-10, 1.06e-11, 8.07e-12, 0.0],
+        "reconstruct": [1.54e-05, 3.65e-05, 0.0, 6.56e-11, 1.95e-11, 1.25e-10, 1.05e-11, 1.19e-11, 0.0],
         "factored": [
-            3.82e-05,
+            5.22e-05,
+            6.73e-10,
+            6.13e-09,
+            9.28e-11,
+            3.17e-09,
+            1.51e-09,
             0.0,
-            1.18e-09,
-            5.15e-10,
-            2.59e-10,
-            3.56e-10,
-            3.47e-11,
-            5.63e-12,
-            2.3e-11,
             0.0,
-            3.86e-05,
-            2.84e-10,
-            2.38e-10,
-            1.17e-10,
-            5.64e-11,
-            9.8e-12,
-            4.15e-09,
+            1.26e-11,
+            1.5e-11,
+            3.32e-10,
+            3.96e-05,
+            1.2e-10,
+            1.46e-10,
+            1.47e-10,
+            2.71e-11,
+            1.09e-11,
+            3.17e-09,
         ],
     },
     "conv-training-contiguous": {
-        "reconstruct": [0.000154, 0.0, 6.67e-09, 1.13e-08, 2.43e-09, 4.35e-09, 3.39e-11, 3.33e-11, 0.0],
-        "factored": [0.000389, 2.19e-08, 3.37e-08, 2.66e-09, 0.0, 2.53e-09, 0.0, 6.8e-11, 5.34e-11, 1.37e-10],
+        "reconstruct": [7.6e-05, 0.000239, 2.24e-09, 5.08e-09, 1.67e-09, 2.72e-09, 3.36e-11, 2.41e-11, 0.0],
+        "factored": [
+            0.000178,
+            5.46e-09,
+            2.37e-08,
+            1.8e-10,
+            6.56e-09,
+            1.76e-08,
+            7.97e-10,
+            6.77e-11,
+            4.08e-11,
+            5.66e-11,
+            7.22e-10,
+        ],
     },
     "conv-training-channels_last": {
-        "reconstruct": [0.000296, 0.0, 1.74e-09, 9.38e-09, 0.0, 1.92e-09, 3.37e-11, 2.64e-11, 2.39e-13],
+        "reconstruct": [0.000299, 4.93e-05, 1.95e-10, 3.79e-09, 0.0, 1.7e-09, 3.7e-11, 2.12e-11, 0.0],
         "factored": [
-            0.000202,
-            2.57e-10,
-            5.01e-09,
-            1.63e-09,
-            9.55e-10,
-            1.7e-09,
-            1.21e-10,
-            2.41e-11,
-            5.96e-11,
+            0.000194,
+            6.59e-09,
+            2.15e-08,
+            3.79e-10,
+            1.1e-08,
+            6.12e-09,
             0.0,
-            0.000201,
-            9.16e-10,
-            7.37e-10,
-            8.79e-10,
-            6.86e-11,
-            3.43e-11,
-            8.54e-09,
+            0.0,
+            3.36e-11,
+            4.92e-11,
+            1.62e-09,
+            0.000142,
+            1.81e-09,
+            6.97e-10,
+            5.53e-10,
+            1.42e-10,
+            3.29e-11,
+            8.02e-09,
+        ],
+    },
+    "conv-weights-contiguous": {
+        "reconstruct": [5.62e-05, 0.0002, 2.12e-09, 3.67e-09, 1.44e-09, 7.53e-10, 2.19e-11, 2.03e-11, 1.74e-13],
+        "factored": [
+            0.000161,
+            5.68e-09,
+            1.56e-08,
+            1.28e-10,
+            2.1e-09,
+            3.13e-09,
+            6.04e-10,
+            7.42e-11,
+            3.95e-11,
+            3.97e-11,
+            2.16e-10,
+        ],
+    },
+    "conv-weights-channels_last": {
+        "reconstruct": [0.000228, 7.29e-05, 3.49e-10, 4.09e-09, 6.66e-10, 2.33e-10, 2.44e-11, 1.97e-11, 0.0],
+        "factored": [
+            0.000174,
+            5.99e-09,
+            1.56e-08,
+            2.68e-10,
+            6.77e-09,
+            2.79e-09,
+            0.0,
+            0.0,
+            4.08e-11,
+            3.27e-11,
+            9.48e-10,
+            0.000131,
+            1.6e-09,
+            3.71e-10,
+            6.64e-10,
+            7.42e-11,
+            3.54e-11,
+            8.31e-09,
         ],
     },
     "linear-forward-contiguous": {
-        "reconstruct": [2.33e-05, 0.0, 1.73e-10, 3.03e-09, 2.14e-10, 0.0, 0.0, 1.38e-11, 0.0],
-        "factored": [8.61e-06, 0.0, 5.22e-09, 1.78e-11, 0.0, 3.17e-10, 0.0, 5.75e-14, 2.38e-11, 2.5e-09],
+        "reconstruct": [1.42e-05, 0.0, 2.49e-11, 0.0, 0.0, 0.0, 0.0, 1.15e-11, 0.0],
+        "factored": [1.2e-05, 0.0, 7.19e-09, 0.0, 5.1e-10, 0.0, 1.08e-10, 0.0, 0.0, 1.17e-11, 3.8e-09],
     },
     "linear-training-contiguous": {
-        "reconstruct": [6.83e-05, 0.0, 9.6e-10, 1.83e-08, 1.89e-09, 1.72e-11, 0.0, 4.31e-11, 0.0],
-        "factored": [4.03e-05, 0.0, 3.11e-08, 2.36e-10, 0.0, 1.6e-09, 0.0, 5.86e-13, 6.81e-11, 1.24e-08],
+        "reconstruct": [9.9e-05, 0.0, 9.98e-10, 2.6e-09, 6.86e-10, 0.0, 0.0, 3.97e-11, 0.0],
+        "factored": [6.16e-05, 0.0, 2.36e-08, 0.0, 1.3e-09, 0.0, 6.11e-10, 1.96e-10, 0.0, 4.39e-11, 1.55e-08],
+    },
+    "linear-weights-contiguous": {
+        "reconstruct": [0.000107, 0.0, 6.9e-10, 3.56e-09, 3.18e-10, 0.0, 0.0, 2.74e-11, 0.0],
+        "factored": [6.09e-05, 0.0, 1.84e-08, 0.0, 1.16e-09, 0.0, 4.09e-10, 9.71e-12, 2.34e-13, 2.9e-11, 1.15e-08],
     },
 }
 

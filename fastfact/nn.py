@@ -227,20 +227,20 @@ class FactorizedLayer(nn.Module):
             x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
         )
         if transforming():
-            return cost.factored_nominal(*self._work(None, False, training, x.dtype))
+            return cost.factored_nominal(*self._work(None, False, "training" if training else "forward", x.dtype))
         # The question takes longer to put than an answer is worth that was given a call ago.
-        asked = x.shape, x.dtype, is_channels_last(x), training, self._nonzeros(), cost.setting()
+        asked = x.shape, x.dtype, is_channels_last(x), training, x.requires_grad, self._nonzeros(), cost.setting()
         if self._answer is None or self._answer[0] != asked:
             self._answer = asked, cost.factored(self.work(tuple(x.shape), x, training))
         return self._answer[1]
 
     def work(self, shape: tuple[int, ...], like: Tensor, training: bool) -> cost.Work:
-        """What the cost model is asked about for an input of `shape`, in the memory format and dtype of `like`."""
-        return self._work(shape, is_channels_last(like), training, like.dtype)
+        """What the cost model is asked about for an input of `shape`, otherwise as `like`: in its memory format and
+        dtype, and in training with a gradient if it wants one."""
+        step = ("training" if like.requires_grad else "weights") if training else "forward"
+        return self._work(shape, is_channels_last(like), step, like.dtype)
 
-    def _work(
-        self, shape: tuple[int, ...] | None, channels_last: bool, training: bool, dtype: torch.dtype
-    ) -> cost.Work:
+    def _work(self, shape: tuple[int, ...] | None, channels_last: bool, step: str, dtype: torch.dtype) -> cost.Work:
         """What the cost model is asked about, for an input of `shape` (None: a nominal one)."""
         raise NotImplementedError
 
@@ -372,14 +372,14 @@ class FactorizedConv2d(FactorizedLayer):
             return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
         return super()._why_not_factored()
 
-    def _work(self, shape, channels_last, training, dtype):
+    def _work(self, shape, channels_last, step, dtype):
         if shape is None:
             reach = [gap * (extent - 1) + 1 for gap, extent in zip(self.dilation, self.size[2:], strict=True)]
             shape = (cost.NOMINAL_IMAGES, self.in_channels, *(max(cost.NOMINAL_SIDE, least) for least in reach))
         images, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
         how = (self.stride, self.padding, self.dilation, self.u.shape[0], self._nonzeros())
         kind = "separable" if self.spec.layout == "kernel" else "conv"
-        return cost.Work(kind, self.size, self.groups, images, image, *how, channels_last, training, dtype)
+        return cost.Work(kind, self.size, self.groups, images, image, *how, channels_last, step, dtype)
 
     def _fused(self) -> bool:
         """Whether the forward takes the fused path. Raises ValueError where it is asked for and cannot be taken."""
@@ -487,9 +487,9 @@ class FactorizedLinear(FactorizedLayer):
         """An `nn.Linear` of the same function, with W as its weight and this layer's bias."""
         return _fill_dense(nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta"), self)
 
-    def _work(self, shape, channels_last, training, dtype):
+    def _work(self, shape, channels_last, step, dtype):
         n = cost.NOMINAL_IMAGES if shape is None else torch.Size(shape[:-1]).numel()
-        return cost.linear_work(self.size, n, self.u.shape[0], self._nonzeros(), training, dtype)
+        return cost.linear_work(self.size, n, self.u.shape[0], self._nonzeros(), step, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._kept_weight(x)

@@ -31,7 +31,8 @@ def plan(model: nn.Module, x: Tensor, batch: int) -> list[dict[str, Any]]:
     handles = [layer.register_forward_pre_hook(note) for layer in layers.values()]
     training = model.training
     try:
-        model.eval()(x)
+        with torch.enable_grad():  # an input that wants a gradient costs more in training
+            model.eval()(x)
     finally:
         model.train(training)
         for handle in handles:

@@ -9,6 +9,7 @@ import torch
 import fastfact as ff
 import fastfact.models
 from fastfact import cost
+from fastfact.plan import plan
 
 TABLE = "conv-forward-contiguous-float32"
 
@@ -290,3 +291,22 @@ def test_a_layer_asks_again_only_when_the_question_changes(monkeypatch):
         change()
         assert len(asked) == before + 1
     assert "_answer" not in layer.__getstate__()
+
+
+def test_the_first_layer_of_a_network_pays_no_gradient_of_its_input(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cost, "factored", lambda work: asked.append(work.step) or False)
+    conv, x = layer(), torch.randn(2, 64, 6, 6)
+    conv(x)
+    conv(x.requires_grad_())
+    torch.no_grad()(conv)(x)
+    conv.requires_grad_(False)(x.detach())
+    assert asked == ["weights", "training", "forward", "forward"]
+    three = [cost.seconds(conv._work((16, 64, 16, 16), False, step, x.dtype)) for step in asked[:3]]
+    assert all(three[2][path] < three[0][path] < three[1][path] for path in cost.PATHS)
+
+
+def test_a_plan_tells_the_first_layer_from_the_others():
+    model = torch.nn.Sequential(layer(), layer())
+    rows = [row for row in plan(model, torch.zeros(1, 64, 16, 16), 16) if row["step"] == "training"]
+    assert rows[0]["reconstruct"] < 0.9 * rows[1]["reconstruct"]
