@@ -675,9 +675,9 @@ def forget() -> None:
     _generation += 1
 
 
-def setting() -> tuple[int, str | None, int]:
-    """What an answer of `factored` depends on besides the work."""
-    return torch.get_num_threads(), os.environ.get(_VARIABLE), _generation
+def setting() -> tuple[int, int]:
+    """What an answer of `factored` depends on besides the work, in a process that does not change its environment."""
+    return torch.get_num_threads(), _generation
 
 
 def seconds(work: Work) -> dict[str, float]:

@@ -211,7 +211,7 @@ class FactorizedLayer(nn.Module):
         """Whether the forward takes the factored path. Raises ValueError where it is asked for and cannot be taken."""
         path = self.path
         if path == "auto":
-            return self.can_factor and x.device.type == "cpu" and self._faster_factored(x)
+            return self._faster_factored(x)
         if path == "factored" and (why_not := self._why_not_factored()):
             raise ValueError(f'path="factored": {why_not}')
         return path == "factored"
@@ -222,17 +222,25 @@ class FactorizedLayer(nn.Module):
         return (self.is_compact or "mu" not in self._parameters) and self._why_not_factored() is None
 
     def _faster_factored(self, x: Tensor) -> bool:
-        parameters = self._parameters.values()
+        """Whether there is a factored path for x, and it is the faster one."""
+        parameters = self._parameters
         training = torch.is_grad_enabled() and (
-            x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
+            x.requires_grad or any(p is not None and p.requires_grad for p in parameters.values())
         )
         if transforming():
-            return cost.factored_nominal(*self._work(None, False, "training" if training else "forward", x.dtype))
-        # The question takes longer to put than an answer is worth that was given a call ago.
-        asked = x.shape, x.dtype, is_channels_last(x), training, x.requires_grad, self._nonzeros(), cost.setting()
+            step = "training" if training else "forward"
+            return self._can_factor(x) and cost.factored_nominal(*self._work(None, False, step, x.dtype))
+        mu = parameters.get("mu")
+        asked = (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, training, mu is not None and mu.shape)
+        asked += cost.setting()
+        # To put the question takes longer than an answer that was given a call ago is worth.
         if self._answer is None or self._answer[0] != asked:
-            self._answer = asked, cost.factored(self.work(tuple(x.shape), x, training))
+            faster = self._can_factor(x) and cost.factored(self.work(tuple(x.shape), x, training))
+            self._answer = asked, faster
         return self._answer[1]
+
+    def _can_factor(self, x: Tensor) -> bool:
+        return self.can_factor and x.device.type == "cpu"
 
     def work(self, shape: tuple[int, ...], like: Tensor, training: bool) -> cost.Work:
         """What the cost model is asked about for an input of `shape`, otherwise as `like`: in its memory format and
