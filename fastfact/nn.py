@@ -93,7 +93,7 @@ class FactorizedLayer(nn.Module):
     def _weight(self, channels_last: bool | None) -> Tensor:
         factors = self._parameters
         if self.is_compact:
-            factors = {**factors, INDEX: self.mu_index}
+            factors = {**factors, INDEX: self._buffers[INDEX]}
         return self.spec.weight(factors, self.size, channels_last)
 
     @property
@@ -224,13 +224,15 @@ class FactorizedLayer(nn.Module):
     def _faster_factored(self, x: Tensor) -> bool:
         """Whether there is a factored path for x, and it is the faster one."""
         parameters = self._parameters
+        mu = parameters.get("mu")
+        if mu is not None and mu.dim() > 1:
+            return False
         training = torch.is_grad_enabled() and (
             x.requires_grad or any(p is not None and p.requires_grad for p in parameters.values())
         )
         if transforming():
             step = "training" if training else "forward"
             return self._can_factor(x) and cost.factored_nominal(*self._work(None, False, step, x.dtype))
-        mu = parameters.get("mu")
         asked = (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, training, mu is not None and mu.shape)
         asked += cost.setting()
         # To put the question takes longer than an answer that was given a call ago is worth.
