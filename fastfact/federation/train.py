@@ -420,8 +420,8 @@ class Trainer:
             return [(logits.argmax(2) == y).sum(1)]
 
         records = self.settings.graphs and self.device.type == "cpu"
-        # A call is one for four cohorts.
-        return Recorded(count, self.model, max(1, self.interval // 4), last) if records else count
+        # A call is one for four cohorts, and each trains once between two of them.
+        return Recorded(count, self.model, max(1, self.interval // 8), last) if records else count
 
 
 class _Step:
