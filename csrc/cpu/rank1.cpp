@@ -187,7 +187,9 @@ struct WriteFine {
     // L p's fill q registers: lane n of them belongs to p = n / q and takes y[n % q].
     const Scratch<Lane> which(q * L);
     const Scratch<C> spread(op.rank * q * L);
-    for (int64_t n = 0; n < q * L; ++n) which.get()[n] = n / q;
+    for (int64_t lane = 0, n = 0; lane < L; ++lane) {
+      for (int64_t j = 0; j < q; ++j) which.get()[n++] = lane;
+    }
     int64_t spread_is_for = -1;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t block = item / groups, k = block / plan.blocks, b = block % plan.blocks;
