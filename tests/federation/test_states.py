@@ -10,6 +10,7 @@ from torch import nn
 import fastfact as ff
 from fastfact import models
 from fastfact.federation import LazyClients, RunDirectoryError, checkpoint, loop
+from fastfact.federation.cohort import evenly
 from fastfact.federation.exchange import not_finite
 from fastfact.federation.states import Codec, Database, Records, Stacked
 
@@ -70,6 +71,64 @@ def test_clients_work_in_the_rows_they_get():
     states.store(range(5), work)
     states.commit()
     assert states.state["w"][:, 0].tolist() == [4, 8, 4, 8, 4] and len(states.stack["w"]) == 10
+
+
+def test_what_is_read_stays_until_the_commit():
+    initial = {"w": torch.zeros(1, 4), "b": torch.zeros(1, 2)}
+    states = Stacked(initial, 6)
+    for turn in range(3):
+        states.reserve(6)
+        place = states.stack["w"].data_ptr()
+        before = states.read(range(6)), states.read([1, 4], ["w"])
+        for block in ([0, 1], [2, 3], [4, 5]):
+            work = states.work(block, but=["b"])
+            assert work["w"].eq(turn).all()
+            work["w"] += 1
+            work["b"].fill_(turn + 1)
+            states.store(block, work)
+        assert states.stack["w"].data_ptr() == place, "blocks that fit what was reserved move nobody"
+        assert len(states.stack["w"]) == 12, "two rounds have room from the first on"
+        assert before[0]["w"].eq(turn).all() and before[0]["b"].eq(turn).all() and before[1]["w"].eq(turn).all()
+        assert list(before[1]) == ["w"]
+        states.commit()
+    assert states.read(range(6))["w"].data_ptr() in (place, place + 6 * 16), "rows that follow each other are no copy"
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.6])
+def test_what_a_download_replaces_is_not_loaded(monkeypatch, participation):
+    loaded, load = [], Stacked.load
+
+    def noted(self, clients, out=None, names=None):
+        # What has never been written must not matter either.
+        for tensor in (out or {}).values():
+            tensor.fill_(7)
+        loaded.append((list(clients), list(self.initial if names is None else names)))
+        return load(self, clients, out, names)
+
+    runs = []
+    for patched in (False, True):
+        fed = ff.Federation(
+            small, clients_of(), "fedper", epochs=1, batch_size=3, cohort=2, participation=participation
+        )
+        if patched:
+            monkeypatch.setattr(Stacked, "load", noted)
+        for round in (1, 2, 3):
+            loaded.clear()
+            fed.fit(1)
+            if patched and round > 1:
+                clients, everything = fed.select(round), list(fed.states.initial)
+                absent = set(clients) - set(fed.select(round - 1))
+                assert bool(absent) == (participation < 1)
+                personal = [name for name in everything if name not in fed.shared]
+                assert (clients, everything if absent else personal) in loaded
+        monkeypatch.undo()
+        runs.append(fed)
+    assert same_but_for_blocks(*runs)
+
+
+def test_groups_of_one_size():
+    assert [evenly(n, 16) for n in (400, 16, 17, 48, 3, 1, 0, 27)] == [16, 16, 16, 16, 16, 16, 16, 9]
+    assert evenly(400, 17) == 16 and evenly(5, 1) == 1
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
