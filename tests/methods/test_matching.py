@@ -184,7 +184,7 @@ def test_random_matching_draws_anew_each_round():
     chosen = []
     for _ in range(6):
         fed.fit(1)
-        uploads = fed._uploads(fed.last, None, {})
+        uploads = fed._uploads(fed.last, {})
         chosen.append(tuple((fed.method.weights(uploads) > 0).flatten().tolist()))
     assert len(set(chosen)) > 2
     assert all(sum(row) == 8 for row in chosen)
