@@ -96,10 +96,14 @@ def _register_bytes() -> int:
     return {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 16)
 
 
+def _lanes(work: Work) -> int:
+    return _register_bytes() // (8 if work.dtype == torch.float64 else 4)
+
+
 def _packed(work: Work) -> tuple[int, int, int]:
     """How the kernels hold a channel (csrc/cpu/packed.h, make_grid): pixels of the output and of the packed input, in
     whole registers, and pieces of rows that are moved to pack it."""
-    lanes = _register_bytes() // (8 if work.dtype == torch.float64 else 4)
+    lanes = _lanes(work)
     (h, w), images, best = work.out, max(1, work.images), None
     for segments in range(1, lanes + 1):
         strips = max(1, min(segments // images, h))
@@ -126,6 +130,20 @@ def _channels_in_lanes(work: Work) -> bool:
     return work.kind == "conv" and work.channels_last and not work.nonzeros and (work.stride[1] == 1 or channels >= 16)
 
 
+def _planes_in_lanes(work: Work) -> bool:
+    """Whether the kernels for planes that keep their size take it (csrc/cpu/factored_conv_planes.cpp)."""
+    (h, w), lanes = work.image, _lanes(work)
+    panel = lanes * (2 if _register_bytes() == 32 else 4)
+    return (
+        work.kind == "conv"
+        and not (work.channels_last or work.nonzeros)
+        and work.stride == (1, 1)
+        and work.out == work.image
+        and (w % lanes == 0 or lanes % w == 0)
+        and h * w % panel == 0
+    )
+
+
 def terms(work: Work, path: str) -> list[float]:
     """What the coefficients of a path are multiplied with."""
     o, i, kh, kw = work.size
@@ -136,9 +154,12 @@ def terms(work: Work, path: str) -> list[float]:
         dense = pixels * numel
         call = [1, taps > 1]
         return [*call, numel, work.nonzeros, read, written, dense * (taps > 1), dense * (taps == 1), pixels * whole]
-    if _channels_in_lanes(work):
-        depthwise = work.rank * pixels * _whole(i * work.groups) * taps
-        product = work.rank * pixels * _whole(o // work.groups) * work.groups * i
+    channels = _channels_in_lanes(work)
+    if channels or _planes_in_lanes(work):
+        inputs, outputs = i * work.groups, o
+        if channels:
+            inputs, outputs = _whole(inputs), _whole(o // work.groups) * work.groups
+        depthwise, product = work.rank * pixels * inputs * taps, work.rank * pixels * outputs * i
         return [0] * 11 + [1, work.rank * o * i, read, written, depthwise, product, pixels * work.groups]
     packed, packed_read, moved = _packed(work)
     if work.kind == "separable":
@@ -159,7 +180,7 @@ def terms(work: Work, path: str) -> list[float]:
         work.rank * packed * o * i,
         packed * work.nonzeros,
         packed * o * (work.nonzeros > 0),
-        *[0] * (7 if work.channels_last else 0),
+        *[0] * 7 * (work.kind == "conv"),
     ]
 
 
@@ -459,6 +480,13 @@ _BUILTIN: dict[str, dict[str, list[float]]] = {
             1.23e-11,
             1.82e-11,
             1.12e-10,
+            3.6e-05,
+            6.6e-10,
+            0.0,
+            2.9e-10,
+            5.2e-11,
+            1.27e-11,
+            2.1e-10,
         ],
     },
     "conv-forward-channels_last": {
@@ -498,6 +526,13 @@ _BUILTIN: dict[str, dict[str, list[float]]] = {
             4.08e-11,
             5.66e-11,
             7.22e-10,
+            0.000169,
+            5.02e-09,
+            1.93e-10,
+            8.93e-10,
+            1.0e-10,
+            3.95e-11,
+            6.3e-10,
         ],
     },
     "conv-training-channels_last": {
@@ -537,6 +572,13 @@ _BUILTIN: dict[str, dict[str, list[float]]] = {
             3.95e-11,
             3.97e-11,
             2.16e-10,
+            0.000161,
+            5.2e-09,
+            3.2e-10,
+            4.3e-10,
+            9.7e-11,
+            4.1e-11,
+            7.8e-10,
         ],
     },
     "conv-weights-channels_last": {

@@ -526,6 +526,8 @@ void factored_convolution() {
   c.o = one_of({1, 5, 8, 13});
   c.kh = pick_int(1, 4), c.kw = pick_int(1, 5), c.h = pick_int(1, 11), c.w = one_of({1, 4, 7, 8, 16, 19});
   const bool channels_in_lanes = pick_int(0, 1);
+  const bool planes_in_lanes = !channels_in_lanes && pick_int(0, 1),
+             nothing_packed = channels_in_lanes || planes_in_lanes;
   const int64_t kind = channels_in_lanes ? pick_int(0, 2) : 0;
   if (kind == 1) {  // more channels than a panel has
     c.i = one_of({4, 16, 33, 66}), c.o = one_of({8, 17, 48, 70}), c.n = pick_int(1, 2), c.h = pick_int(1, 4);
@@ -534,20 +536,24 @@ void factored_convolution() {
   if (kind == 2) {  // bands of an image
     c.n = pick_int(1, 2), c.h = pick_int(20, 40), c.w = 16, c.i = one_of({1, 3, 17}), c.o = one_of({1, 5});
   }
+  if (planes_in_lanes) {  // as large as they were, in rows that registers divide, or the other way round
+    c.kh = one_of({1, 3, 5}), c.kw = one_of({1, 3, 5}), c.h = one_of({4, 8, 16, 20}), c.w = one_of({2, 4, 8, 16, 32});
+    c.o = one_of({1, 5, 8, 13}), c.n = pick_int(1, 3);
+  }
   for (int d : {0, 1}) {
     const int64_t kernel = d ? c.kw : c.kh, size = d ? c.w : c.h;
-    c.stride[d] = pick_int(1, 3), c.dilation[d] = pick_int(1, 2);
+    c.stride[d] = planes_in_lanes ? 1 : pick_int(1, 3), c.dilation[d] = pick_int(1, 2);
     const int64_t least = std::max<int64_t>(0, ceil_div(c.dilation[d] * (kernel - 1) + 1 - size, 2));
-    c.padding[d] = least + pick_int(0, 2);
+    c.padding[d] = planes_in_lanes ? c.dilation[d] * (kernel - 1) / 2 : least + pick_int(0, 2);
     (d ? c.ow : c.oh) = (size + 2 * c.padding[d] - c.dilation[d] * (kernel - 1) - 1) / c.stride[d] + 1;
   }
   c.x_channels_last = pick_int(0, 1), c.y_channels_last = pick_int(0, 1);
-  if (channels_in_lanes) c.x_channels_last = c.y_channels_last = true;
+  if (nothing_packed) c.x_channels_last = c.y_channels_last = channels_in_lanes;
   const bool dx_last = channels_in_lanes || pick_int(0, 1), biased = pick_int(0, 1), needs_x = pick_int(0, 3);
-  const int64_t rank = pick_int(channels_in_lanes, 2), taps = c.kh * c.kw, inputs = c.groups * c.i,
+  const int64_t rank = pick_int(nothing_packed, 2), taps = c.kh * c.kw, inputs = c.groups * c.i,
                 outputs = c.groups * c.o;
   const int64_t weights = outputs * c.i * taps;
-  const double density = channels_in_lanes ? 0 : one_of({0, 5, 30, 100}) / 100.0;
+  const double density = nothing_packed ? 0 : one_of({0, 5, 30, 100}) / 100.0;
   std::vector<int32_t> index;
   for (int64_t at = 0; at < weights; ++at) {
     if (std::bernoulli_distribution(density)(random_engine)) index.push_back(at);

@@ -116,6 +116,30 @@ def test_channels_last_without_mu(case):
     compare(t, size, how)
 
 
+# And so have contiguous ones that keep their size: rows of one and two registers, two and four rows to a register,
+# bands of an image, several images at once in the backward pass, kernels of other sizes, groups and ranks.
+PLANES = [
+    (2, (13, 7, 3, 3), 16, 16, 1, 0.0, {"padding": 1}),
+    (5, (8, 9, 3, 3), 8, 8, 2, 0.0, {"padding": 1, "groups": 2}),
+    (1, (5, 70, 3, 3), 96, 64, 1, 0.0, {"padding": 1}),
+    (3, (6, 5, 5, 3), 16, 32, 1, 0.0, {"padding": (4, 1), "dilation": (2, 1)}),
+    (9, (70, 4, 5, 5), 16, 4, 2, 0.0, {"padding": 2}),
+    (2, (8, 3, 1, 1), 4, 16, 1, 0.0, {}),
+]
+
+
+@pytest.mark.parametrize("case", PLANES, ids=str)
+def test_planes_without_mu(case):
+    n, size, h, w, rank, density, how = case
+    compare(draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1)), size, how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_planes_in_other_dtypes(dtype):
+    for n, size, h, w, rank, density, how in PLANES:
+        compare(draw(n, size, h, w, rank, density, dtype, how.get("groups", 1)), size, how)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_other_dtypes(dtype, backend):

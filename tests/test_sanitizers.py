@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ("rank1", "lowrank", "hadamard", "prox", "bitmap", "rows", "similarity", "srht", "isa")
-KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels_last")
+KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels_last", "factored_conv_planes")
 SOURCES = [ROOT / "tests" / "kernels_driver.cpp", *(ROOT / "csrc" / "cpu" / f"{name}.cpp" for name in KERNELS)]
 FLAGS = [
     "-std=c++17",  # what PyTorch 2.11 builds with

@@ -97,9 +97,6 @@ inline int64_t scratch_row(int64_t n, int64_t lanes) {
   return n % lanes || n < 8 * lanes ? n : (n / lanes | 1) * lanes;
 }
 
-// Registers of columns of a product's tile. Of 16 registers 6 × 2 sums leave enough for the operands, 3 × 4 do not.
-inline constexpr int64_t wide(int bytes) { return bytes == 32 ? 2 : 4; }
-
 template <class C, int B>
 struct Rows {
   using Ops = Tiles<C, B>;
@@ -279,7 +276,7 @@ struct Rows {
             C* to = y + m * y_row + n;
             Ops::template rows_of_product<N, kTall, E>(count, {left.data + m * left.row, left.row, left.step},
                                                        right.data, right.step ? right.step : N * L, depth,
-                                                       start ? start + m * start_row + n : nullptr, start_row,
+                                                       start ? start + m * start_row + n : nullptr, start_row, L,
                                                        whole ? to : part, whole ? y_row : N * L, next, out);
             for (int64_t j = 0; j < count && !whole; ++j) {
               const C* from = part + j * N * L;

@@ -49,4 +49,9 @@ inline bool channels_in_lanes(const Conv& c, int64_t rank, const Sparse& mu) {
 void factored_conv_channels_last(const FactoredConv& op, ParallelFor parallel_for);
 void factored_conv_backward_channels_last(const FactoredConvBackward& op, ParallelFor parallel_for);
 
+// The same for contiguous images without μ whose planes keep their size and are whole panels of registers.
+bool planes_in_lanes(const Conv& c, Type type, int64_t rank, const Sparse& mu);
+void factored_conv_planes(const FactoredConv& op, ParallelFor parallel_for);
+void factored_conv_backward_planes(const FactoredConvBackward& op, ParallelFor parallel_for);
+
 }  // namespace fastfact

@@ -186,6 +186,9 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   if (channels_in_lanes(c, op.rank, op.mu) && (op.dx_channels_last || !op.dx)) {
     return factored_conv_backward_channels_last(op, parallel_for);
   }
+  if (planes_in_lanes(c, op.type, op.rank, op.mu) && !op.dx_channels_last && c.h * c.w * (c.o + 3 * depth) <= 1 << 19) {
+    return factored_conv_backward_planes(op, parallel_for);
+  }
   Prepared<T> p{};
   p.s = forward_geometry(c), p.back = transposed_geometry(c), p.rank = op.rank;
   p.needs_x = op.dx, p.needs_u = du && op.rank, p.needs_v = dv && op.rank, p.nonzeros = dvalues ? op.mu.count : 0;
@@ -242,23 +245,8 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.du = du_parts.get(), p.dv = dv_parts.get(), p.dvalues = p.nonzeros ? values.get() : nullptr;
   parallel(parallel_for, c.groups * p.parts, 1, [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });
 
-  for (int64_t k = 0; k < op.rank * taps && p.needs_u; ++k) {
-    C sum = 0;
-    for (int64_t item = 0; item < p.parts * c.groups; ++item) sum += p.du[item * op.rank * taps + k];
-    du[k] = from_compute<T>(sum);
-  }
-  if (p.needs_v) {
-    parallel(parallel_for, outputs, ceil_div(16384, depth * p.parts), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        C* sums = p.dv + row * p.dv_row;
-        for (int64_t part = 1; part < p.parts; ++part) {
-          const C* from = sums + part * c.groups * p.dv_size();
-          for (int64_t k = 0; k < depth; ++k) sums[k] += from[k];
-        }
-        for (int64_t k = 0; k < depth; ++k) dv[(k / c.i * outputs + row) * c.i + k % c.i] = from_compute<T>(sums[k]);
-      }
-    });
-  }
+  add_parts(p.parts, c.groups, op.rank, c.o, c.i, taps, p.dv_row, p.du, p.needs_u ? du : nullptr, p.dv,
+            p.needs_v ? dv : nullptr, parallel_for);
   parallel(parallel_for, p.nonzeros, 16384, [&](int64_t begin, int64_t end) {
     for (int64_t nz = begin; nz < end; ++nz) {
       C sum = 0;

@@ -33,6 +33,8 @@ struct Plan {
 
 inline constexpr int sparse_registers(int bytes) { return bytes == 64 ? 16 : 8; }  // of a tile of the sparse kernels
 inline constexpr int product_rows(int bytes) { return bytes == 64 ? 6 : 3; }
+// Registers of columns of a product's tile. Of 16 registers 6 × 2 sums leave enough for the operands, 3 × 4 do not.
+inline constexpr int64_t wide(int bytes) { return bytes == 32 ? 2 : 4; }
 
 // Memory to be brought into the second cache while a product is computed.
 struct Ahead {
@@ -121,16 +123,17 @@ struct Tiles {
     int64_t row, step;
   };
 
-  // y[m][N registers] = start[m][N registers] + Σ_k left(m, k) · right[k][N registers] for M rows; start null: 0.
+  // y[m][N registers] = start[m][N registers] + Σ_k left(m, k) · right[k][N registers] for M rows; start null: 0. The
+  // registers of a row of `start` are start_step elements apart.
   template <int M, int N, class E>
   FF_INLINE static void product(Left<E> left, const E* right, int64_t right_step, int64_t depth, const C* start,
-                                int64_t start_row, C* y, int64_t y_row, Ahead& next, Ahead& out) {
+                                int64_t start_row, int64_t start_step, C* y, int64_t y_row, Ahead& next, Ahead& out) {
     V sums[M][N]{};
     if (start) {
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
-        for (int p = 0; p < N; ++p) sums[m][p] = load<B>(start + m * start_row + p * L);
+        for (int p = 0; p < N; ++p) sums[m][p] = load<B>(start + m * start_row + p * start_step);
       }
     }
     auto step = [&]() FF_INLINE_LAMBDA {
@@ -168,15 +171,15 @@ struct Tiles {
   // The product for `rows` rows, at most Most.
   template <int N, int Most, class E>
   FF_INLINE static void rows_of_product(int64_t rows, Left<E> left, const E* right, int64_t right_step, int64_t depth,
-                                        const C* start, int64_t start_row, C* y, int64_t y_row, Ahead& next,
-                                        Ahead& out) {
+                                        const C* start, int64_t start_row, int64_t start_step, C* y, int64_t y_row,
+                                        Ahead& next, Ahead& out) {
     if constexpr (Most > 1) {
       if (rows < Most) {
-        return rows_of_product<N, Most - 1>(rows, left, right, right_step, depth, start, start_row, y, y_row, next,
-                                            out);
+        return rows_of_product<N, Most - 1>(rows, left, right, right_step, depth, start, start_row, start_step, y,
+                                            y_row, next, out);
       }
     }
-    product<Most, N>(left, right, right_step, depth, start, start_row, y, y_row, next, out);
+    product<Most, N>(left, right, right_step, depth, start, start_row, start_step, y, y_row, next, out);
   }
 
   // y[o][j] = Σ_k v[o][k] · t[k][j] for `quads` quads of registers, v packed by pack_v.
@@ -193,8 +196,8 @@ struct Tiles {
             const int64_t rows = std::min<int64_t>(kM, outputs - o);
             C* to = y + o * y_channel + q * kQuad * L;
             rows_of_product<kQuad, kM, E>(rows, {v + o * depth + k * rows, 1, rows}, t + k * t_channel + q * kQuad * L,
-                                          t_channel, std::min(kDepth, depth - k), k > 0 ? to : nullptr, y_channel, to,
-                                          y_channel, next, out);
+                                          t_channel, std::min(kDepth, depth - k), k > 0 ? to : nullptr, y_channel, L,
+                                          to, y_channel, next, out);
           }
         }
       }
@@ -235,7 +238,7 @@ struct Tiles {
           for (int64_t o = 0; o < outputs; o += kM) {
             C* to = dv + o * row + k;
             rows_of_product<N, kM, C>(std::min<int64_t>(kM, outputs - o), {dy + o * dy_channel, dy_channel, 1}, t,
-                                      N * L, pixels, to, row, to, row, next, out);
+                                      N * L, pixels, to, row, L, to, row, next, out);
           }
         });
       };
@@ -424,6 +427,31 @@ void pack_v(const T* v, int64_t groups, int64_t inputs, int64_t outputs, int64_t
       if constexpr (std::is_same_v<T, BFloat16>) {
         if (pairs) make_pairs<16>(single.get(), m, depth, m, packed, m);
       }
+    }
+  });
+}
+
+// du [rank, taps] and dv [rank, groups·o, i], null where not asked for, from their partial sums du_parts
+// [part][group][rank · taps] and dv_parts [part][group][o][rank · i, in rows of `row`], which are lost.
+template <class T>
+void add_parts(int64_t parts, int64_t groups, int64_t rank, int64_t o, int64_t i, int64_t taps, int64_t row,
+               const Compute<T>* du_parts, T* du, Compute<T>* dv_parts, T* dv, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  for (int64_t k = 0; k < rank * taps && du; ++k) {
+    C sum = 0;
+    for (int64_t item = 0; item < parts * groups; ++item) sum += du_parts[item * rank * taps + k];
+    du[k] = from_compute<T>(sum);
+  }
+  if (!dv) return;
+  const int64_t outputs = groups * o, depth = rank * i;
+  parallel(parallel_for, outputs, ceil_div(16384, depth * parts), [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      C* sums = dv_parts + at * row;
+      for (int64_t part = 1; part < parts; ++part) {
+        const C* from = sums + part * outputs * row;
+        for (int64_t k = 0; k < depth; ++k) sums[k] += from[k];
+      }
+      for (int64_t k = 0; k < depth; ++k) dv[(k / i * outputs + at) * i + k % i] = from_compute<T>(sums[k]);
     }
   });
 }

@@ -151,6 +151,16 @@ FF_INLINE void store(T* p, Vec<T, B> x) {
   }
 }
 
+// x, which the compiler will not load anew for each use: an operand in memory that crosses a line of the cache costs as
+// much as four that do not.
+template <class V>
+FF_INLINE V in_register(V x) {
+#ifdef __x86_64__
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 // Lane l of the result is lane lane[l] of (a, b).
 template <int... lane, class V>
 FF_INLINE V shuffle(V a, V b) {
