@@ -337,8 +337,8 @@ class Trainer:
     def _order(self, sizes: Sequence[int], orders: Sequence[torch.Generator]) -> Tensor:
         """One epoch's order of every client's samples, int64 [k, longest]; the tail of shorter ones is unused."""
         order = torch.zeros(len(sizes), max(sizes), dtype=torch.long)
-        for row, (n, generator) in enumerate(zip(sizes, orders, strict=True)):
-            torch.randperm(n, generator=generator, out=order[row, :n])
+        for row, n, generator in zip(order.unbind(), sizes, orders, strict=True):
+            torch.randperm(n, generator=generator, out=row if n == len(row) else row[:n])
         return order
 
     def _shuffled(self, data: Sequence[Samples], orders: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
