@@ -76,32 +76,37 @@ bool is_dense(const Tensor& t, std::initializer_list<int64_t> order) {
   return true;
 }
 
-bool is_dense(const Tensor& t) {
-  switch (t.dim()) {
-    case 3:
-      return is_dense(t, {1, 2});
-    case 4:
-      return is_dense(t, {1, 2, 3});
-    default:
-      return is_dense(t, {1, 2, 3, 4});
+bool is_dense(const Tensor& t, int64_t clients = 1) {
+  int64_t expected = 1;
+  for (int64_t axis = t.dim(); axis-- > clients;) {
+    if (t.size(axis) != 1 && t.stride(axis) != expected) return false;
+    expected *= t.size(axis);
   }
+  return true;
 }
 
-constexpr std::initializer_list<int64_t> kChannelsLast = {1, 3, 4, 2};
+// Whether a weight [(k,) o, i, kh, kw] is channels_last; `clients` is the number of its client axes, 1 or 0.
+bool is_channels_last(const Tensor& t, int64_t clients) {
+  return clients ? is_dense(t, {1, 3, 4, 2}) : is_dense(t, {0, 2, 3, 1});
+}
 
 // A tensor whose parts are dense: `t` itself, or a copy. Clients that share a part go on sharing it.
 Tensor dense(const Tensor& t) { return is_dense(t) ? t : torch::stable::contiguous(t); }
 
-// A view of a weight [k, o, i, kh, kw] as [k, o, kh, kw, i].
-Tensor inputs_last(const Tensor& t) { return torch::stable::transpose(torch::stable::transpose(t, 2, 3), 3, 4); }
-
-Tensor dense(const Tensor& t, bool channels_last) {
-  if (!channels_last) return dense(t);
-  return is_dense(t, kChannelsLast) ? t : torch::stable::contiguous(inputs_last(t));
+// A view of a weight [(k,) o, i, kh, kw] as [(k,) o, kh, kw, i].
+Tensor inputs_last(const Tensor& t, int64_t clients = 1) {
+  return torch::stable::transpose(torch::stable::transpose(t, clients + 1, clients + 2), clients + 2, clients + 3);
 }
 
-fastfact::In in(const Tensor& t) { return {t.data_ptr(), t.size(0) > 1 ? t.stride(0) : 0}; }
-fastfact::In in(const OptionalTensor& t) { return t ? in(*t) : fastfact::In{nullptr, 0}; }
+Tensor dense(const Tensor& t, bool channels_last, int64_t clients = 1) {
+  if (!channels_last) return is_dense(t, clients) ? t : torch::stable::contiguous(t);
+  return is_channels_last(t, clients) ? t : torch::stable::contiguous(inputs_last(t, clients));
+}
+
+fastfact::In in(const Tensor& t, int64_t clients = 1) {
+  return {t.data_ptr(), clients && t.size(0) > 1 ? t.stride(0) : 0};
+}
+fastfact::In in(const OptionalTensor& t, int64_t clients = 1) { return t ? in(*t, clients) : fastfact::In{nullptr, 0}; }
 
 Tensor empty(const Tensor& like, const Shape& sizes, const Shape& order) {
   Shape strides(sizes.size());
@@ -136,8 +141,8 @@ void parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*
 }
 
 // The format in which dW is read: channels_last if it is laid out so and not contiguous as well.
-bool reads_channels_last(const Tensor& grad) {
-  return grad.dim() == 5 && !is_dense(grad) && is_dense(grad, kChannelsLast);
+bool reads_channels_last(const Tensor& grad, int64_t clients = 1) {
+  return grad.dim() == clients + 4 && !is_dense(grad, clients) && is_channels_last(grad, clients);
 }
 
 void* wanted(const Tensor& out, int64_t needs, int bit) { return needs >> bit & 1 ? out.data_ptr() : nullptr; }
@@ -145,61 +150,86 @@ Tensor empty_if(const Tensor& like, int64_t needs, int bit) {
   return empty(like, needs >> bit & 1 ? shape_of(like) : Shape{0});
 }
 
-// The shapes of rank1_weight from u and v; the checks of both directions.
-fastfact::Size rank1_size(const char* op, const Tensor& u, const Tensor& v, int64_t layout) {
-  if (layout < fastfact::kLinear || layout > fastfact::kView)
-    fail(op, "layout=" + std::to_string(layout) + ", must be 0 to 3");
-  const int64_t dim = layout == fastfact::kLinear ? 3 : 4;
-  expect_dim(op, "u", u, dim);
-  expect_dim(op, "v", v, dim);
-  Shape v_shape = shape_of(v);
-  v_shape[0] = u.size(0);
-  v_shape[1] = u.size(1);
-  expect(op, "v", v, v_shape, u);
-  if (u.size(1) == 0) fail(op, "rank is 0");
-  if (layout == fastfact::kLinear) return {v.size(2), u.size(2), 1, 1};
-  if (layout == fastfact::kKernel) return {v.size(2), u.size(2), u.size(3), v.size(3)};
-  return {v.size(2), v.size(3), u.size(2), u.size(3)};
-}
-
 Shape weight_shape(int64_t clients, const fastfact::Size& s, bool conv) {
   return conv ? Shape{clients, s.o, s.i, s.kh, s.kw} : Shape{clients, s.o, s.i};
 }
 
-// A support of [k, nnz] positions, with its values where they are given, each client's part in one stretch.
-fastfact::Support support_of(const char* op, const Tensor& u, Tensor& index, Tensor* values) {
-  expect_dim(op, "index", index, 2);
-  if (index.size(0) != u.size(0) || index.scalar_type() != ScalarType::Int || !index.is_cpu()) {
-    fail(op, "index has shape " + to_string(shape_of(index)) + ", must be int32 [" + std::to_string(u.size(0)) +
-                 ", nnz], on the CPU");
+// What u and v of a rank-1 weight say. These ops take tensors with the client axis or, all of them, without it: the
+// views that add it and take it off take longer than a small weight does.
+struct Factors {
+  const char* op;
+  int64_t axes, clients, rank;  // axes: 1, or 0 without clients
+  bool conv;
+  fastfact::Size size;
+
+  Factors(const char* op, const Tensor& u, const Tensor& v, int64_t layout)
+      : op(op), conv(layout != fastfact::kLinear) {
+    if (layout < fastfact::kLinear || layout > fastfact::kView)
+      fail(op, "layout=" + std::to_string(layout) + ", must be 0 to 3");
+    const int64_t dim = conv ? 4 : 3;
+    axes = u.dim() == dim - 1 ? 0 : 1;
+    expect_dim(op, "u", u, dim - 1 + axes);
+    expect_dim(op, "v", v, dim - 1 + axes);
+    Shape v_shape = shape_of(v);
+    for (int64_t d = 0; d <= axes; ++d) v_shape[d] = u.size(d);
+    expect(op, "v", v, v_shape, u);
+    clients = axes ? u.size(0) : 1, rank = u.size(axes);
+    if (rank == 0) fail(op, "rank is 0");
+    const int64_t a = axes + 1, b = axes + 2;
+    if (!conv) {
+      size = {v.size(a), u.size(a), 1, 1};
+    } else if (layout == fastfact::kKernel) {
+      size = {v.size(a), u.size(a), u.size(b), v.size(b)};
+    } else {
+      size = {v.size(a), v.size(b), u.size(a), u.size(b)};
+    }
   }
-  if (values) expect(op, "values", *values, shape_of(index), u);
-  for (Tensor* t : {&index, values}) {
-    if (t && t->size(1) > 1 && t->stride(1) != 1) *t = torch::stable::contiguous(*t);
+
+  Shape weight() const {
+    Shape shape = weight_shape(clients, size, conv);
+    if (!axes) shape.erase(shape.begin());
+    return shape;
   }
-  return {in(index), index.size(1)};
-}
+
+  Tensor empty_weight(const Tensor& like, bool channels_last) const {
+    if (!channels_last) return empty(like, weight());
+    return empty(like, weight(), axes ? Shape{0, 1, 3, 4, 2} : Shape{0, 2, 3, 1});
+  }
+
+  // A support of [(k,) nnz] positions, with its values where they are given, each client's part in one stretch.
+  fastfact::Support support(const Tensor& u, Tensor& index, Tensor* values) const {
+    expect_dim(op, "index", index, axes + 1);
+    if ((axes && index.size(0) != clients) || index.scalar_type() != ScalarType::Int || !index.is_cpu()) {
+      fail(op, "index has shape " + to_string(shape_of(index)) + ", must be int32 [" + std::to_string(clients) +
+                   ", nnz], on the CPU");
+    }
+    if (values) expect(op, "values", *values, shape_of(index), u);
+    for (Tensor* t : {&index, values}) {
+      if (t && t->size(axes) > 1 && t->stride(axes) != 1) *t = torch::stable::contiguous(*t);
+    }
+    return {in(index, axes), index.size(axes)};
+  }
+};
 
 [[noreturn]] void fail_support(const char* op) { fail(op, "index must be ascending positions in the weight"); }
 
 // W with μ dense, or as values with their index.
 Tensor rank1_weight_of(const char* op, OptionalTensor mu, Tensor* index, Tensor u, Tensor v, int64_t layout,
                        bool channels_last) {
-  const fastfact::Size size = rank1_size(op, u, v, layout);
-  const bool conv = layout != fastfact::kLinear;
-  channels_last = channels_last && conv;
+  const Factors of(op, u, v, layout);
+  channels_last = channels_last && of.conv;
   fastfact::Support support{};
   if (index) {
-    support = support_of(op, u, *index, &*mu);
+    support = of.support(u, *index, &*mu);
     if (support.count == 0) mu.reset();
   } else if (mu) {
-    expect(op, "mu", *mu, weight_shape(u.size(0), size, conv), u);
-    mu = dense(*mu, channels_last);
+    expect(op, "mu", *mu, of.weight(), u);
+    mu = dense(*mu, channels_last, of.axes);
   }
-  u = dense(u), v = dense(v);
-  Tensor w = empty_weight(u, u.size(0), size, conv, channels_last);
-  const bool done = fastfact::rank1_weight({type_of(op, u), int(layout), channels_last, u.size(0), u.size(1), size,
-                                            in(mu), in(u), in(v), w.data_ptr(), support},
+  u = dense(u, false, of.axes), v = dense(v, false, of.axes);
+  Tensor w = of.empty_weight(u, channels_last);
+  const bool done = fastfact::rank1_weight({type_of(op, u), int(layout), channels_last, of.clients, of.rank, of.size,
+                                            in(mu, of.axes), in(u, of.axes), in(v, of.axes), w.data_ptr(), support},
                                            parallel_for);
   if (!done) fail_support(op);
   return w;
@@ -216,18 +246,17 @@ Tensor compact_weight(Tensor u, Tensor v, Tensor values, Tensor index, int64_t l
 // (du, dv, dW on the support `index`); bits 0–2 of `needs` ask for them.
 std::tuple<Tensor, Tensor, Tensor> rank1_gradients(const char* op, Tensor grad, Tensor u, Tensor v, Tensor* index,
                                                    int64_t layout, int64_t needs) {
-  const fastfact::Size size = rank1_size(op, u, v, layout);
-  const bool conv = layout != fastfact::kLinear;
-  expect(op, "grad", grad, weight_shape(u.size(0), size, conv), u);
+  const Factors of(op, u, v, layout);
+  expect(op, "grad", grad, of.weight(), u);
   fastfact::Support support{};
-  if (index) support = support_of(op, u, *index, nullptr);
-  const bool channels_last = layout != fastfact::kView && reads_channels_last(grad);
-  u = dense(u), v = dense(v), grad = dense(grad, channels_last);
+  if (index) support = of.support(u, *index, nullptr);
+  const bool channels_last = layout != fastfact::kView && reads_channels_last(grad, of.axes);
+  u = dense(u, false, of.axes), v = dense(v, false, of.axes), grad = dense(grad, channels_last, of.axes);
   Tensor du = empty_if(u, needs, 0), dv = empty_if(v, needs, 1);
-  Tensor dvalues = empty(u, needs & 4 ? Shape{u.size(0), support.count} : Shape{0});
+  Tensor dvalues = empty(u, needs & 4 ? shape_of(*index) : Shape{0});
   const bool done = fastfact::rank1_weight_backward(
-      {type_of(op, u), int(layout), channels_last, u.size(0), u.size(1), size, in(grad), in(u), in(v),
-       wanted(du, needs, 0), wanted(dv, needs, 1), support, wanted(dvalues, needs, 2)},
+      {type_of(op, u), int(layout), channels_last, of.clients, of.rank, of.size, in(grad, of.axes), in(u, of.axes),
+       in(v, of.axes), wanted(du, needs, 0), wanted(dv, needs, 1), support, wanted(dvalues, needs, 2)},
       parallel_for);
   if (!done) fail_support(op);
   return {du, dv, dvalues};

@@ -48,6 +48,10 @@ TRITON_OPS = (
     "fused_conv2d_dw",
 )
 NAMES = ("reference", "cpu", "cuda", "triton")
+# Ops, and their backward ones, of which the CPU library takes tensors without the client axis too: the views that add
+# it and take it off take longer than a small weight.
+_ONE_CLIENT_OPS = ("rank1_weight", "compact_weight")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def _without_kernel(key: str, ops: tuple[str, ...]) -> list[str]:
 _LIBRARIES: dict[str, Backend] = {}
 _dispatched: dict[str, Callable] = {}
 _serving = _dispatched
+_one_client: tuple[str, ...] = ()
 _library = torch.library.Library("fastfact", "IMPL")
 
 
@@ -100,13 +105,24 @@ def loaded(name: str) -> bool:
 def load() -> None:
     """Load the compiled libraries; called once, after the op schemas are defined."""
     _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CPU_OPS + TRITON_OPS})
+    global _one_client
     _LIBRARIES["cpu"] = _load_library("cpu")
+    _one_client = _ONE_CLIENT_OPS if _LIBRARIES["cpu"].available and _library_takes_one() else ()
     _LIBRARIES["cuda"] = (
         _load_library("cuda") if torch.version.cuda else Backend(False, "this build of PyTorch has no CUDA")
     )
     if torch.version.cuda and _triton_can_compile():
         for op in TRITON_OPS if _LIBRARIES["cuda"].available else OPS + TRITON_OPS:
             _library.impl(op, _triton_op(op), "CUDA")
+
+
+def _library_takes_one() -> bool:
+    """Whether the CPU library takes tensors without the client axis; an older one refuses them."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        factor = torch.ones(1, 1, 1, device="cpu")
+        _dispatched["rank1_weight"](None, factor, factor, reference.SPATIAL, False)
+        return True
+    return False
 
 
 def _triton_can_compile() -> bool:
@@ -151,6 +167,11 @@ def backends() -> dict[str, Backend]:
 def implementation(op: str) -> Callable:
     """What serves `op` now: the dispatcher's choice, or the backend `use_backend` asked for."""
     return _serving[op]
+
+
+def takes_one(op: str, tensor: torch.Tensor) -> bool:
+    """Whether what serves `op` now takes tensors such as this one without the client axis, for one client."""
+    return op in _one_client and tensor.is_cpu and type(tensor) in _PLAIN and _serving is _dispatched
 
 
 @contextlib.contextmanager

@@ -83,6 +83,31 @@ def test_compact_weight(case, dtype):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("layout", [LINEAR, SPATIAL, KERNEL, VIEW])
+def test_one_client_without_its_axis(layout, channels_last):
+    grad, u, v = rank1_layer(layout, channels_last)
+    index = torch.arange(0, grad.numel(), 3, dtype=torch.int32)
+    values, mu = torch.randn(len(index)), torch.randn_like(grad)
+    f = torch.ops.fastfact
+    for name, tensors in (("rank1_weight", (mu, u, v)), ("compact_weight", (u, v, values[None], index[None]))):
+        weight = getattr(f, name)(*tensors, layout, channels_last)
+        one = getattr(f, name)(*(t[0] for t in tensors), layout, channels_last)
+        assert torch.equal(one, weight[0])
+        assert one.stride() == weight[0].stride()
+        tensors = (grad, *(tensors[1:] if name == "rank1_weight" else tensors))
+        wanted = getattr(f, name + "_backward")(*tensors, layout, 7)
+        found = getattr(f, name + "_backward")(*(t[0] for t in tensors), layout, 7)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b[0])
+    strided = torch.randn(*u.shape[1:], 2)[..., 0]
+    assert torch.equal(
+        f.rank1_weight(None, strided, v[0], layout, False), f.rank1_weight(None, strided[None], v, layout, False)[0]
+    )
+    with pytest.raises((RuntimeError, ValueError), match="v has shape"):
+        f.rank1_weight(None, u[0], v, layout, channels_last)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("k, o, i", [(0, 4, 3), (2, 4, 0), (2, 0, 5)])
 def test_nothing_to_do(k, o, i, channels_last):
     """No clients, no inputs, no outputs: empty weights, and gradients that are sums of nothing."""

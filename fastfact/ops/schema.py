@@ -1,6 +1,7 @@
 """The op schemas with their reference and fake implementations, registered with PyTorch.
 
-The registered ops always take the client axis. Compiled libraries add their own implementations (see `backends`).
+The registered ops always take the client axis (but see `backends.takes_one`). Compiled libraries add their own
+implementations (see `backends`).
 """
 
 import torch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastfact import reference
-from fastfact.backends import implementation
+from fastfact.backends import implementation, takes_one
 from fastfact.ops.common import (
     call,
     check,
@@ -33,16 +33,20 @@ class How(NamedTuple):
     channels_last: bool
 
 
+def _as_they_are(op: str, factor: Tensor) -> bool:
+    return not transforming() and takes_one(op, factor)
+
+
 def _forward(how, dense, f1, f2, f3, f4):
     op, clients, settings, channels_last = how
     tensors = (dense, f1, f2) if f3 is None else (f1, f2, f3, f4)
-    return call(implementation(op), clients, tensors, *settings, channels_last)
+    return call(implementation(op), clients or _as_they_are(op, f1), tensors, *settings, channels_last)
 
 
 def _backward(how, needs, grad, f1, f2, f3, f4):
     op, clients, settings, _ = how
     tensors = (grad, f1, f2) if f3 is None else (grad, f1, f2, f3, f4)
-    return call(implementation(op + "_backward"), clients, tensors, *settings, needs)
+    return call(implementation(op + "_backward"), clients or _as_they_are(op, f1), tensors, *settings, needs)
 
 
 def _gradients(ctx, grad):
