@@ -523,7 +523,7 @@ template <class T>
 void factored_convolution() {
   Conv c{};
   c.n = one_of({1, 2, 3, 5, 17}), c.groups = pick_int(1, 2), c.i = one_of({1, 3, 4, 7, 17}),
-  c.o = one_of({1, 5, 8, 13});
+  c.o = one_of({1, 5, 8, 13, 16});
   c.kh = pick_int(1, 4), c.kw = pick_int(1, 5), c.h = pick_int(1, 11), c.w = one_of({1, 4, 7, 8, 16, 19});
   const bool channels_in_lanes = pick_int(0, 1);
   const bool planes_in_lanes = !channels_in_lanes && pick_int(0, 1),

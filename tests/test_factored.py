@@ -99,8 +99,9 @@ def test_matches_the_dense_convolution(case, channels_last):
     compare(t, size, how)
 
 
-# Without μ channels_last images have kernels of their own: more channels than a panel of v, bands of an image.
+# Without μ channels_last images have kernels of their own: few channels, more than a panel of v, bands of an image.
 IN_LANES = [
+    (3, (48, 3, 3, 3), 21, 10, 1, 0.0, {"padding": 1}),
     (2, (70, 33, 3, 3), 9, 9, 2, 0.0, {"padding": 1}),
     (3, (130, 64, 5, 5), 12, 11, 1, 0.0, {"padding": 2, "stride": 2}),
     (1, (16, 130, 3, 3), 40, 41, 1, 0.0, {"padding": 1}),
@@ -144,7 +145,7 @@ def test_planes_in_other_dtypes(dtype):
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_other_dtypes(dtype, backend):
     with ff.use_backend(backend):
-        for n, size, h, w, rank, density, how in (CASES[0], CASES[5], CASES[7], *IN_LANES[:2]):
+        for n, size, h, w, rank, density, how in (CASES[0], CASES[5], CASES[7], *IN_LANES[:3]):
             t = draw(n, size, h, w, rank, density, dtype, how.get("groups", 1))
             if density == 0:
                 t["x"] = t["x"].contiguous(memory_format=torch.channels_last)

@@ -258,6 +258,40 @@ struct Rows {
     }
   }
 
+  // to[pixel][k] = Σ_o from[pixel][o] · v[k][o] for D columns k, too few for the lanes of a product: o, in whole
+  // registers, is in them.
+  template <int D>
+  FF_INLINE static void dots(const C* from, int64_t from_row, int64_t pixels, const C* v, int64_t outputs, C* to,
+                             int64_t to_row) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      alignas(64) C sums[D * L];
+      for (int64_t first = 0; first < pixels; first += L) {
+        const int64_t count = std::min<int64_t>(L, pixels - first);
+        const C* at = from + first * from_row;
+#pragma GCC unroll 4
+        for (int k = 0; k < D; ++k) {
+          auto dot = [&](int pixel) FF_INLINE_LAMBDA {
+            const C* row = at + std::min<int64_t>(pixel, count - 1) * from_row;
+            V sum{};
+            for (int64_t o = 0; o < outputs; o += L) sum += load<B>(row + o) * load<B>(v + k * outputs + o);
+            return sum;
+          };
+          store<B>(sums + k * L, sums_of_rows<L, V>(dot, 0));
+        }
+        for (int64_t pixel = 0; pixel < count; ++pixel) {
+          for (int k = 0; k < D; ++k) to[(first + pixel) * to_row + k] = sums[k * L + pixel];
+        }
+      }
+    });
+  }
+  FF_INLINE static void dots(int64_t columns, const C* from, int64_t from_row, int64_t pixels, const C* v,
+                             int64_t outputs, C* to, int64_t to_row) {
+    if (columns == 1) dots<1>(from, from_row, pixels, v, outputs, to, to_row);
+    if (columns == 2) dots<2>(from, from_row, pixels, v, outputs, to, to_row);
+    if (columns == 3) dots<3>(from, from_row, pixels, v, outputs, to, to_row);
+    if (columns == 4) dots<4>(from, from_row, pixels, v, outputs, to, to_row);
+  }
+
   // y[m][n] = start[m][n] + Σ_k left(m, k) · right[k][n] for `rows` rows; start null: 0, and read in whole registers.
   template <class E>
   FF_INLINE static void multiply(Left<E> left, int64_t rows, Right<E> right, int64_t columns, int64_t depth,

@@ -186,6 +186,7 @@ struct Backward {
   const T *x, *dy;
   T* dx;
   const C *u, *v;
+  bool few;                        // channels of s: `v` as [i][o]
   bool needs_u, needs_v, swapped;  // swapped: dv as [i][o], where that fills the registers better
   C *du, *dv;                      // partial sums [part][…]
   int64_t dv_rows, dv_row;
@@ -209,7 +210,9 @@ struct RunBackward {
     const int64_t s_rows =
         p.bands > 1 ? std::min(c.oh, p.rows + c.padding[0] + c.kh * c.dilation[0] + 1) * c.ow : p.images * out_image;
     const Zeros<C> s(needs_s ? s_rows * row + L : 0), t(p.needs_v ? p.block * row + L : 0);
-    const Zeros<C> dy(p.block * dy_row + L), sums(p.rank * taps * L), total(p.rank * taps * L);
+    // Rows that no register runs over are read where they lie.
+    const bool in_place = std::is_same_v<T, C> && dy_row == outputs && c.o % L == 0;
+    const Zeros<C> dy(in_place ? 0 : p.block * dy_row + L), sums(p.rank * taps * L), total(p.rank * taps * L);
     Source<T, B> x;
     for (int64_t part = begin; part < end; ++part) {
       C* dv = p.needs_v ? p.dv + part * p.dv_size() : nullptr;
@@ -236,10 +239,15 @@ struct RunBackward {
           for (int64_t pixel = from; pixel < to; pixel += p.block) {
             const int64_t count = std::min(p.block, to - pixel);
             const int64_t x_from = pixel * read / pixels, x_to = (pixel + count) * read / pixels;
-            copy(p.dy + pixel * outputs, count, outputs, dy.get(), dy_row);
+            const C* dy_block = dy.get();
+            if constexpr (std::is_same_v<T, C>) {
+              if (in_place) dy_block = p.dy + pixel * outputs;
+            }
+            if (dy_block == dy.get()) copy(p.dy + pixel * outputs, count, outputs, dy.get(), dy_row);
             C* s_block = s.get() + (pixel - low) * row;
-            for (int64_t k = 0; k < c.groups * p.rank && needs_s; ++k) {
-              Kernels::template multiply<C>({dy.get() + k / p.rank * c.o, dy_row, 1}, count,
+            if (p.few && needs_s) Kernels::dots(c.i, dy_block, dy_row, count, p.v, c.o, s_block, row);
+            for (int64_t k = 0; k < c.groups * p.rank && needs_s && !p.few; ++k) {
+              Kernels::template multiply<C>({dy_block + k / p.rank * c.o, dy_row, 1}, count,
                                             {p.v + k * padded * c.o, 0, Kernels::kPanel * c.o}, c.i, c.o, nullptr, 0,
                                             s_block + k * c.i, row,
                                             k || !own ? Ahead{} : ahead_of(p.x, x_from, x_to, read, inputs),
@@ -269,7 +277,7 @@ struct RunBackward {
               total.get()[k] += sums.get()[k], sums.get()[k] = 0;
             }
             for (int64_t k = 0; k < c.groups * p.rank && own && dv; ++k) {
-              const C *d = dy.get() + k / p.rank * c.o, *in = t.get() + k * c.i;
+              const C *d = dy_block + k / p.rank * c.o, *in = t.get() + k * c.i;
               C* to = dv + k * p.dv_rows * p.dv_row;
               Kernels::template multiply<C>(
                   {p.swapped ? in : d, 1, p.swapped ? row : dy_row}, p.dv_rows,
@@ -336,7 +344,13 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> u(op.rank * taps), v(c.groups * op.rank * whole(c.i) * c.o);
   const Scratch<C> du_parts(p.parts * op.rank * taps), dv_parts(p.needs_v ? p.parts * p.dv_size() : 0);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
-  if (p.dx || p.needs_u) pack_v<T>(op.v, c, op.rank, true, false, v.get(), parallel_for);
+  p.few = op.rank * c.groups == 1 && c.i <= 4 && c.o % lanes == 0;
+  if (p.few) {
+    for (int64_t k = 0; k < c.i * c.o; ++k)
+      v.get()[k] = to_compute(static_cast<const T*>(op.v)[k % c.o * c.i + k / c.o]);
+  } else if (p.dx || p.needs_u) {
+    pack_v<T>(op.v, c, op.rank, true, false, v.get(), parallel_for);
+  }
   p.u = u.get(), p.v = v.get(), p.du = du_parts.get(), p.dv = dv_parts.get();
   parallel(parallel_for, p.parts, 1, [&](int64_t begin, int64_t end) { dispatch<RunBackward, T>(p, begin, end); });
 
