@@ -174,8 +174,9 @@ def run(
             continue
         if work is None:
             sizes = [k for k in REGISTERED[: 1 if quick else None] if clients is None or k <= clients]
-            turns = {k: 1 if quick or k >= 10_000 else 3 for k in sizes}
-            yield name, [grow(k, share, rounds or turns[k], threads) for share in (1.0, 0.01) for k in sizes]
+            # In one of the rounds what is replayed later is recorded.
+            turns = rounds or (1 if quick else 3)
+            yield name, [grow(k, share, turns, threads) for share in (1.0, 0.01) for k in sizes]
             continue
         names = ["ours", *RIVALS.get(name, [side for side in sides.SIDES if side != "ours"])]
         if work.shape == (3072,):
