@@ -1,7 +1,7 @@
 """How long a layer takes on each compute path: a small model, measured once per machine.
 
 The time of a path is a sum of terms (one call, elements read and written, multiplications of each kind) with a
-coefficient each. The coefficients are fitted to some eighty short measurements, three seconds in all, when the first
+coefficient each. The coefficients are fitted to some seventy short measurements, three seconds in all, when the first
 layer asks, one set for each kind of layer, step, memory format and dtype, and kept in
 
     $XDG_CACHE_HOME/fastfact/cost/   (~/.cache/fastfact/cost/)
@@ -188,9 +188,7 @@ def terms(work: Work, path: str) -> list[float]:
 _CONVS = [
     (1, 3, 32, 3, 1, 1, 32),
     (1, 3, 48, 5, 2, 1, 32),
-    (1, 24, 32, 3, 1, 1, 8),
     (1, 32, 48, 5, 1, 1, 16),
-    (1, 48, 64, 1, 1, 1, 16),
     (1, 64, 64, 3, 1, 1, 16),
     (1, 96, 96, 3, 1, 4, 16),
     (1, 96, 192, 3, 2, 8, 16),
