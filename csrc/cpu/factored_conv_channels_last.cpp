@@ -61,15 +61,10 @@ class Source {
         return pixel / (c.oh * c.ow) * c.h + std::clamp<int64_t>(y, 0, c.h);
       };
       const int64_t top = line(first, 0), bottom = std::max(top, line(last - 1, (c.kh - 1) * c.dilation[0] + 1));
-      constexpr int L = kLanes<T, B>;
-      const T* from = x + top * row;
-      int64_t j = 0;
       origin = top * c.w, size = (bottom - top) * row;
       if (int64_t(converted_.size()) < size) converted_.resize(size);
-      C* to = converted_.data();
-      for (; j + L <= size; j += L) store<B>(to + j, load<B>(from + j));
-      for (; j < size; ++j) to[j] = to_compute(from[j]);
-      data = to;
+      copy<B>(x + top * row, size, converted_.data());
+      data = converted_.data();
     }
   }
 
@@ -140,10 +135,7 @@ struct RunForward {
         });
       }
       if constexpr (!kInPlace) {
-        int64_t j = 0;
-        T* to = p.y + first * outputs;
-        for (; j + L <= count * outputs; j += L) store<B>(to + j, load<B>(y + j));
-        for (; j < count * outputs; ++j) to[j] = from_compute<T>(y[j]);
+        copy<B>(y, count * outputs, p.y + first * outputs);
       }
     }
   }
@@ -243,7 +235,7 @@ struct RunBackward {
             if constexpr (std::is_same_v<T, C>) {
               if (in_place) dy_block = p.dy + pixel * outputs;
             }
-            if (dy_block == dy.get()) copy(p.dy + pixel * outputs, count, outputs, dy.get(), dy_row);
+            if (dy_block == dy.get()) copy_rows(p.dy + pixel * outputs, count, outputs, dy.get(), dy_row);
             C* s_block = s.get() + (pixel - low) * row;
             if (p.few && needs_s) Kernels::dots(c.i, dy_block, dy_row, count, p.v, c.o, s_block, row);
             for (int64_t k = 0; k < c.groups * p.rank && needs_s && !p.few; ++k) {
@@ -307,13 +299,9 @@ struct RunBackward {
     }
   }
 
-  FF_INLINE static void copy(const T* from, int64_t rows, int64_t n, C* to, int64_t to_row) {
+  FF_INLINE static void copy_rows(const T* from, int64_t rows, int64_t n, C* to, int64_t to_row) {
     if (n == to_row) n *= rows, rows = 1;
-    for (int64_t m = 0; m < rows; ++m, from += n, to += to_row) {
-      int64_t j = 0;
-      for (; j + L <= n; j += L) store<B>(to + j, load<B>(from + j));
-      for (; j < n; ++j) to[j] = to_compute(from[j]);
-    }
+    for (int64_t m = 0; m < rows; ++m) copy<B>(from + m * n, n, to + m * to_row);
   }
 };
 

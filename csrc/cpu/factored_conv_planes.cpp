@@ -78,11 +78,7 @@ struct Kernels {
       for (int64_t k = 0; k < channels; ++k, x += plane, to += stage.channel) {
         const S* from = x + low * c.w;
         C* line = to + stage.before + (low - top) * stage.pitch;
-        for (int64_t y = 0; y < lines; ++y, from += c.w, line += stage.pitch) {
-          int64_t j = 0;
-          for (; j + L <= n; j += L) store<B>(line + j, load<B>(from + j));
-          for (; j < n; ++j) line[j] = to_compute(from[j]);
-        }
+        for (int64_t y = 0; y < lines; ++y, from += c.w, line += stage.pitch) copy<B>(from, n, line);
       }
     });
   }
@@ -439,7 +435,8 @@ struct RunBackward {
           if (p.needs_u) read_x(true);
         } else {
           for (int64_t k = 0; k < images; ++k) {
-            copy(in_group(p.dy, image + k, c.o), c.o, plane, dy.get() + k * plane, channel);
+            const T* from = in_group(p.dy, image + k, c.o);
+            for (int64_t o = 0; o < c.o; ++o) copy<B>(from + o * plane, plane, dy.get() + o * channel + k * plane);
           }
           for (int64_t r = 0; r < p.rank && needs_s; ++r) {
             Ops::template multiply<C>(p.v + (r * c.groups + group) * c.i * c.o, c.i, c.o, dy.get(), channel,
@@ -473,7 +470,7 @@ struct RunBackward {
               K::depthwise(stage, c, staged.get(), count, p.back_u + r * taps * L,
                            {to, plane, r > 0, nullptr, nullptr});
             }
-            for (int64_t j = 0; j < count * plane && !kInPlace; j += L) store<B>(dx + j, load<B>(to + j));
+            if constexpr (!kInPlace) copy<B>(to, count * plane, dx);
           }
         }
       }
@@ -487,12 +484,6 @@ struct RunBackward {
         for (int lane = 0; lane < L; ++lane) sum += total.get()[k * L + lane];
         p.du[(part * c.groups + group) * p.rank * taps + k] = sum;
       }
-    }
-  }
-
-  FF_INLINE static void copy(const T* from, int64_t rows, int64_t n, C* to, int64_t to_row) {
-    for (int64_t m = 0; m < rows; ++m, from += n, to += to_row) {
-      for (int64_t j = 0; j < n; j += L) store<B>(to + j, load<B>(from + j));
     }
   }
 };

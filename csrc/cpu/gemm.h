@@ -54,7 +54,7 @@ struct PackPanels {
       const int64_t first = item % panels * width, count = std::min<int64_t>(width, rows - first);
       C* to = out + item * width * depth;
       if (count == width && consecutive(row + first, width)) {
-        for (int64_t d = 0; d < depth; ++d) copy(data + row[first] + at[d], width, to + d * width);
+        for (int64_t d = 0; d < depth; ++d) copy<B>(data + row[first] + at[d], width, to + d * width);
         continue;
       }
       for (int64_t d0 = 0; d0 < depth; d0 += kPackDepth) {
@@ -125,12 +125,6 @@ struct PackPanels {
       if (offsets[j] != offsets[j - 1] + 1) return false;
     }
     return true;
-  }
-
-  FF_INLINE static void copy(const T* from, int64_t n, C* to) {
-    int64_t j = 0;
-    for (; j + L <= n; j += L) store<B>(to + j, load<B>(from + j));
-    for (; j < n; ++j) to[j] = to_compute(from[j]);
   }
 };
 

@@ -442,7 +442,7 @@ struct BackwardColumns {
                             Compute<T>* partial, int64_t begin, int64_t end) {
     using C = Compute<T>;
     using V = Vec<T, B>;
-    constexpr int64_t L = kLanes<T, B>, kColumns = 1024;
+    constexpr int64_t kColumns = 1024;
     const int64_t taps = op.size.taps(), inputs = op.size.i, rank = op.rank, vn = plan.v_numel;
     const bool in_sets = op.layout == kSpatial && taps > 1;
     const Scratch<V> sums(rank * taps);
@@ -464,9 +464,7 @@ struct BackwardColumns {
           sum_rows_and_columns<T, B>(rows, plan.columns, taps, n, scale.get() + r * taps, c.v + r * vn + at,
                                      sums.get() + r * taps, to, false);
           if constexpr (!std::is_same_v<T, C>) {
-            int64_t j = 0;
-            for (; out && j + L <= n; j += L) store<B>(out + j, load<B>(to + j));
-            for (; out && j < n; ++j) out[j] = from_compute<T>(to[j]);
+            if (out) copy<B>(to, n, out);
           }
         }
         at += n;

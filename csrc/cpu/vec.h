@@ -161,6 +161,15 @@ FF_INLINE V in_register(V x) {
   return x;
 }
 
+// n elements, converted.
+template <int B, class From, class To>
+FF_INLINE void copy(const From* from, int64_t n, To* to) {
+  constexpr int L = kLanes<From, B>;
+  int64_t j = 0;
+  for (; j + L <= n; j += L) store<B>(to + j, load<B>(from + j));
+  for (; j < n; ++j) to[j] = from_compute<To>(to_compute(from[j]));
+}
+
 // Lane l of the result is lane lane[l] of (a, b).
 template <int... lane, class V>
 FF_INLINE V shuffle(V a, V b) {
