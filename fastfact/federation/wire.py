@@ -324,8 +324,10 @@ class Ledger:
         totals: dict[int, int] = {}
         for entry in self.entries:
             if direction in (None, entry.direction):
-                for client, sizes in zip(entry.clients, zip(*entry.sizes.bytes.values(), strict=True), strict=True):
-                    totals[client] = totals.get(client, 0) + sum(sizes)
+                sizes = entry.sizes.bytes.values()
+                lengths = list(map(sum, zip(*sizes, strict=True))) if sizes else [0] * len(entry.clients)
+                for client, length in zip(entry.clients, lengths, strict=True):
+                    totals[client] = totals.get(client, 0) + length
         return totals
 
     @property

@@ -4,7 +4,7 @@ from torch import nn
 
 import fastfact as ff
 from fastfact.federation.cohort import describe, stack, tensors_of
-from fastfact.federation.wire import ENTRY, FRAME, HEADER, Ledger, Sizes, Wire
+from fastfact.federation.wire import ENTRY, FRAME, HEADER, Entry, Ledger, Sizes, Wire
 
 
 def model(dtype=torch.float32) -> nn.Module:
@@ -124,6 +124,7 @@ def test_ledger_sums_and_rows():
     assert ledger.bytes("up", round=1, client=2, name="a") == 20
     assert ledger.by_name() == {"a": 54, FRAME: 40, "b": 3}
     assert ledger.by_client("up") == {0: 18, 2: 28, 1: 21}
+    assert Ledger([Entry(1, "up", [3], Sizes())]).by_client() == {3: 0}
     assert ledger.numbers("up") == 10 and ledger.formula() == 4 * 12
     again = Ledger.from_rows(ledger.rows())
     assert again.rows() == ledger.rows() and again.bytes() == 97 and len(again.entries) == 3
