@@ -86,6 +86,11 @@ CASES = [
     (20, (9, 40, 3, 3), 4, 4, 1, 0.0, {"padding": 1}),
     (4, (5, 4, 3, 3), 6, 6, 3, 1.0, {"padding": 4}),
     (2, (4, 4, 3, 3), 20, 40, 1, 0.3, {"padding": 1}),
+    # Computed where the output belongs, in blocks of input channels of which some rows have nothing.
+    (2, (10, 42, 3, 3), 16, 16, 1, 0.01, {"padding": 1}),
+    (1, (9, 70, 3, 3), 64, 32, 0, 0.02, {"padding": 1}),
+    (3, (20, 17, 5, 5), 32, 32, 1, 0.0, {"padding": 2, "stride": 2}),
+    (2, (8, 5, 3, 3), 16, 16, 0, 0.0, {"padding": 1}),
 ]
 
 

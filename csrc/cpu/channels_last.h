@@ -156,7 +156,7 @@ struct Rows {
             }
           }
         }
-        Packing<D, B>::store_some(last, C(0), tail, to + whole);
+        Packing<D, B>::store_some(last, tail, to + whole);
       }
     });
   }
@@ -216,7 +216,7 @@ struct Rows {
             }
           }
         }
-        if constexpr (with_t) Packing<C, B>::store_some(last, C(0), tail, to + whole);
+        if constexpr (with_t) Packing<C, B>::store_some(last, tail, to + whole);
       }
     });
   }
@@ -316,7 +316,7 @@ struct Rows {
               const C* from = part + j * N * L;
               int64_t k = 0;
               for (; n + k + L <= columns; k += L) store<B>(to + j * y_row + k, load<B>(from + k));
-              Packing<C, B>::store_some(from + k, C(0), columns - n - k, to + j * y_row + k);
+              Packing<C, B>::store_some(from + k, columns - n - k, to + j * y_row + k);
             }
             m += count;
           }

@@ -17,8 +17,9 @@ struct Prepared {
   int64_t rank;
   Images<const T> x;
   Images<T> y;
-  bool pairs;  // products in pairs
-  const C *u, *v, *bias, *values;
+  bool pairs;     // products in pairs
+  bool in_place;  // y is computed where it belongs
+  const C *u, *v, *bias, *values;  // bias: a register for each output
 };
 
 template <class T, int B>
@@ -35,54 +36,56 @@ struct Run {
     const bool sparse = p.values;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, quads = p.band.quads(L);
     const int64_t reads = (g.rows - 1) * s.stride[0] + s.reach[0] + 1;
-    const int64_t packed = (sparse ? s.i : Pack::kTogether) * slab.channel + slab.slack;
-    const Zeros<C> slabs(packed);
-    const Scratch<C> t(depth * p.band.channel), band(s.o * p.band.channel);
+    const int64_t block = sparse ? p.plan.block : Pack::kTogether;
+    const Zeros<C> slabs(block * slab.channel + slab.slack);
+    const Scratch<C> t(depth * p.band.channel), band(p.in_place ? 0 : s.o * p.band.channel);
     const Scratch<C> single(p.pairs ? Pack::kTogether * p.band.channel : 0);
     const Scratch<C> turned(p.x.channels_last ? Pack::transposed_size(p.x, g, reads, s.i) : 0);
     Planes<T> planes;
     Planes<C> turned_planes;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / s.groups, group = item % s.groups;
-      if (p.x.channels_last) {
-        Pack::find(p.x, g, unit, s.stride[0], -s.origin[0], reads, slab, group * s.i, s.i, turned.get(), turned_planes);
-      } else {
-        Pack::find(p.x, g, unit, s.stride[0], -s.origin[0], slab, group * s.i, planes);
-      }
-      for (int64_t i = 0; i < s.i; i += Pack::kTogether) {
-        const int64_t count = std::min<int64_t>(Pack::kTogether, s.i - i);
-        C* x = slabs.get() + (sparse ? i * slab.channel : 0);
-        if (p.x.channels_last) {
-          Pack::pack(slab, turned_planes, i, count, x);
-        } else {
-          Pack::pack(slab, planes, i, count, x);
+      const C* start = p.bias ? p.bias + group * s.o * L : nullptr;
+      C* y = band.get();
+      int64_t y_channel = p.band.channel;
+      if constexpr (std::is_same_v<T, C>) {
+        if (p.in_place) {
+          y_channel = p.y.h * p.y.w;
+          y = p.y.data + (g.image(unit, 0) * p.y.channels + group * s.o) * y_channel + g.first_row(unit, 0) * p.y.w;
         }
+      }
+      auto take = [&](int64_t i, int64_t count, const C* x) FF_INLINE_LAMBDA {
         for (int64_t r = 0; r < p.rank; ++r) {
           C* to = t.get() + (r * s.i + i) / (p.pairs ? 2 : 1) * p.band.channel;
           C* sums = p.pairs ? single.get() : to;
           Ops::depthwise(x, slab.channel, count, slab.offset[0].data(), p.u + r * taps, taps, quads, false, sums,
                          p.band.channel);
           if constexpr (std::is_same_v<T, BFloat16>) {
-            if (p.pairs) {
-              make_pairs<B>(sums, p.band.channel, count, kQuad * quads * L, to, p.band.channel);
-            }
+            if (p.pairs) make_pairs<B>(sums, p.band.channel, count, kQuad * quads * L, to, p.band.channel);
           }
         }
+      };
+      auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
+        if (!sparse) return;
+        Ops::sparse(p.plan, p.plan.start(0, group, k), slabs.get(), p.values, kQuad * quads, k == 0, start, y, y_channel);
+      };
+      if (p.x.channels_last) {
+        Pack::find(p.x, g, unit, s.stride[0], -s.origin[0], reads, slab, group * s.i, s.i, turned.get(), turned_planes);
+        Pack::pack_blocks(slab, turned_planes, s.i, block, slabs.get(), take, take_block);
+      } else {
+        Pack::find(p.x, g, unit, s.stride[0], -s.origin[0], slab, group * s.i, planes);
+        Pack::pack_blocks(slab, planes, s.i, block, slabs.get(), take, take_block);
       }
+      if (!sparse && !p.rank) Ops::fill(start, s.o, kQuad * quads, y, y_channel);
       if (p.rank) {
         with_operand<T, B>(p.pairs, [&](auto operand, int64_t factors) FF_INLINE_LAMBDA {
           using E = decltype(operand);
           Ops::multiply(reinterpret_cast<const E*>(p.v) + group * s.o * depth / factors, s.o, depth / factors,
-                        reinterpret_cast<const E*>(t.get()), p.band.channel, quads, band.get(), p.band.channel,
+                        reinterpret_cast<const E*>(t.get()), p.band.channel, quads, sparse, start, y, y_channel,
                         ahead(p.x, g, s.groups, unit + 1), ahead(p.y, g, s.groups, unit));
         });
-      } else {
-        std::memset(static_cast<void*>(band.get()), 0, s.o * p.band.channel * sizeof(C));
       }
-      if (sparse) {
-        Ops::sparse(p.plan, group, slabs.get(), p.values, kQuad * quads, band.get(), p.band.channel);
-      }
-      Pack::unpack(s, g, p.band, unit, band.get(), 0, p.bias ? p.bias + group * s.o : nullptr, group * s.o, p.y);
+      if (!p.in_place) Pack::unpack(s, g, p.band, unit, y, 0, group * s.o, p.y);
     }
   }
 };
@@ -98,27 +101,28 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.y = {static_cast<T*>(op.y), c.n, outputs, c.oh, c.ow, c.y_channels_last};
   p.grid = make_grid(c.n, c.oh, c.ow, lanes, c.groups, [&](int64_t segments) {
-    const int64_t copies = op.mu.count ? c.kw * c.stride[0] : 0,
-                  turned = c.x_channels_last ? c.stride[0] * c.stride[1] : 0;
-    return ceil_div(segments * c.ow, lanes) * lanes * (c.i * (copies + turned + op.rank) + c.o);
+    const int64_t turned = c.x_channels_last ? c.stride[0] * c.stride[1] : 0;
+    return ceil_div(segments * c.ow, lanes) * lanes * (c.i * (turned + op.rank) + c.o);
   });
   p.slab = make_slab<C>(p.s, p.grid.segments, p.grid.rows, c.w, lanes);
   p.band = make_band(p.grid.segments, c.ow, p.grid.rows, lanes);
-  p.plan = make_plan(p.s, p.slab, 0, op.mu, taps, false, sparse_registers(bytes) * lanes, parallel_for);
-  const Scratch<C> u(op.rank * taps), v(outputs * op.rank * c.i), bias(outputs), values(p.plan.used);
+  p.in_place = std::is_same_v<T, C> && !p.y.channels_last && p.grid.segments == 1 && c.ow % lanes == 0 &&
+               c.oh % p.grid.rows == 0 && p.grid.rows * c.ow % (kQuad * lanes) == 0;
+  p.plan = make_plan(p.s, p.slab, op.mu, taps, false, sparse_registers(bytes) * lanes, parallel_for);
+  const Scratch<C> u(op.rank * taps), v(outputs * op.rank * c.i), bias(op.bias ? outputs * lanes : 0);
+  const Scratch<C> values(op.mu.count);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
   if (op.rank)
     pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, product_rows(bytes), p.pairs, v.get(),
            parallel_for);
-  if (op.bias) {
-    for (int64_t o = 0; o < outputs; ++o) bias.get()[o] = to_compute(static_cast<const T*>(op.bias)[o]);
-    p.bias = bias.get();
+  for (int64_t k = 0; k < outputs * lanes && op.bias; ++k) {
+    bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
-  if (p.plan.used) {
+  if (op.mu.count) {
     sort_values<T>(p.plan, op.mu, values.get(), parallel_for);
     p.values = values.get();
   }
-  p.u = u.get(), p.v = v.get();
+  p.u = u.get(), p.v = v.get(), p.bias = op.bias ? bias.get() : nullptr;
   parallel(parallel_for, p.grid.units() * c.groups, 1,
            [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });
 }

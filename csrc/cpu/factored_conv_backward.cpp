@@ -14,13 +14,12 @@ struct Prepared {
   int64_t flat_low, flat_rows;           // the rows of dy a unit reads, from the first of its own on
   Slab<C> x_slab, flat_slab, back_slab;  // x; dy and s in the rows of dy; dy or s for the transposed convolution
   Band own, flat, dx_band;
-  Plan plan;
-  std::vector<Plan> back_plans;
+  Plan plan, back_plan;
   int64_t rank, parts;
   Images<const T> x, dy;
   Images<T> dx;
-  const C *u, *v;                             // v [rank][group]: o → i
-  std::vector<const C*> back_u, back_values;  // of each phase
+  const C *u, *v, *back_values;  // v [rank][group]: o → i
+  std::vector<const C*> back_u;  // of each phase
   bool needs_x, needs_u, needs_v;
   C *du, *dv, *dvalues;  // partial sums [part][…]
   int64_t nonzeros, dv_row;
@@ -34,29 +33,18 @@ struct Run {
   using Pack = Packing<T, B>;
   static constexpr int L = kLanes<T, B>;
 
-  // All copies of `channels` channels from `channel` on, each few handed to take(first, count, packed).
-  template <class Take>
+  template <class Take, class TakeBlock>
   FF_INLINE static void pack(const Prepared<T>& p, const Slab<C>& slab, const Images<const T>& images, int64_t unit,
                              int64_t stride, int64_t first, int64_t rows, int64_t channel, int64_t channels, C* turned,
-                             C* to, bool keep, const Take& take) {
+                             int64_t block, C* to, const Take& take, const TakeBlock& take_block) {
     if (images.channels_last) {
       Planes<C> planes;
       Pack::find(images, p.grid, unit, stride, first, rows, slab, channel, channels, turned, planes);
-      pack(slab, planes, channels, to, keep, take);
+      Pack::pack_blocks(slab, planes, channels, block, to, take, take_block);
     } else {
       Planes<T> planes;
       Pack::find(images, p.grid, unit, stride, first, slab, channel, planes);
-      pack(slab, planes, channels, to, keep, take);
-    }
-  }
-  template <class S, class Take>
-  FF_INLINE static void pack(const Slab<C>& slab, const Planes<S>& planes, int64_t channels, C* to, bool keep,
-                             const Take& take) {
-    for (int64_t c = 0; c < channels; c += Pack::kTogether) {
-      const int64_t count = std::min<int64_t>(Pack::kTogether, channels - c);
-      C* packed = to + (keep ? c * slab.channel : 0);
-      Pack::pack(slab, planes, c, count, packed);
-      take(c, count, packed);
+      Pack::pack_blocks(slab, planes, channels, block, to, take, take_block);
     }
   }
 
@@ -67,14 +55,16 @@ struct Run {
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, own_first = -p.flat_low * p.flat.row;
     const int64_t reads = (g.rows - 1) * s.stride[0] + s.reach[0] + 1, phases = p.back.phases.size();
     const int64_t flat_channel = p.flat.channel, dx_phase = s.i * p.dx_band.channel;
-    const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && !p.back_plans.empty();
+    const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_values;
     const bool needs_s = p.rank && (p.needs_x || p.needs_u);
     const Zeros<C> dy(s.o * flat_channel), back(needs_s ? depth * flat_channel : 0);
-    // Of x first, then of dy or s.
-    const Zeros<C> slab(std::max(
-        needs_weights ? (p.dvalues ? s.i : Pack::kTogether) * p.x_slab.channel + p.x_slab.slack : 0,
-        p.needs_x ? std::max<int64_t>(sparse_dx ? s.o : 0, Pack::kTogether) * p.back_slab.channel + p.back_slab.slack
-                  : 0));
+    const int64_t x_block = p.dvalues ? p.plan.block : Pack::kTogether,
+                  dy_block = sparse_dx ? p.back_plan.block : Pack::kTogether;
+    // Of x first, then of s and dy.
+    const Zeros<C> slab(std::max(needs_weights ? x_block * p.x_slab.channel + p.x_slab.slack : 0,
+                                 p.needs_x ? std::max<int64_t>(dy_block, Pack::kTogether) * p.back_slab.channel +
+                                                 p.back_slab.slack
+                                           : 0));
     const Scratch<C> t(p.needs_v ? depth * p.own.channel : 0), panels(p.needs_v ? p.dv_row * p.own.pixels : 0);
     const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L);
     const Scratch<C> turned(std::max(p.dy.channels_last ? Pack::transposed_size(p.dy, g, p.flat_rows, s.o) : 0,
@@ -87,6 +77,7 @@ struct Run {
     }
     flat.plan(p.back_slab, L);
 
+    const auto nothing = [](auto&&...) {};
     for (int64_t item = begin; item < end; ++item) {
       const int64_t group = item / p.parts, part = item % p.parts;
       const int64_t first = part * g.units() / p.parts, last = (part + 1) * g.units() / p.parts;
@@ -94,17 +85,17 @@ struct Run {
       C* dvalues = p.dvalues ? p.dvalues + part * p.nonzeros : nullptr;
       if (dv) std::memset(static_cast<void*>(dv), 0, p.dv_size() * sizeof(C));
       if (dvalues) {
-        const int64_t from = p.plan.start(group, 0)[0], to = p.plan.start(group, p.plan.blocks - 1)[s.o];
+        const int64_t from = p.plan.start(0, group, 0)[0], to = p.plan.start(0, group, p.plan.blocks - 1)[s.o];
         std::memset(static_cast<void*>(dvalues + from), 0, (to - from) * sizeof(C));
       }
       std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
       for (int64_t unit = first; unit < last; ++unit) {
         const int64_t registers = g.own(unit % g.bands) * p.own.row / L;
-        pack(p, p.flat_slab, p.dy, unit, 1, p.flat_low, p.flat_rows, group * s.o, s.o, turned.get(), dy.get(), true,
-             [](int64_t, int64_t, C*) {});
+        pack(p, p.flat_slab, p.dy, unit, 1, p.flat_low, p.flat_rows, group * s.o, s.o, turned.get(), s.o, dy.get(),
+             nothing, nothing);
         for (int64_t r = 0; r < p.rank && needs_s; ++r) {
           Ops::multiply(p.v + (r * s.groups + group) * s.i * s.o, s.i, s.o, dy.get(), flat_channel, p.flat.quads(L),
-                        back.get() + r * s.i * flat_channel, flat_channel,
+                        false, nullptr, back.get() + r * s.i * flat_channel, flat_channel,
                         r == 0 && needs_weights ? ahead(p.x, g, s.groups, unit) : Ahead{}, {});
         }
         if (needs_weights) {
@@ -122,17 +113,18 @@ struct Run {
               }
             }
           };
-          pack(p, p.x_slab, p.x, unit, s.stride[0], -s.origin[0], reads, group * s.i, s.i, turned.get(), slab.get(),
-               p.dvalues, take);
+          auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
+            if (!dvalues) return;
+            Ops::sampled(p.plan, p.plan.start(0, group, k), slab.get(), dy.get() + own_first, flat_channel, registers, dvalues);
+          };
+          pack(p, p.x_slab, p.x, unit, s.stride[0], -s.origin[0], reads, group * s.i, s.i, turned.get(), x_block,
+               slab.get(), take, take_block);
         }
         if (dv) {
           Ops::transpose_panels(t.get(), p.own.channel, depth, registers, panels.get());
           Ops::multiply_transposed(dy.get() + own_first, flat_channel, s.o, panels.get(), depth, registers * L, dv,
                                    ahead(p.dy, g, s.groups, unit + 1),
                                    p.needs_x ? ahead(p.dx, g, s.groups, unit) : Ahead{});
-        }
-        if (dvalues) {
-          Ops::sampled(p.plan, group, slab.get(), dy.get() + own_first, flat_channel, registers, dvalues);
         }
         if (!p.needs_x) continue;
         flat.data = back.get(), flat.size = depth * flat_channel;
@@ -147,18 +139,20 @@ struct Run {
               }
             }
           };
-          pack(p.back_slab, flat, depth, slab.get(), false, take);
+          Pack::pack_blocks(p.back_slab, flat, depth, Pack::kTogether, slab.get(), take, nothing);
         }
         if (!needs_s) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
         if (sparse_dx) {
           flat.data = dy.get(), flat.size = s.o * flat_channel;
-          pack(p.back_slab, flat, s.o, slab.get(), true, [](int64_t, int64_t, const C*) {});
-          for (int64_t phase = 0; phase < phases; ++phase) {
-            Ops::sparse(p.back_plans[phase], group, slab.get(), p.back_values[phase], kQuad * p.dx_band.quads(L),
-                        dx.get() + phase * dx_phase, p.dx_band.channel);
-          }
+          auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
+            for (int64_t phase = 0; phase < phases; ++phase) {
+              Ops::sparse(p.back_plan, p.back_plan.start(phase, group, k), slab.get(), p.back_values,
+                          kQuad * p.dx_band.quads(L), false, nullptr, dx.get() + phase * dx_phase, p.dx_band.channel);
+            }
+          };
+          Pack::pack_blocks(p.back_slab, flat, s.o, dy_block, slab.get(), nothing, take_block);
         }
-        Pack::unpack(p.back, g, p.dx_band, unit, dx.get(), dx_phase, nullptr, group * s.i, p.dx);
+        Pack::unpack(p.back, g, p.dx_band, unit, dx.get(), dx_phase, group * s.i, p.dx);
       }
       for (int64_t k = 0; k < p.rank * taps && p.needs_u; ++k) {
         C sum = 0;
@@ -197,10 +191,8 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.dx = {static_cast<T*>(op.dx), c.n, c.groups * c.i, c.h, c.w, op.dx_channels_last};
   p.grid = make_grid(c.n, p.needs_x ? std::max(c.oh, p.back.oh) : c.oh, std::max(c.ow, p.back.ow), lanes, c.groups,
                      [&](int64_t segments) {
-                       const int64_t x = p.nonzeros ? c.i * c.kw * c.stride[0] : 0;
-                       const int64_t back = p.needs_x && op.mu.count ? c.o * c.kw : 0,
-                                     dx = p.needs_x ? c.i * phases : 0;
-                       return ceil_div(segments * c.ow, lanes) * lanes * (c.o + 3 * depth + std::max(x, back) + dx);
+                       const int64_t dx = p.needs_x ? c.i * phases : 0;
+                       return ceil_div(segments * c.ow, lanes) * lanes * (c.o + 3 * depth + dx);
                      });
   const Grid& g = p.grid;
   // Whole images have zeros only beyond the rows of their own.
@@ -223,19 +215,19 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> du_parts(p.parts * c.groups * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
   const Scratch<C> back_values(p.needs_x ? op.mu.count : 0);
-  if (p.nonzeros) p.plan = make_plan(p.s, p.x_slab, 0, op.mu, taps, false, tile, parallel_for);
+  if (p.nonzeros) p.plan = make_plan(p.s, p.x_slab, op.mu, taps, false, tile, parallel_for);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
-  C *next_u = back_u.get(), *next_value = back_values.get();
+  C* next_u = back_u.get();
   for (int64_t phase = 0; phase < phases && p.needs_x; ++phase) {
     p.back_u.push_back(next_u);
     for (int64_t r = 0; r < op.rank; ++r) {
       for (int64_t tap : p.back.phases[phase].tap) *next_u++ = u.get()[r * taps + tap];
     }
-    if (!op.mu.count) continue;
-    p.back_plans.push_back(make_plan(p.back, p.back_slab, phase, op.mu, taps, true, tile, parallel_for));
-    p.back_values.push_back(next_value);
-    sort_values<T>(p.back_plans.back(), op.mu, next_value, parallel_for);
-    next_value += p.back_plans.back().used;
+  }
+  if (p.needs_x && op.mu.count) {
+    p.back_plan = make_plan(p.back, p.back_slab, op.mu, taps, true, tile, parallel_for);
+    sort_values<T>(p.back_plan, op.mu, back_values.get(), parallel_for);
+    p.back_values = back_values.get();
   }
   for (int64_t r = 0; r < op.rank; ++r) {
     pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, product_rows(bytes), false,

@@ -440,7 +440,7 @@ struct RunBackward {
           }
           for (int64_t r = 0; r < p.rank && needs_s; ++r) {
             Ops::template multiply<C>(p.v + (r * c.groups + group) * c.i * c.o, c.i, c.o, dy.get(), channel,
-                                      ceil_div(pixels, kQuad * L), s.get() + r * c.i * channel, channel,
+                                      ceil_div(pixels, kQuad * L), false, nullptr, s.get() + r * c.i * channel, channel,
                                       r ? Ahead{} : ahead(p.x, image, c.i), {});
           }
           if (p.needs_u || dv) read_x(p.needs_u);
@@ -528,7 +528,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
 }  // namespace
 
 bool planes_in_lanes(const Conv& c, Type type, int64_t rank, const Sparse& mu) {
-  return !c.x_channels_last && !c.y_channels_last && rank * c.i && !mu.count && c.stride[0] == 1 && c.stride[1] == 1 &&
+  return !c.x_channels_last && !c.y_channels_last && rank && c.i && !mu.count && c.stride[0] == 1 && c.stride[1] == 1 &&
          c.oh == c.h && c.ow == c.w && rows_of_panels(c, register_bytes() / (type == Type::f64 ? 8 : 4));
 }
 

@@ -304,6 +304,23 @@ struct Packing {
     });
   }
 
+  // The first `channels` channels, each few handed to take(first, count, packed) and each block of them, packed at `to`,
+  // to take_block(number).
+  template <class S, class Take, class TakeBlock>
+  FF_INLINE static void pack_blocks(const Slab<C>& slab, const Planes<S>& planes, int64_t channels, int64_t block, C* to,
+                                    const Take& take, const TakeBlock& take_block) {
+    for (int64_t first = 0; first < channels; first += block) {
+      const int64_t last = std::min(first + block, channels);
+      for (int64_t c = first; c < last; c += kTogether) {
+        const int64_t count = std::min<int64_t>(kTogether, last - c);
+        C* packed = to + (c - first) * slab.channel;
+        pack(slab, planes, c, count, packed);
+        take(c, count, packed);
+      }
+      take_block(first / block);
+    }
+  }
+
   // W bytes at a time. Stride 0 stands for any, and for channels at the ends of what may be read.
   template <int stride, int W, class S>
   FF_INLINE static void move(const Slab<C>& slab, const Planes<S>& planes, int64_t base, int64_t count, C* to) {
@@ -401,22 +418,22 @@ struct Packing {
 
   // n < L elements.
   template <int W = B / 2>
-  FF_INLINE static void store_some(const C* from, C add, int64_t n, T* to) {
+  FF_INLINE static void store_some(const C* from, int64_t n, T* to) {
     if constexpr (W >= 16) {
       constexpr int count = W / int(sizeof(C));
       if (n >= count) {
-        store<W>(to, load<W>(from) + add);
+        store<W>(to, load<W>(from));
         from += count, to += count, n -= count;
       }
-      store_some<W / 2>(from, add, n, to);
+      store_some<W / 2>(from, n, to);
     } else {
-      for (int64_t j = 0; j < n; ++j) to[j] = from_compute<T>(from[j] + add);
+      for (int64_t j = 0; j < n; ++j) to[j] = from_compute<T>(from[j]);
     }
   }
 
   // Writes a band [phase][channel][row] of a unit to the images y, from channel `channel` on.
   FF_INLINE static void unpack(const Geometry& s, const Grid& g, const Band& band, int64_t unit, const C* from,
-                               int64_t phase_step, const C* bias, int64_t channel, const Images<T>& y) {
+                               int64_t phase_step, int64_t channel, const Images<T>& y) {
     outline<B>([&]() FF_INLINE_LAMBDA {
       const int64_t plane = y.h * y.w, own = g.own(unit % g.bands);
       for (int64_t k = 0; k < g.segments; ++k) {
@@ -433,17 +450,16 @@ struct Packing {
             for (int64_t row = 0; row < rows; ++row) {
               T* line = to + (first + row * s.step[0]) * y.w * y.channels;
               for (int64_t x = 0; x < s.step[1]; ++x) {
-                to_channels_last(at + x * phase_step + row * band.row, band.channel, s.o, bias,
+                to_channels_last(at + x * phase_step + row * band.row, band.channel, s.o,
                                  ceil_div(y.w - x, s.step[1]), line + x * y.channels, s.step[1] * y.channels);
               }
             }
           } else {
             const bool whole = band.row == y.w && band.columns == y.w && s.step[0] == 1;
             for (int64_t o = 0; o < s.o; ++o, at += band.channel) {
-              const C add = bias ? bias[o] : C(0);
               for (int64_t row = 0; row < (whole ? std::min<int64_t>(rows, 1) : rows); ++row) {
                 T* line = to + o * plane + (first + row * s.step[0]) * y.w;
-                to_rows(at + row * band.row, phase_step, s.step[1], add, whole ? rows * y.w : y.w, line);
+                to_rows(at + row * band.row, phase_step, s.step[1], whole ? rows * y.w : y.w, line);
               }
             }
           }
@@ -453,32 +469,32 @@ struct Packing {
   }
 
   // n elements of a row, made of those of `step` phases.
-  FF_INLINE static void to_rows(const C* from, int64_t phase_step, int64_t step, C add, int64_t n, T* to) {
+  FF_INLINE static void to_rows(const C* from, int64_t phase_step, int64_t step, int64_t n, T* to) {
     int64_t j = 0;
     if (step == 1) {
-      for (; j + L <= n; j += L) store<B>(to + j, load<B>(from + j) + add);
-      return store_some(from + j, add, n - j, to + j);
+      for (; j + L <= n; j += L) store<B>(to + j, load<B>(from + j));
+      return store_some(from + j, n - j, to + j);
     }
     if (step == 2) {
       for (; j + 2 * L <= n; j += 2 * L) {
         const V a = load<B>(from + j / 2), b = load<B>(from + phase_step + j / 2);
-        store<B>(to + j, interleaved<false>(a, b, std::make_integer_sequence<int, L>{}) + add);
-        store<B>(to + j + L, interleaved<true>(a, b, std::make_integer_sequence<int, L>{}) + add);
+        store<B>(to + j, interleaved<false>(a, b, std::make_integer_sequence<int, L>{}));
+        store<B>(to + j + L, interleaved<true>(a, b, std::make_integer_sequence<int, L>{}));
       }
     }
-    for (; j < n; ++j) to[j] = from_compute<T>(from[j % step * phase_step + j / step] + add);
+    for (; j < n; ++j) to[j] = from_compute<T>(from[j % step * phase_step + j / step]);
   }
 
-  // to[p][c] = from[c][p] + bias[c]
-  FF_INLINE static void to_channels_last(const C* from, int64_t step, int64_t channels, const C* bias, int64_t pixels,
-                                         T* to, int64_t to_step) {
+  // to[p][c] = from[c][p]
+  FF_INLINE static void to_channels_last(const C* from, int64_t step, int64_t channels, int64_t pixels, T* to,
+                                         int64_t to_step) {
     for (int64_t p = 0; p < pixels; p += L) {
       const int64_t count = std::min<int64_t>(L, pixels - p);
       int64_t c = 0;
       for (; c + L <= channels; c += L) {
         V lines[L];
 #pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) lines[l] = load<B>(from + (c + l) * step + p) + (bias ? bias[c + l] : C(0));
+        for (int l = 0; l < L; ++l) lines[l] = load<B>(from + (c + l) * step + p);
         transpose_from<1, L>(lines);
         if (count == L) {
 #pragma GCC unroll 16
@@ -489,7 +505,7 @@ struct Packing {
       }
       for (; c < channels; ++c) {
         for (int64_t l = 0; l < count; ++l) {
-          to[(p + l) * to_step + c] = from_compute<T>(from[c * step + p + l] + (bias ? bias[c] : C(0)));
+          to[(p + l) * to_step + c] = from_compute<T>(from[c * step + p + l]);
         }
       }
     }

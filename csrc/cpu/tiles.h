@@ -22,13 +22,15 @@ FF_INLINE V sums_of_rows(Row& row, int first) {
   }
 }
 
-// Nonzeros of μ in the order in which the kernels take them: [group][block of input channels][output channel]. The
-// offsets of one block's nonzeros stay within what the first cache holds of a tile's input.
+// Nonzeros of μ in the order in which the kernels take them: [phase of the geometry][group][block of input channels]
+// [output channel]. Offsets are from the first channel of the block on, and stay within what the first cache holds of a
+// tile's input.
 struct Plan {
-  int64_t outputs, block, blocks;                      // input channels of a block, blocks of a group
-  std::unique_ptr<int32_t[]> offsets, starts, source;  // starts [groups][blocks][o + 1], source: which nonzero
-  int64_t used;
-  const int32_t* start(int64_t group, int64_t k) const { return starts.get() + (group * blocks + k) * (outputs + 1); }
+  int64_t outputs, groups, block, blocks;              // input channels of a block, blocks of a group
+  std::unique_ptr<int32_t[]> offsets, starts, source;  // starts [phases][groups][blocks][o + 1], source: which nonzero
+  const int32_t* start(int64_t phase, int64_t group, int64_t k) const {
+    return starts.get() + ((phase * groups + group) * blocks + k) * (outputs + 1);
+  }
 };
 
 inline constexpr int sparse_registers(int bytes) { return bytes == 64 ? 16 : 8; }  // of a tile of the sparse kernels
@@ -182,10 +184,12 @@ struct Tiles {
     product<Most, N>(left, right, right_step, depth, start, start_row, start_step, y, y_row, next, out);
   }
 
-  // y[o][j] = Σ_k v[o][k] · t[k][j] for `quads` quads of registers, v packed by pack_v.
+  // y[o][j] = start[o] + Σ_k v[o][k] · t[k][j] for `quads` quads of registers, v packed by pack_v, `start` a register for
+  // each output; null: 0. With `add`, to what y holds.
   template <class E>
   FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, int64_t t_channel,
-                                 int64_t quads, C* y, int64_t y_channel, Ahead next, Ahead out) {
+                                 int64_t quads, bool add, const C* start, C* y, int64_t y_channel, Ahead next,
+                                 Ahead out) {
     constexpr int64_t kDepth = 128;  // a quad of t in the first cache
     const int64_t steps = quads * ceil_div(outputs, kM) * (ceil_div(depth, kDepth) + depth / kStep);
     next.spread(steps), out.spread(steps);
@@ -195,8 +199,10 @@ struct Tiles {
           for (int64_t o = 0; o < outputs; o += kM) {
             const int64_t rows = std::min<int64_t>(kM, outputs - o);
             C* to = y + o * y_channel + q * kQuad * L;
+            const bool on = add || k > 0;
             rows_of_product<kQuad, kM, E>(rows, {v + o * depth + k * rows, 1, rows}, t + k * t_channel + q * kQuad * L,
-                                          t_channel, std::min(kDepth, depth - k), k > 0 ? to : nullptr, y_channel, L,
+                                          t_channel, std::min(kDepth, depth - k),
+                                          on ? to : (start ? start + o * L : nullptr), on ? y_channel : L, on ? L : 0,
                                           to, y_channel, next, out);
           }
         }
@@ -251,37 +257,50 @@ struct Tiles {
   }
 
   // y[o][j] += Σ_nz values[nz] · x[offsets[nz] + j] over the nonzeros starts[o] … starts[o + 1] of each output channel,
-  // for N registers.
+  // for N registers. Not what y holds, but start[o], a register, is added to if y is `fresh`; null: 0.
   template <int N>
   FF_INLINE static void sparse_tile(const C* x, const int32_t* offsets, const C* values, const int32_t* starts,
-                                    int64_t outputs, C* y, int64_t y_channel) {
+                                    int64_t outputs, bool fresh, const C* start, C* y, int64_t y_channel) {
     for (int64_t o = 0; o < outputs; ++o, y += y_channel) {
       int32_t nz = starts[o];
       const int32_t end = starts[o + 1];
-      if (nz == end) continue;
       V sums[N];
+      if (fresh) {
+        const V first = start ? load<B>(start + o * L) : V{};
 #pragma GCC unroll 16
-      for (int p = 0; p < N; ++p) sums[p] = load<B>(y + p * L);
-      do {
+        for (int p = 0; p < N; ++p) sums[p] = first;
+      } else {
+        if (nz == end) continue;
+#pragma GCC unroll 16
+        for (int p = 0; p < N; ++p) sums[p] = load<B>(y + p * L);
+      }
+      for (; nz < end; ++nz) {
         const C* from = x + offsets[nz];
         const V weight = values[nz] - V{};
 #pragma GCC unroll 16
         for (int p = 0; p < N; ++p) sums[p] += weight * load<B>(from + p * L);
-      } while (++nz < end);
+      }
 #pragma GCC unroll 16
       for (int p = 0; p < N; ++p) store<B>(y + p * L, sums[p]);
     }
   }
 
-  // All blocks of a group, tile by tile.
-  FF_INLINE static void sparse(const Plan& plan, int64_t group, const C* x, const C* values, int64_t registers, C* y,
-                               int64_t y_channel) {
+  FF_INLINE static void fill(const C* start, int64_t outputs, int64_t registers, C* y, int64_t y_channel) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t k = 0; k < outputs * registers; ++k) {
+        const int64_t o = k / registers;
+        store<B>(y + o * y_channel + k % registers * L, start ? load<B>(start + o * L) : V{});
+      }
+    });
+  }
+
+  // The nonzeros `starts` of a block of input channels, packed at x.
+  FF_INLINE static void sparse(const Plan& plan, const int32_t* starts, const C* x, const C* values, int64_t registers,
+                               bool fresh, const C* start, C* y, int64_t y_channel) {
     pieces<kTile>(0, registers, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA {
-        for (int64_t k = 0; k < plan.blocks; ++k) {
-          sparse_tile<N>(x + first * L, plan.offsets.get(), values, plan.start(group, k), plan.outputs, y + first * L,
-                         y_channel);
-        }
+        sparse_tile<N>(x + first * L, plan.offsets.get(), values, starts, plan.outputs, fresh, start, y + first * L,
+                       y_channel);
       });
     });
   }
@@ -316,47 +335,43 @@ struct Tiles {
     for (int n = 0; n < held; ++n) grads[nz - held + n] += sum_lanes(waiting(n));
   }
 
-  FF_INLINE static void sampled(const Plan& plan, int64_t group, const C* x, const C* y, int64_t y_channel,
+  FF_INLINE static void sampled(const Plan& plan, const int32_t* starts, const C* x, const C* y, int64_t y_channel,
                                 int64_t registers, C* grads) {
     pieces<kTile>(0, registers, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA {
-        for (int64_t k = 0; k < plan.blocks; ++k) {
-          sampled_tile<N>(x + first * L, plan.offsets.get(), plan.start(group, k), plan.outputs, y + first * L,
-                          y_channel, grads);
-        }
+        sampled_tile<N>(x + first * L, plan.offsets.get(), starts, plan.outputs, y + first * L, y_channel, grads);
       });
     });
   }
 };
 
-// For one phase of the geometry. `kernel` is the number of taps of μ. With `swapped`, s goes from the output channels
-// of μ to its input channels.
+// `kernel` is the number of taps of μ. With `swapped`, s goes from the output channels of μ to its input channels.
 template <class C>
-Plan make_plan(const Geometry& s, const Slab<C>& slab, size_t phase, const Sparse& mu, int64_t kernel, bool swapped,
-               int64_t tile, ParallelFor parallel_for) {
+Plan make_plan(const Geometry& s, const Slab<C>& slab, const Sparse& mu, int64_t kernel, bool swapped, int64_t tile,
+               ParallelFor parallel_for) {
   Plan plan{};
-  plan.outputs = s.o;
+  plan.outputs = s.o, plan.groups = s.groups;
   if (!mu.count) return plan;
   const int64_t rows = swapped ? s.i : s.o, inner = swapped ? s.o : s.i, columns = inner * kernel;
   const int64_t halo = ceil_div(s.reach[0], s.stride[0]) * slab.row;
   const int64_t bytes = slab.places.size() * slab.phases * (tile + halo) * sizeof(C);
   const double per_channel = double(mu.count) / (s.groups * s.o * s.i);
   plan.block = std::max<int64_t>({1, 32768 / bytes, std::min<int64_t>(81920 / bytes, int64_t(8 / per_channel))});
-  plan.block = std::min(plan.block, s.i);
+  plan.block = std::min(std::max<int64_t>(plan.block / 4, 1) * 4, s.i);
   plan.blocks = ceil_div(s.i, plan.block);
-  const int64_t keys = s.groups * plan.blocks * (s.o + 1);
+  const int64_t phase_keys = s.groups * plan.blocks * (s.o + 1), keys = s.phases.size() * phase_keys;
   plan.offsets.reset(new int32_t[mu.count]), plan.source.reset(new int32_t[mu.count]);
   plan.starts.reset(new int32_t[keys]());
-  // For each column of a row of μ: its offset and key, without the part that depends on the row; −1: not in this phase.
+  // For each column of a row of μ: its offset and key, without the part that depends on the row.
   const std::unique_ptr<int32_t[]> offset(new int32_t[columns]), key(new int32_t[columns]), cursor(new int32_t[keys]);
-  const Taps& taps = s.phases[phase];
-  for (int64_t k = 0; k < columns; ++k) {
-    const auto found = std::find(taps.tap.begin(), taps.tap.end(), k % kernel);
-    offset[k] = -1;
-    if (found == taps.tap.end()) continue;
-    const int64_t i = k / kernel;
-    offset[k] = int32_t(slab.offset[phase][found - taps.tap.begin()] + (swapped ? 0 : i * slab.channel));
-    key[k] = int32_t(swapped ? i : i / plan.block * (s.o + 1));
+  for (size_t phase = 0; phase < s.phases.size(); ++phase) {
+    const Taps& taps = s.phases[phase];
+    for (size_t tap = 0; tap < taps.tap.size(); ++tap) {
+      for (int64_t i = 0, k = taps.tap[tap]; i < inner; ++i, k += kernel) {
+        offset[k] = int32_t(slab.offset[phase][tap] + (swapped ? 0 : i % plan.block * slab.channel));
+        key[k] = int32_t(phase * phase_keys + (swapped ? i : i / plan.block * (s.o + 1)));
+      }
+    }
   }
   // Pieces of μ that share no key: rows, or where they are the inner channels, blocks of them.
   const int64_t pieces = s.groups * (swapped ? plan.blocks : rows);
@@ -371,10 +386,10 @@ Plan make_plan(const Geometry& s, const Slab<C>& slab, size_t phase, const Spars
         const int64_t group = row / rows, r = row % rows, first = row * columns;
         const int64_t key_of_row =
             (group * plan.blocks + (swapped ? r / plan.block : 0)) * (s.o + 1) + (swapped ? 0 : r);
-        const int64_t offset_of_row = swapped ? r * slab.channel : 0;
+        const int64_t offset_of_row = swapped ? r % plan.block * slab.channel : 0;
         for (; nz < mu.count && mu.index[nz] < first + columns; ++nz) {
           const int64_t k = mu.index[nz] - first;
-          if (offset[k] >= 0) take(nz, key_of_row + key[k], offset_of_row + offset[k]);
+          take(nz, key_of_row + key[k], offset_of_row + offset[k]);
         }
       }
     });
@@ -386,7 +401,6 @@ Plan make_plan(const Geometry& s, const Slab<C>& slab, size_t phase, const Spars
     plan.starts[at] = cursor[at] = sum;
     sum += n;
   }
-  plan.used = sum;
   each([&](int64_t nz, int64_t at, int64_t place) {
     const int32_t to = cursor[at]++;
     plan.offsets[to] = int32_t(place), plan.source[to] = int32_t(nz);
@@ -397,7 +411,7 @@ Plan make_plan(const Geometry& s, const Slab<C>& slab, size_t phase, const Spars
 // The values of μ in the order of the plan.
 template <class T>
 void sort_values(const Plan& plan, const Sparse& mu, Compute<T>* to, ParallelFor parallel_for) {
-  parallel(parallel_for, plan.used, 16384, [&](int64_t begin, int64_t end) {
+  parallel(parallel_for, mu.count, 16384, [&](int64_t begin, int64_t end) {
     for (int64_t nz = begin; nz < end; ++nz) to[nz] = to_compute(static_cast<const T*>(mu.values)[plan.source[nz]]);
   });
 }
