@@ -37,8 +37,16 @@ OPS = (
     "similarity_sums",
     "srht",
 )
-# Ops of cohorts that train on the CPU, without kernels for other devices.
-CPU_OPS = ("gather_rows", "rows_linear", "rows_linear_backward", "softmax_loss", "rows_softmax_loss")
+# Ops of cohorts that train on the CPU and of layers that are evaluated there, without kernels for other devices.
+CPU_OPS = (
+    "gather_rows",
+    "rows_linear",
+    "rows_linear_backward",
+    "softmax_loss",
+    "rows_softmax_loss",
+    "ordered_factored_conv2d",
+    "factored_conv2d_order",
+)
 # Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
 TRITON_OPS = (
     "factored_conv2d",

@@ -265,18 +265,21 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
     def make() -> Tensor:
         return ops.rank1_weight(u, v, values, index, layout=layout, channels_last=work.channels_last)
 
+    # As layers do in evaluation: W is kept, and so is the order of the nonzeros.
     kept = None if training else make()
 
     def reconstruct() -> Tensor:
         weight = make() if kept is None else kept
         return F.linear(x, weight) if linear else F.conv2d(x, weight, None, *how)
 
+    names = ("stride", "padding", "dilation", "groups")
+    settings = {"size": size, **(dict(zip(names, how, strict=True)) if not linear else {})}
+    op = {"spatial": ops.factored_conv2d, "kernel": ops.separable_conv2d, "linear": ops.factored_linear}[layout]
+    if work.kind == "conv" and work.nonzeros and not training:
+        settings["order"] = ops.factored_conv2d_order(x, u, v, values, index, **settings)
+
     def factored() -> Tensor:
-        if linear:
-            return ops.factored_linear(x, u, v, values, index, size=size)
-        names = ("stride", "padding", "dilation", "groups")
-        op = ops.separable_conv2d if layout == "kernel" else ops.factored_conv2d
-        return op(x, u, v, values, index, size=size, **dict(zip(names, how, strict=True)))
+        return op(x, u, v, values, index, **settings)
 
     if not training:
         return {"reconstruct": torch.no_grad()(reconstruct), "factored": torch.no_grad()(factored)}

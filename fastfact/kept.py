@@ -1,4 +1,5 @@
-"""A weight that a layer makes once in evaluation, and keeps while its factors stay as they are."""
+"""What a layer makes once in evaluation, its weight or the order of μ's nonzeros, and keeps while its factors stay as
+they are."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def allowed() -> bool:
-    """Whether a weight may be kept, and a kept one serve: nothing traces, casts or asks for gradients."""
+    """Whether something may be kept, and serve: nothing traces, casts or asks for gradients."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False
     return not torch.is_autocast_enabled("cpu")
@@ -25,30 +26,40 @@ def allowed() -> bool:
 def keep(layer: "FactorizedLayer", weight: Tensor, x: Tensor) -> "Kept | None":
     """`weight` as made for input x, to be kept; None where its factors could change unseen or it is no plain tensor."""
     tensors = {**layer.factors(), **layer._buffers}
-    if type(weight) is not Tensor or not all(t.is_cpu and not t.is_inference() for t in tensors.values()):
+    if type(weight) is not Tensor or not _plain(tensors):
         return None
-    return Kept(tensors, weight, x, any_input=layer.path == "reconstruct" or not layer.can_factor)
+    last = is_channels_last(x) and weight.dim() == 4
+    weight = weight.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return Kept(tensors, weight, None if layer.path == "reconstruct" or not layer.can_factor else x)
+
+
+def keep_order(index: dict[str, Tensor], order: Tensor, x: Tensor) -> "Kept | None":
+    """`order` as found for input x and the positions `index`, by their name, to be kept; None as `keep` says."""
+    return Kept(index, order, x) if order.numel() and _plain(index) else None
+
+
+def _plain(tensors: dict[str, Tensor]) -> bool:
+    return all(t.is_cpu and not t.is_inference() for t in tensors.values())
 
 
 class Kept:
-    """weight: W in the memory format of the input it was first made for.
+    """value: W, in the memory format of the input it was first made for, or the order of μ's nonzeros.
 
     It serves as long as the layer has the same tensors, PyTorch has counted no write to them, and some of their numbers
     are what they were: this last finds writes that are not counted, those through `.data` and numpy, unless they change
-    a few numbers only. Where the choice of the path depends on the input, it serves inputs of one shape.
+    a few numbers only. What depends on the input, as the choice of the path may, serves inputs of one shape.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], weight: Tensor, x: Tensor, any_input: bool):
-        last = is_channels_last(x) and weight.dim() == 4
-        self.weight = weight.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-        self._input = None if any_input else (x.shape, x.stride(), x.dtype)
+    def __init__(self, tensors: dict[str, Tensor], value: Tensor, x: Tensor | None):
+        self.value = value
+        self._input = None if x is None else (x.shape, x.stride(), x.dtype)
         self._made_from = [
             (name, tensor, tensor._version, tensor.data_ptr(), sample := _sample(tensor), sample.tobytes())
             for name, tensor in tensors.items()
         ]
 
     def serves(self, layer: "FactorizedLayer", x: Tensor) -> bool:
-        """Whether the weight is still that of `layer`, and what its forward would take for x."""
+        """Whether the value is still that of `layer`, and what its forward would take for x."""
         if self._input is not None and self._input != (x.shape, x.stride(), x.dtype):
             return False
         parameters, buffers = layer._parameters, layer._buffers

@@ -38,8 +38,9 @@ class FactorizedLayer(nn.Module):
     is two smaller convolutions. "auto" takes it on a GPU, for clients and for `Rank1(sparse=False)`.
 
     In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it until a
-    factor changes (`fastfact.kept`) or `train()` or `eval()` is called. After writes to a few numbers through `.data`
-    or numpy, which PyTorch does not count, call `eval()`.
+    factor changes (`fastfact.kept`) or `train()` or `eval()` is called; "factored" does so with the order in which the
+    kernels take the nonzeros of μ, 8 bytes for each. After writes to a few numbers through `.data` or numpy, which
+    PyTorch does not count, call `eval()`.
     """
 
     spec: Spec
@@ -47,6 +48,7 @@ class FactorizedLayer(nn.Module):
     path: str = "auto"
     paths = PATHS
     _kept: kept.Kept | None = None
+    _kept_order: kept.Kept | None = None
     _answer: tuple[tuple, bool] | None = None
 
     def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
@@ -272,23 +274,24 @@ class FactorizedLayer(nn.Module):
         """W where it is kept and serves x."""
         if self.training or not kept.allowed() or (found := self._kept) is None:
             return None
-        return found.weight if found.serves(self, x) else None
+        return found.value if found.serves(self, x) else None
 
     def _keep(self, weight: Tensor, x: Tensor) -> None:
         if not self.training and kept.allowed():
             self._kept = kept.keep(self, weight, x)
 
     def train(self, mode: bool = True) -> "FactorizedLayer":
-        """As for any module; a weight that was kept is dropped."""
-        self._kept = None
+        """As for any module; what was kept is dropped."""
+        self._kept = self._kept_order = None
         return super().train(mode)
 
     def _apply(self, *args, **kwargs):
-        self._kept = None
+        self._kept = self._kept_order = None
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self):
-        return {name: value for name, value in super().__getstate__().items() if name not in ("_kept", "_answer")}
+        left_out = ("_kept", "_kept_order", "_answer")
+        return {name: value for name, value in super().__getstate__().items() if name not in left_out}
 
     def _mark(self) -> None:
         parameter = self._parameters.get(self.spec.sparse_factor)
@@ -413,8 +416,9 @@ class FactorizedConv2d(FactorizedLayer):
         """The factored or the fused path, on x with its batch axis."""
         how = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
         if not fused:
-            op = ops.separable_conv2d if self.spec.layout == "kernel" else ops.factored_conv2d
-            return op(x, *self._parts(), size=self.size, **how)
+            if self.spec.layout == "kernel":
+                return ops.separable_conv2d(x, *self._parts(), size=self.size, **how)
+            return ops.factored_conv2d(x, *self._parts(), size=self.size, order=self._order(x, how), **how)
         spec = self.spec
         if isinstance(spec, Rank1) and spec.layout == "kernel" and not spec.sparse:
             return ops.separable_conv2d(x, self.u, self.v, bias=self.bias, size=self.size, **how)
@@ -426,6 +430,16 @@ class FactorizedConv2d(FactorizedLayer):
             y = F.conv2d(x, self.sigma, None, **how) + ops.separable_conv2d(x, down, across, size=self.size, **how)
             return y if self.bias is None else y + self.bias[:, None, None]
         return ops.fused_conv2d(x, mu=self._weight(is_channels_last(x)), bias=self.bias, size=self.size, **how)
+
+    def _order(self, x: Tensor, how: dict) -> Tensor | None:
+        """The order of μ's nonzeros for x, in evaluation; found once."""
+        if self.training or not self.is_compact or not x.is_cpu or not kept.allowed():
+            return None
+        if self._kept_order is None or not self._kept_order.serves(self, x):
+            *parts, _ = self._parts()
+            order = ops.factored_conv2d_order(x, *parts, size=self.size, **how)
+            self._kept_order = kept.keep_order({INDEX: self._buffers[INDEX]}, order, x)
+        return None if self._kept_order is None else self._kept_order.value
 
     def _shares_sigma(self, x: Tensor) -> bool:
         """Whether clients of `vmap` share σ, and σ and BA apart cost less than each client's own W.

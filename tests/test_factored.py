@@ -86,7 +86,7 @@ CASES = [
     (20, (9, 40, 3, 3), 4, 4, 1, 0.0, {"padding": 1}),
     (4, (5, 4, 3, 3), 6, 6, 3, 1.0, {"padding": 4}),
     (2, (4, 4, 3, 3), 20, 40, 1, 0.3, {"padding": 1}),
-    # Computed where the output belongs, in blocks of input channels of which some rows have nothing.
+    # Blocks of input channels of which some rows have nothing; neither factors nor nonzeros.
     (2, (10, 42, 3, 3), 16, 16, 1, 0.01, {"padding": 1}),
     (1, (9, 70, 3, 3), 64, 32, 0, 0.02, {"padding": 1}),
     (3, (20, 17, 5, 5), 32, 32, 1, 0.0, {"padding": 2, "stride": 2}),
@@ -258,10 +258,51 @@ def test_opcheck(channels_last):
     factors = (t["u"], t["v"], t["values"], t["index"])
     y = torch.ops.fastfact.factored_conv2d(t["x"], *factors, t["bias"], *settings)
     torch.library.opcheck(torch.ops.fastfact.factored_conv2d.default, (t["x"], *factors, t["bias"], *settings))
+    order = torch.ops.fastfact.factored_conv2d_order(t["x"], *factors, *settings)
+    ordered = (t["x"], *factors, t["bias"], order, *settings)
+    torch.library.opcheck(torch.ops.fastfact.ordered_factored_conv2d.default, ordered)
+    torch.library.opcheck(torch.ops.fastfact.factored_conv2d_order.default, (t["x"], *factors, *settings))
     for needs in (15, 1, 8):
         torch.library.opcheck(
             torch.ops.fastfact.factored_conv2d_backward.default, (y, t["x"], *factors, *settings, needs)
         )
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("case", [c for c in CASES if c[5]], ids=str)
+@torch.no_grad()
+def test_an_order_serves_all_calls_with_the_same_index(case, channels_last):
+    n, size, h, w, rank, density, how = case
+    t = draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1), clients=(2,))
+    if channels_last:
+        t["x"] = reference.to_format(t["x"], True)
+    order = ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=size, **how)
+    assert order.shape[0] == 2 and order.dtype == torch.int32
+    t |= {"x": 2 * t["x"], "values": t["values"] + 1}
+    got = ops.factored_conv2d(**t, size=size, order=order, **how)
+    assert torch.equal(got, ops.factored_conv2d(**t, size=size, **how))
+    one = {name: None if tensor is None else tensor[0] for name, tensor in t.items()}
+    assert torch.equal(ops.factored_conv2d(**one, size=size, order=order[0], **how), got[0])
+    with ff.use_backend("reference"):
+        assert torch.allclose(ops.factored_conv2d(**t, size=size, order=order, **how), got, rtol=1e-3, atol=1e-3)
+        assert ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=size, **how).numel() == 0
+
+
+def test_an_order_of_another_index_is_refused():
+    size, how = (6, 5, 3, 3), {"padding": 1}
+    t = draw(2, size, 8, 8, 1, 0.2, torch.float32)
+    few = draw(2, size, 8, 8, 1, 0.1, torch.float32)
+    order = ops.factored_conv2d_order(*(few[name] for name in ORDER[:-1]), size=size, **how)
+    with torch.no_grad(), pytest.raises(ValueError, match="order is of another index"):
+        ops.factored_conv2d(**t, size=size, order=order, **how)
+
+
+def test_an_order_leaves_gradients_alone():
+    size, how = (6, 5, 3, 3), {"padding": 1}
+    t = draw(2, size, 8, 8, 1, 0.2, torch.float32)
+    order = ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=size, **how)
+    t["values"].requires_grad_()
+    assert ops.factored_conv2d(**t, size=size, order=order, **how).requires_grad
 
 
 @pytest.mark.parametrize("shape", [(5, 33), (2, 3, 33), (33,), (64, 33)])

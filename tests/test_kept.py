@@ -161,6 +161,70 @@ def test_copies_keep_none(layer, x):
     torch.testing.assert_close(layer(x), expected(layer, x))
 
 
+@pytest.fixture
+def found(layer, monkeypatch):
+    """A list that grows with each order of nonzeros found; the layer is compact, on the factored path."""
+    layer.compact(0.2).path = "factored"
+    calls, order = [], ff.ops.factored_conv2d_order
+
+    def counting(*args, **how):
+        calls.append(args)
+        return order(*args, **how)
+
+    monkeypatch.setattr(ff.ops, "factored_conv2d_order", counting)
+    return calls
+
+
+@torch.no_grad()
+def test_the_order_of_nonzeros_is_found_once_for_each_shape(layer, x, found):
+    first = layer(x)
+    layer.mu.mul_(1)
+    assert torch.equal(layer(x), first) and len(found) == 1
+    torch.testing.assert_close(first, expected(layer, x))
+    torch.testing.assert_close(layer(x[0]), expected(layer, x[:1])[0])
+    assert len(found) == 2
+    last = x.contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(layer(last), expected(layer, x))
+    assert len(found) == 3
+    layer.eval()
+    layer(last)
+    assert len(found) == 4 and copy.deepcopy(layer)._kept_order is None
+    layer.train()
+    layer(x)
+    assert len(found) == 4
+
+
+SUPPORTS = {
+    "other positions": lambda layer: layer.set_support(
+        layer.mu, (layer.mu_index + 1).clamp(max=431).unique()[: len(layer.mu)]
+    ),
+    "fewer": lambda layer: layer.compact(0.1),
+    "in place": lambda layer: layer.mu_index.copy_(torch.arange(len(layer.mu))),
+    "uncounted": lambda layer: layer.mu_index.data.numpy().__setitem__(slice(None), range(len(layer.mu))),
+}
+
+
+@pytest.mark.parametrize("change", SUPPORTS.values(), ids=SUPPORTS)
+@torch.no_grad()
+def test_another_support_makes_the_order_anew(layer, x, found, change):
+    layer(x)
+    change(layer)
+    torch.testing.assert_close(layer(x), expected(layer, x))
+    assert len(found) == 2
+
+
+def test_no_order_is_kept_where_gradients_are_asked_for(layer, x, found):
+    layer(x).sum().backward()
+    assert not found and all(parameter.grad is not None for parameter in layer.parameters())
+
+
+@torch.no_grad()
+def test_an_order_of_one_backend_is_not_given_to_another(layer, x, found):
+    with ff.use_backend("reference"):
+        first = layer(x)
+    torch.testing.assert_close(layer(x), first)
+
+
 @torch.no_grad()
 def test_the_linear_layer_too(made):
     layer = ff.nn.FactorizedLinear(6, 4).eval()

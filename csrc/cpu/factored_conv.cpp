@@ -17,8 +17,7 @@ struct Prepared {
   int64_t rank;
   Images<const T> x;
   Images<T> y;
-  bool pairs;     // products in pairs
-  bool in_place;  // y is computed where it belongs
+  bool pairs;                      // products in pairs
   const C *u, *v, *bias, *values;  // bias: a register for each output
 };
 
@@ -36,24 +35,16 @@ struct Run {
     const bool sparse = p.values;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, quads = p.band.quads(L);
     const int64_t reads = (g.rows - 1) * s.stride[0] + s.reach[0] + 1;
-    const int64_t block = sparse ? p.plan.block : Pack::kTogether;
+    const int64_t block = sparse ? p.plan.block : kTogether;
     const Zeros<C> slabs(block * slab.channel + slab.slack);
-    const Scratch<C> t(depth * p.band.channel), band(p.in_place ? 0 : s.o * p.band.channel);
-    const Scratch<C> single(p.pairs ? Pack::kTogether * p.band.channel : 0);
+    const Scratch<C> t(depth * p.band.channel), band(s.o * p.band.channel);
+    const Scratch<C> single(p.pairs ? kTogether * p.band.channel : 0);
     const Scratch<C> turned(p.x.channels_last ? Pack::transposed_size(p.x, g, reads, s.i) : 0);
     Planes<T> planes;
     Planes<C> turned_planes;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / s.groups, group = item % s.groups;
       const C* start = p.bias ? p.bias + group * s.o * L : nullptr;
-      C* y = band.get();
-      int64_t y_channel = p.band.channel;
-      if constexpr (std::is_same_v<T, C>) {
-        if (p.in_place) {
-          y_channel = p.y.h * p.y.w;
-          y = p.y.data + (g.image(unit, 0) * p.y.channels + group * s.o) * y_channel + g.first_row(unit, 0) * p.y.w;
-        }
-      }
       auto take = [&](int64_t i, int64_t count, const C* x) FF_INLINE_LAMBDA {
         for (int64_t r = 0; r < p.rank; ++r) {
           C* to = t.get() + (r * s.i + i) / (p.pairs ? 2 : 1) * p.band.channel;
@@ -67,7 +58,8 @@ struct Run {
       };
       auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
         if (!sparse) return;
-        Ops::sparse(p.plan, p.plan.start(0, group, k), slabs.get(), p.values, kQuad * quads, k == 0, start, y, y_channel);
+        Ops::sparse(p.plan, p.plan.start(0, group, k), slabs.get(), p.values, kQuad * quads, k == 0, start, band.get(),
+                    p.band.channel);
       };
       if (p.x.channels_last) {
         Pack::find(p.x, g, unit, s.stride[0], -s.origin[0], reads, slab, group * s.i, s.i, turned.get(), turned_planes);
@@ -76,26 +68,25 @@ struct Run {
         Pack::find(p.x, g, unit, s.stride[0], -s.origin[0], slab, group * s.i, planes);
         Pack::pack_blocks(slab, planes, s.i, block, slabs.get(), take, take_block);
       }
-      if (!sparse && !p.rank) Ops::fill(start, s.o, kQuad * quads, y, y_channel);
+      if (!sparse && !p.rank) Ops::fill(start, s.o, kQuad * quads, band.get(), p.band.channel);
       if (p.rank) {
         with_operand<T, B>(p.pairs, [&](auto operand, int64_t factors) FF_INLINE_LAMBDA {
           using E = decltype(operand);
           Ops::multiply(reinterpret_cast<const E*>(p.v) + group * s.o * depth / factors, s.o, depth / factors,
-                        reinterpret_cast<const E*>(t.get()), p.band.channel, quads, sparse, start, y, y_channel,
-                        ahead(p.x, g, s.groups, unit + 1), ahead(p.y, g, s.groups, unit));
+                        reinterpret_cast<const E*>(t.get()), p.band.channel, quads, sparse, start, band.get(),
+                        p.band.channel, ahead(p.x, g, s.groups, unit + 1), ahead(p.y, g, s.groups, unit));
         });
       }
-      if (!p.in_place) Pack::unpack(s, g, p.band, unit, y, 0, group * s.o, p.y);
+      Pack::unpack(s, g, p.band, unit, band.get(), 0, group * s.o, p.y);
     }
   }
 };
 
 template <class T>
-void convolve(const FactoredConv& op, ParallelFor parallel_for) {
+Prepared<T> prepare(const FactoredConv& op) {
   using C = Compute<T>;
   const Conv& c = op.conv;
-  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C);
-  const int64_t taps = c.kh * c.kw, outputs = c.groups * c.o;
+  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), outputs = c.groups * c.o;
   Prepared<T> p{};
   p.s = forward_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c.i);
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
@@ -106,15 +97,33 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   });
   p.slab = make_slab<C>(p.s, p.grid.segments, p.grid.rows, c.w, lanes);
   p.band = make_band(p.grid.segments, c.ow, p.grid.rows, lanes);
-  p.in_place = std::is_same_v<T, C> && !p.y.channels_last && p.grid.segments == 1 && c.ow % lanes == 0 &&
-               c.oh % p.grid.rows == 0 && p.grid.rows * c.ow % (kQuad * lanes) == 0;
-  p.plan = make_plan(p.s, p.slab, op.mu, taps, false, sparse_registers(bytes) * lanes, parallel_for);
+  p.plan = make_plan(p.s, p.slab, op.mu.count, sparse_registers(bytes) * lanes);
+  return p;
+}
+
+template <class T>
+int64_t order(const FactoredConv& op, int32_t* to, ParallelFor parallel_for) {
+  const Prepared<T> p = prepare<T>(op);
+  if (to) find_order(p.plan, p.s, p.slab, op.mu, op.conv.kh * op.conv.kw, false, to, parallel_for);
+  return p.plan.size();
+}
+
+template <class T>
+void convolve(const FactoredConv& op, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  const Conv& c = op.conv;
+  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), taps = c.kh * c.kw, outputs = c.groups * c.o;
+  Prepared<T> p = prepare<T>(op);
+  const Scratch<int32_t> found(op.order ? 0 : p.plan.size());
+  if (!op.order) find_order(p.plan, p.s, p.slab, op.mu, taps, false, found.get(), parallel_for);
+  p.plan.use(op.order ? op.order : found.get());
   const Scratch<C> u(op.rank * taps), v(outputs * op.rank * c.i), bias(op.bias ? outputs * lanes : 0);
   const Scratch<C> values(op.mu.count);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
-  if (op.rank)
+  if (op.rank) {
     pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, product_rows(bytes), p.pairs, v.get(),
            parallel_for);
+  }
   for (int64_t k = 0; k < outputs * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
@@ -134,6 +143,13 @@ void factored_conv(const FactoredConv& op, ParallelFor parallel_for) {
   if (channels_in_lanes(op.conv, op.rank, op.mu)) return factored_conv_channels_last(op, parallel_for);
   if (planes_in_lanes(op.conv, op.type, op.rank, op.mu)) return factored_conv_planes(op, parallel_for);
   with_conv_type(op.type, [&](auto type) { convolve<decltype(type)>(op, parallel_for); });
+}
+
+int64_t factored_conv_order(const FactoredConv& op, int32_t* to, ParallelFor parallel_for) {
+  int64_t size = 0;
+  if (op.conv.n * op.conv.groups * op.conv.o == 0) return size;
+  with_conv_type(op.type, [&](auto type) { size = order<decltype(type)>(op, to, parallel_for); });
+  return size;
 }
 
 }  // namespace fastfact

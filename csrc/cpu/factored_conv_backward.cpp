@@ -58,13 +58,11 @@ struct Run {
     const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_values;
     const bool needs_s = p.rank && (p.needs_x || p.needs_u);
     const Zeros<C> dy(s.o * flat_channel), back(needs_s ? depth * flat_channel : 0);
-    const int64_t x_block = p.dvalues ? p.plan.block : Pack::kTogether,
-                  dy_block = sparse_dx ? p.back_plan.block : Pack::kTogether;
+    const int64_t x_block = p.dvalues ? p.plan.block : kTogether, dy_block = sparse_dx ? p.back_plan.block : kTogether;
     // Of x first, then of s and dy.
-    const Zeros<C> slab(std::max(needs_weights ? x_block * p.x_slab.channel + p.x_slab.slack : 0,
-                                 p.needs_x ? std::max<int64_t>(dy_block, Pack::kTogether) * p.back_slab.channel +
-                                                 p.back_slab.slack
-                                           : 0));
+    const Zeros<C> slab(
+        std::max(needs_weights ? x_block * p.x_slab.channel + p.x_slab.slack : 0,
+                 p.needs_x ? std::max<int64_t>(dy_block, kTogether) * p.back_slab.channel + p.back_slab.slack : 0));
     const Scratch<C> t(p.needs_v ? depth * p.own.channel : 0), panels(p.needs_v ? p.dv_row * p.own.pixels : 0);
     const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L);
     const Scratch<C> turned(std::max(p.dy.channels_last ? Pack::transposed_size(p.dy, g, p.flat_rows, s.o) : 0,
@@ -115,7 +113,8 @@ struct Run {
           };
           auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
             if (!dvalues) return;
-            Ops::sampled(p.plan, p.plan.start(0, group, k), slab.get(), dy.get() + own_first, flat_channel, registers, dvalues);
+            Ops::sampled(p.plan, p.plan.start(0, group, k), slab.get(), dy.get() + own_first, flat_channel, registers,
+                         dvalues);
           };
           pack(p, p.x_slab, p.x, unit, s.stride[0], -s.origin[0], reads, group * s.i, s.i, turned.get(), x_block,
                slab.get(), take, take_block);
@@ -139,7 +138,7 @@ struct Run {
               }
             }
           };
-          Pack::pack_blocks(p.back_slab, flat, depth, Pack::kTogether, slab.get(), take, nothing);
+          Pack::pack_blocks(p.back_slab, flat, depth, kTogether, slab.get(), take, nothing);
         }
         if (!needs_s) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
         if (sparse_dx) {
@@ -215,7 +214,11 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> du_parts(p.parts * c.groups * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
   const Scratch<C> back_values(p.needs_x ? op.mu.count : 0);
-  if (p.nonzeros) p.plan = make_plan(p.s, p.x_slab, op.mu, taps, false, tile, parallel_for);
+  p.plan = make_plan(p.s, p.x_slab, p.nonzeros, tile);
+  p.back_plan = make_plan(p.back, p.back_slab, p.needs_x ? op.mu.count : 0, tile);
+  const Scratch<int32_t> order(p.plan.size()), back_order(p.back_plan.size());
+  if (p.nonzeros) find_order(p.plan, p.s, p.x_slab, op.mu, taps, false, order.get(), parallel_for);
+  p.plan.use(order.get());
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
   C* next_u = back_u.get();
   for (int64_t phase = 0; phase < phases && p.needs_x; ++phase) {
@@ -225,7 +228,8 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     }
   }
   if (p.needs_x && op.mu.count) {
-    p.back_plan = make_plan(p.back, p.back_slab, op.mu, taps, true, tile, parallel_for);
+    find_order(p.back_plan, p.back, p.back_slab, op.mu, taps, true, back_order.get(), parallel_for);
+    p.back_plan.use(back_order.get());
     sort_values<T>(p.back_plan, op.mu, back_values.get(), parallel_for);
     p.back_values = back_values.get();
   }

@@ -10,8 +10,7 @@ namespace {
 // the threads.
 constexpr int64_t kKept = 1 << 18, kLeast = 256, kUnits = 4;
 
-constexpr int64_t kTogether = 4;  // channels staged at a time
-constexpr int64_t kFew = 4;       // channels of s and t for which one pass over dy does
+constexpr int64_t kFew = 4;  // channels of s and t for which one pass over dy does
 
 constexpr int tile_rows(int bytes) { return (wide(bytes) <= 2 ? 2 : 1) * product_rows(bytes); }
 

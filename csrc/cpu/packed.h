@@ -24,7 +24,8 @@ void with_conv_type(Type type, const F& f) {
 #endif
 }
 
-constexpr int64_t kQuad = 4;  // registers in which the kernels take outputs
+constexpr int64_t kQuad = 4;      // registers in which the kernels take outputs
+constexpr int64_t kTogether = 4;  // channels packed at a time
 
 // Images [n, channels, h, w] in memory.
 template <class T>
@@ -283,8 +284,6 @@ struct Packing {
     return shuffle<((lane + (second ? L : 0)) / 2 + lane % 2 * L)...>(a, b);
   }
 
-  static constexpr int kTogether = 4;  // channels packed at a time
-
   // All copies of the channels [channel, channel + count), count ≤ kTogether.
   template <class S>
   FF_INLINE static void pack(const Slab<C>& slab, const Planes<S>& planes, int64_t channel, int64_t count, C* to) {
@@ -304,11 +303,11 @@ struct Packing {
     });
   }
 
-  // The first `channels` channels, each few handed to take(first, count, packed) and each block of them, packed at `to`,
-  // to take_block(number).
+  // The first `channels` channels, each few handed to take(first, count, packed) and each block of them, packed at
+  // `to`, to take_block(number).
   template <class S, class Take, class TakeBlock>
-  FF_INLINE static void pack_blocks(const Slab<C>& slab, const Planes<S>& planes, int64_t channels, int64_t block, C* to,
-                                    const Take& take, const TakeBlock& take_block) {
+  FF_INLINE static void pack_blocks(const Slab<C>& slab, const Planes<S>& planes, int64_t channels, int64_t block,
+                                    C* to, const Take& take, const TakeBlock& take_block) {
     for (int64_t first = 0; first < channels; first += block) {
       const int64_t last = std::min(first + block, channels);
       for (int64_t c = first; c < last; c += kTogether) {
@@ -450,8 +449,8 @@ struct Packing {
             for (int64_t row = 0; row < rows; ++row) {
               T* line = to + (first + row * s.step[0]) * y.w * y.channels;
               for (int64_t x = 0; x < s.step[1]; ++x) {
-                to_channels_last(at + x * phase_step + row * band.row, band.channel, s.o,
-                                 ceil_div(y.w - x, s.step[1]), line + x * y.channels, s.step[1] * y.channels);
+                to_channels_last(at + x * phase_step + row * band.row, band.channel, s.o, ceil_div(y.w - x, s.step[1]),
+                                 line + x * y.channels, s.step[1] * y.channels);
               }
             }
           } else {

@@ -26,10 +26,12 @@ FF_INLINE V sums_of_rows(Row& row, int first) {
 // [output channel]. Offsets are from the first channel of the block on, and stay within what the first cache holds of a
 // tile's input.
 struct Plan {
-  int64_t outputs, groups, block, blocks;              // input channels of a block, blocks of a group
-  std::unique_ptr<int32_t[]> offsets, starts, source;  // starts [phases][groups][blocks][o + 1], source: which nonzero
+  int64_t outputs, groups, block, blocks, keys, count;  // input channels of a block, blocks of a group
+  const int32_t *starts, *offsets, *source;             // starts [phases][groups][blocks][o + 1], source: which nonzero
+  int64_t size() const { return keys + 2 * count; }
+  void use(const int32_t* order) { starts = order, offsets = starts + keys, source = offsets + count; }
   const int32_t* start(int64_t phase, int64_t group, int64_t k) const {
-    return starts.get() + ((phase * groups + group) * blocks + k) * (outputs + 1);
+    return starts + ((phase * groups + group) * blocks + k) * (outputs + 1);
   }
 };
 
@@ -184,8 +186,8 @@ struct Tiles {
     product<Most, N>(left, right, right_step, depth, start, start_row, start_step, y, y_row, next, out);
   }
 
-  // y[o][j] = start[o] + Σ_k v[o][k] · t[k][j] for `quads` quads of registers, v packed by pack_v, `start` a register for
-  // each output; null: 0. With `add`, to what y holds.
+  // y[o][j] = start[o] + Σ_k v[o][k] · t[k][j] for `quads` quads of registers, v packed by pack_v, `start` a register
+  // for each output; null: 0. With `add`, to what y holds.
   template <class E>
   FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, int64_t t_channel,
                                  int64_t quads, bool add, const C* start, C* y, int64_t y_channel, Ahead next,
@@ -299,7 +301,7 @@ struct Tiles {
                                bool fresh, const C* start, C* y, int64_t y_channel) {
     pieces<kTile>(0, registers, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA {
-        sparse_tile<N>(x + first * L, plan.offsets.get(), values, starts, plan.outputs, fresh, start, y + first * L,
+        sparse_tile<N>(x + first * L, plan.offsets, values, starts, plan.outputs, fresh, start, y + first * L,
                        y_channel);
       });
     });
@@ -339,31 +341,40 @@ struct Tiles {
                                 int64_t registers, C* grads) {
     pieces<kTile>(0, registers, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA {
-        sampled_tile<N>(x + first * L, plan.offsets.get(), starts, plan.outputs, y + first * L, y_channel, grads);
+        sampled_tile<N>(x + first * L, plan.offsets, starts, plan.outputs, y + first * L, y_channel, grads);
       });
     });
   }
 };
 
-// `kernel` is the number of taps of μ. With `swapped`, s goes from the output channels of μ to its input channels.
+// For so many nonzeros, whose order is still to be given.
 template <class C>
-Plan make_plan(const Geometry& s, const Slab<C>& slab, const Sparse& mu, int64_t kernel, bool swapped, int64_t tile,
-               ParallelFor parallel_for) {
-  Plan plan{};
-  plan.outputs = s.o, plan.groups = s.groups;
-  if (!mu.count) return plan;
-  const int64_t rows = swapped ? s.i : s.o, inner = swapped ? s.o : s.i, columns = inner * kernel;
+Plan make_plan(const Geometry& s, const Slab<C>& slab, int64_t count, int64_t tile) {
+  Plan plan{s.o, s.groups, 0, 0, 0, count, nullptr, nullptr, nullptr};
+  if (!count) return plan;
   const int64_t halo = ceil_div(s.reach[0], s.stride[0]) * slab.row;
   const int64_t bytes = slab.places.size() * slab.phases * (tile + halo) * sizeof(C);
-  const double per_channel = double(mu.count) / (s.groups * s.o * s.i);
+  const double per_channel = double(count) / (s.groups * s.o * s.i);
   plan.block = std::max<int64_t>({1, 32768 / bytes, std::min<int64_t>(81920 / bytes, int64_t(8 / per_channel))});
-  plan.block = std::min(std::max<int64_t>(plan.block / 4, 1) * 4, s.i);
+  plan.block = std::min(std::max<int64_t>(plan.block / kTogether, 1) * kTogether, s.i);
   plan.blocks = ceil_div(s.i, plan.block);
-  const int64_t phase_keys = s.groups * plan.blocks * (s.o + 1), keys = s.phases.size() * phase_keys;
-  plan.offsets.reset(new int32_t[mu.count]), plan.source.reset(new int32_t[mu.count]);
-  plan.starts.reset(new int32_t[keys]());
+  plan.keys = s.phases.size() * s.groups * plan.blocks * (s.o + 1);
+  return plan;
+}
+
+// The order of the nonzeros, plan.size() numbers. `kernel` is the number of taps of μ. With `swapped`, s goes from the
+// output channels of μ to its input channels.
+template <class C>
+void find_order(const Plan& plan, const Geometry& s, const Slab<C>& slab, const Sparse& mu, int64_t kernel,
+                bool swapped, int32_t* order, ParallelFor parallel_for) {
+  if (!mu.count) return;
+  const int64_t rows = swapped ? s.i : s.o, inner = swapped ? s.o : s.i, columns = inner * kernel;
+  const int64_t phase_keys = plan.keys / s.phases.size();
+  int32_t *const starts = order, *const offsets = starts + plan.keys, *const source = offsets + mu.count;
+  std::memset(starts, 0, plan.keys * sizeof(int32_t));
   // For each column of a row of μ: its offset and key, without the part that depends on the row.
-  const std::unique_ptr<int32_t[]> offset(new int32_t[columns]), key(new int32_t[columns]), cursor(new int32_t[keys]);
+  const std::unique_ptr<int32_t[]> offset(new int32_t[columns]), key(new int32_t[columns]),
+      cursor(new int32_t[plan.keys]);
   for (size_t phase = 0; phase < s.phases.size(); ++phase) {
     const Taps& taps = s.phases[phase];
     for (size_t tap = 0; tap < taps.tap.size(); ++tap) {
@@ -394,18 +405,17 @@ Plan make_plan(const Geometry& s, const Slab<C>& slab, const Sparse& mu, int64_t
       }
     });
   };
-  each([&](int64_t, int64_t at, int64_t) { ++plan.starts[at]; });
+  each([&](int64_t, int64_t at, int64_t) { ++starts[at]; });
   int32_t sum = 0;
-  for (int64_t at = 0; at < keys; ++at) {
-    const int32_t n = plan.starts[at];
-    plan.starts[at] = cursor[at] = sum;
+  for (int64_t at = 0; at < plan.keys; ++at) {
+    const int32_t n = starts[at];
+    starts[at] = cursor[at] = sum;
     sum += n;
   }
   each([&](int64_t nz, int64_t at, int64_t place) {
     const int32_t to = cursor[at]++;
-    plan.offsets[to] = int32_t(place), plan.source[to] = int32_t(nz);
+    offsets[to] = int32_t(place), source[to] = int32_t(nz);
   });
-  return plan;
 }
 
 // The values of μ in the order of the plan.

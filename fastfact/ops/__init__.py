@@ -1,7 +1,7 @@
 """The functional ops, differentiable, each with an optional leading client axis."""
 
 from fastfact.ops import schema  # noqa: F401  registers the ops
-from fastfact.ops.conv import factored_conv2d, factored_linear, fused_conv2d, separable_conv2d
+from fastfact.ops.conv import factored_conv2d, factored_conv2d_order, factored_linear, fused_conv2d, separable_conv2d
 from fastfact.ops.mixing import mix, similarity_mix, srht
 from fastfact.ops.rows import Rows, cross_entropy, gather_rows
 from fastfact.ops.sparse import pack_bitmap, prox_sgd_step, unpack_bitmap
@@ -11,6 +11,7 @@ __all__ = [
     "Rows",
     "cross_entropy",
     "factored_conv2d",
+    "factored_conv2d_order",
     "factored_linear",
     "fused_conv2d",
     "gather_rows",

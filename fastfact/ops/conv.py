@@ -175,6 +175,7 @@ def factored_conv2d(
     padding: int | tuple[int, int] = 0,
     dilation: int | tuple[int, int] = 1,
     groups: int = 1,
+    order: Tensor | None = None,
 ) -> Tensor:
     """conv2d(x, Σ_r u_r ⊗ v_r + μ, bias), μ sparse, W [o, i, kh, kw] = `size` never made (Factorized-FL eq. 2–3).
 
@@ -187,6 +188,9 @@ def factored_conv2d(
     and bias; the gradient of `values` is computed on the support only. Under autocast the tensors are cast as those of
     PyTorch's convolutions are. Raises ValueError for shapes or dtypes that do not fit, and, on the CPU, for positions
     that are not ascending or not in W; a GPU does not look at them.
+
+    order: what `factored_conv2d_order` gave for the same arguments, used where no gradient is asked for. That it is of
+    this index is not looked at.
     """
     size, *how, clients, (x, u, v, values, index, bias) = _checked(
         OP, x, u, v, values, index, bias, size, stride, padding, dilation, groups
@@ -194,7 +198,33 @@ def factored_conv2d(
     if u is not None:
         check(OP, "u", u, (u.shape[clients], *size[2:]), clients, x)
         check(OP, "v", v, (u.shape[clients], *size[:2]), clients, x)
+    if order is not None and not transforming() and not torch.is_grad_enabled():
+        return call(implementation(f"ordered_{OP}"), clients, (x, u, v, values, index, bias, order), size, *how)
     return _apply(OP, clients, (size, *how), x, u, v, values, index, bias)
+
+
+def factored_conv2d_order(
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    values: Tensor,
+    index: Tensor,
+    *,
+    size: tuple[int, int, int, int],
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """The order in which `factored_conv2d` takes the nonzeros of μ on the CPU, int32 [(k,) m], for all calls with this
+    index and with x, u and v of these shapes, memory formats and dtypes: it need not be found anew in each.
+
+    Arguments and what is raised as for `factored_conv2d`.
+    """
+    size, *how, clients, (x, u, v, values, index, _) = _checked(
+        OP, x, u, v, values, index, None, size, stride, padding, dilation, groups
+    )
+    return call(implementation(f"{OP}_order"), clients, (x, u, v, values, index), size, *how)
 
 
 def fused_conv2d(

@@ -40,6 +40,10 @@ SCHEMAS = {
     " -> (Tensor, Tensor, Tensor)",
     "factored_conv2d": "(Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index, Tensor? bias, int[] size,"
     " int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
+    "ordered_factored_conv2d": "(Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index, Tensor? bias,"
+    " Tensor? order, int[] size, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
+    "factored_conv2d_order": "(Tensor x, Tensor? u, Tensor? v, Tensor values, Tensor index, int[] size, int[] stride,"
+    " int[] padding, int[] dilation, int groups) -> Tensor",
     "factored_conv2d_backward": "(Tensor grad, Tensor x, Tensor? u, Tensor? v, Tensor? values, Tensor? index,"
     " int[] size, int[] stride, int[] padding, int[] dilation, int groups, int needs)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
@@ -152,6 +156,12 @@ _FAKES = {
         weight.new_empty(weight.shape),
     ),
     "factored_conv2d": _fake_factored_conv2d,
+    "ordered_factored_conv2d": lambda x, u, v, values, index, bias, order, *settings: _fake_factored_conv2d(
+        x, u, v, values, index, bias, *settings
+    ),
+    "factored_conv2d_order": lambda x, u, v, values, index, *settings: index.new_empty(
+        len(index), torch.library.get_ctx().new_dynamic_size()
+    ),
     "factored_conv2d_backward": _fake_factored_conv2d_backward,
     "fused_conv2d": lambda x, u, v, mu, index, bias, layout, size, channels_last, *settings: _fake_factored_conv2d(
         x, u, v, mu, index, bias, size, *settings
