@@ -30,7 +30,8 @@ def test_layers_quick(tmp_path):
     assert {"command", "hardware", "versions", "commit"} <= set(written)
     ops = {row["op"] for row in written["rows"]}
     grid = {"grid forward", "memory", "model evaluation", "model training"}
-    assert ops == {"reconstruct", "weight", "forward", "training"} | grid
+    assert ops == {"reconstruct", "weight", "forward", "training", "bfloat16"} | grid
+    assert {row["dtype"] for row in written["rows"]} == {"float32", "bfloat16"}
     for row in written["rows"]:
         assert row["ratio"] > 0 and row["threads"] == 1
         if not row["shape"].startswith("all"):

@@ -8,12 +8,14 @@ memory in the process, as training does: page faults would be most of some rows.
 reconstruct  the layer with dense μ, forward and backward, over the eight convolutions of ResNet-9
 weight       `ff.ops.rank1_weight` alone, forward and backward, against torch.compile of the same formula
 forward, training   the layer with compact μ (density 0: without μ), over the same eight; forward in evaluation mode
+bfloat16     forward again, ours and the dense layer in bfloat16
 grid         the same over convolutions of every kind, and batches of 1, 8 and 64, against the dense layer alone
 memory       what a layer and its training state hold, in megabytes
 model        ResNet-9 on 32×32 images, evaluation and training step
 """
 
 import copy
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -113,11 +115,14 @@ def images(geometry, batch: int, fmt: str) -> Tensor:
     return torch.randn(batch, i, side, side).to(memory_format=FORMATS[fmt])
 
 
-def check(sides: dict[str, nn.Module], x: Tensor, what: object) -> None:
-    """Raise AssertionError where a side's error is more than twice that of the dense layer in the same precision."""
+def check(sides: dict[str, nn.Module], x: Tensor, what: object, exact: nn.Module | None = None) -> None:
+    """Raise AssertionError where a side's error is more than twice that of the dense layer in the same precision.
+
+    exact: what all sides were rounded from; the dense layer, if it is not given.
+    """
     dense = sides["dense"]
     with torch.no_grad():
-        truth = copy.deepcopy(dense).double()(x.double())
+        truth = copy.deepcopy(dense if exact is None else exact).double()(x.double())
         bound = 2 * (dense(x) - truth).abs().max() + 1e-5 * truth.abs().max()
         for name, side in sides.items():
             assert (side(x) - truth).abs().max() <= bound, (what, name)
@@ -143,17 +148,25 @@ def evaluation(model: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def convolution(
-    geometry, density: float, fmt: str, batch: int, training: bool, rivals: bool, path: str = "auto"
+    geometry,
+    density: float,
+    fmt: str,
+    batch: int,
+    training: bool,
+    rivals: bool,
+    path: str = "auto",
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Sides, dict[str, str]]:
     """The sides of a row, and which path ours takes."""
-    ours, dense, plain = layers(geometry, density, fmt)
-    ours.path = path
-    x = images(geometry, batch, fmt)
+    ours, exact, plain = layers(geometry, density, fmt)
+    dense = copy.deepcopy(exact).to(dtype)
+    ours.to(dtype).path = path
+    x = images(geometry, batch, fmt).to(dtype)
     models: dict[str, nn.Module] = {"ours": ours, "dense": dense}
     if rivals:
         torch._dynamo.reset()
         models |= {"eager": plain, "compile": torch.compile(copy.deepcopy(plain))}
-    check(models, x[:4], (geometry, density, fmt, batch))
+    check(models, x[:4], (geometry, density, fmt, batch), exact)
     if training:
         x.requires_grad_(geometry[0] > 3)
         grad = torch.randn_like(dense(x.detach()))
@@ -263,8 +276,8 @@ def measure(quick: bool, sections: tuple[str, ...], clock: str, rounds: int, riv
     densities, rival = (0.1,) if quick else DENSITIES, "compile" if rivals else "eager"
     base = {"dtype": "float32", "threads": torch.get_num_threads(), "clock": clock}
 
-    def over_shapes(op: str, fmt: str, density: float, make: Callable, **settings) -> Iterator[dict]:
-        common = base | {"op": op, "format": fmt, "density": density, "batch": batch}
+    def over_shapes(op: str, fmt: str, density: float, make: Callable, dtype="float32", **settings) -> Iterator[dict]:
+        common = base | {"dtype": dtype, "op": op, "format": fmt, "density": density, "batch": batch}
         found: list[dict] = []
         for shape in shapes:
             same = next((r for r in found if r["shape"] == name_of(shape)), None)
@@ -275,9 +288,10 @@ def measure(quick: bool, sections: tuple[str, ...], clock: str, rounds: int, riv
         yield from found
         yield mean_of(found, common)
 
-    def layer(shape, fmt, density, training=False, path="auto"):
+    def layer(shape, fmt, density, training=False, path="auto", dtype=torch.float32):
         i, o, kernel, stride, side = shape
-        return convolution((i, o, kernel, stride, 1, side), density, fmt, batch, training, rivals, path)
+        others = rivals and dtype == torch.float32
+        return convolution((i, o, kernel, stride, 1, side), density, fmt, batch, training, others, path, dtype)
 
     for fmt in formats:
         if "reconstruct" in sections:
@@ -290,6 +304,9 @@ def measure(quick: bool, sections: tuple[str, ...], clock: str, rounds: int, riv
             yield from over_shapes("forward", fmt, density, layer)
         for density in densities if "training" in sections else ():
             yield from over_shapes("training", fmt, density, lambda *args: layer(*args, training=True))
+        for density in densities if "bfloat16" in sections else ():
+            made = functools.partial(layer, dtype=torch.bfloat16)
+            yield from over_shapes("bfloat16", fmt, density, made, dtype="bfloat16")
     if "grid" in sections:
         yield from grid(base, quick, rounds)
     if "memory" in sections:
@@ -328,7 +345,7 @@ def memory(base: dict, quick: bool) -> Iterator[dict]:
             yield common | sizes | {"ratio": sizes["dense"] / sizes["ours"]}
 
 
-SECTIONS = ("reconstruct", "weight", "forward", "training", "grid", "memory", "model")
+SECTIONS = ("reconstruct", "weight", "forward", "training", "bfloat16", "grid", "memory", "model")
 
 
 def run(
