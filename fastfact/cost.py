@@ -272,8 +272,9 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
         weight = make() if kept is None else kept
         return F.linear(x, weight) if linear else F.conv2d(x, weight, None, *how)
 
-    names = ("stride", "padding", "dilation", "groups")
-    settings = {"size": size, **(dict(zip(names, how, strict=True)) if not linear else {})}
+    settings = {"size": size}
+    if not linear:
+        settings |= dict(zip(("stride", "padding", "dilation", "groups"), how, strict=True))
     op = {"spatial": ops.factored_conv2d, "kernel": ops.separable_conv2d, "linear": ops.factored_linear}[layout]
     if work.kind == "conv" and work.nonzeros and not training:
         settings["order"] = ops.factored_conv2d_order(x, u, v, values, index, **settings)

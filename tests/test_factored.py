@@ -297,6 +297,16 @@ def test_an_order_of_another_index_is_refused():
         ops.factored_conv2d(**t, size=size, order=order, **how)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"u": torch.zeros(1, 3, 2)}, "u has shape"), ({"values": torch.zeros(3)}, "values has shape")],
+)
+def test_bad_input_of_an_order(change, message):
+    t = draw(2, (6, 5, 3, 3), 8, 8, 1, 0.2, torch.float32) | change
+    with pytest.raises(ValueError, match=message):
+        ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=(6, 5, 3, 3))
+
+
 def test_an_order_leaves_gradients_alone():
     size, how = (6, 5, 3, 3), {"padding": 1}
     t = draw(2, size, 8, 8, 1, 0.2, torch.float32)

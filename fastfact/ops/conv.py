@@ -162,6 +162,15 @@ def _checked(op, x, u, v, mu, index, bias, size, stride, padding, dilation, grou
     return size, *pairs, groups, clients, (x, u, v, mu, index, bias)
 
 
+def _checked_factored(x, u, v, values, index, bias, size, *settings):
+    """What `_checked` gives for factors in the spatial layout, which are checked too."""
+    checked = size, *_, clients, (x, u, v, *_) = _checked(OP, x, u, v, values, index, bias, size, *settings)
+    if u is not None:
+        check(OP, "u", u, (u.shape[clients], *size[2:]), clients, x)
+        check(OP, "v", v, (u.shape[clients], *size[:2]), clients, x)
+    return checked
+
+
 def factored_conv2d(
     x: Tensor,
     u: Tensor | None = None,
@@ -192,12 +201,9 @@ def factored_conv2d(
     order: what `factored_conv2d_order` gave for the same arguments, used where no gradient is asked for. That it is of
     this index is not looked at.
     """
-    size, *how, clients, (x, u, v, values, index, bias) = _checked(
-        OP, x, u, v, values, index, bias, size, stride, padding, dilation, groups
+    size, *how, clients, (x, u, v, values, index, bias) = _checked_factored(
+        x, u, v, values, index, bias, size, stride, padding, dilation, groups
     )
-    if u is not None:
-        check(OP, "u", u, (u.shape[clients], *size[2:]), clients, x)
-        check(OP, "v", v, (u.shape[clients], *size[:2]), clients, x)
     if order is not None and not transforming() and not torch.is_grad_enabled():
         return call(implementation(f"ordered_{OP}"), clients, (x, u, v, values, index, bias, order), size, *how)
     return _apply(OP, clients, (size, *how), x, u, v, values, index, bias)
@@ -221,8 +227,8 @@ def factored_conv2d_order(
 
     Arguments and what is raised as for `factored_conv2d`.
     """
-    size, *how, clients, (x, u, v, values, index, _) = _checked(
-        OP, x, u, v, values, index, None, size, stride, padding, dilation, groups
+    size, *how, clients, (x, u, v, values, index, _) = _checked_factored(
+        x, u, v, values, index, None, size, stride, padding, dilation, groups
     )
     return call(implementation(f"{OP}_order"), clients, (x, u, v, values, index), size, *how)
 
