@@ -40,8 +40,6 @@ struct Run {
     const Scratch<C> t(depth * p.band.channel), band(s.o * p.band.channel);
     const Scratch<C> single(p.pairs ? kTogether * p.band.channel : 0);
     const Scratch<C> turned(p.x.channels_last ? Pack::transposed_size(p.x, g, reads, s.i) : 0);
-    Planes<T> planes;
-    Planes<C> turned_planes;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / s.groups, group = item % s.groups;
       const C* start = p.bias ? p.bias + group * s.o * L : nullptr;
@@ -61,13 +59,8 @@ struct Run {
         Ops::sparse(p.plan, p.plan.start(0, group, k), slabs.get(), p.values, kQuad * quads, k == 0, start, band.get(),
                     p.band.channel);
       };
-      if (p.x.channels_last) {
-        Pack::find(p.x, g, unit, s.stride[0], -s.origin[0], reads, slab, group * s.i, s.i, turned.get(), turned_planes);
-        Pack::pack_blocks(slab, turned_planes, s.i, block, slabs.get(), take, take_block);
-      } else {
-        Pack::find(p.x, g, unit, s.stride[0], -s.origin[0], slab, group * s.i, planes);
-        Pack::pack_blocks(slab, planes, s.i, block, slabs.get(), take, take_block);
-      }
+      Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], reads, slab, group * s.i, s.i, turned.get(), block,
+                        slabs.get(), take, take_block);
       if (!sparse && !p.rank) Ops::fill(start, s.o, kQuad * quads, band.get(), p.band.channel);
       if (p.rank) {
         with_operand<T, B>(p.pairs, [&](auto operand, int64_t factors) FF_INLINE_LAMBDA {

@@ -33,21 +33,6 @@ struct Run {
   using Pack = Packing<T, B>;
   static constexpr int L = kLanes<T, B>;
 
-  template <class Take, class TakeBlock>
-  FF_INLINE static void pack(const Prepared<T>& p, const Slab<C>& slab, const Images<const T>& images, int64_t unit,
-                             int64_t stride, int64_t first, int64_t rows, int64_t channel, int64_t channels, C* turned,
-                             int64_t block, C* to, const Take& take, const TakeBlock& take_block) {
-    if (images.channels_last) {
-      Planes<C> planes;
-      Pack::find(images, p.grid, unit, stride, first, rows, slab, channel, channels, turned, planes);
-      Pack::pack_blocks(slab, planes, channels, block, to, take, take_block);
-    } else {
-      Planes<T> planes;
-      Pack::find(images, p.grid, unit, stride, first, slab, channel, planes);
-      Pack::pack_blocks(slab, planes, channels, block, to, take, take_block);
-    }
-  }
-
   // Items are (group, part).
   FF_INLINE static void run(const Prepared<T>& p, int64_t begin, int64_t end) {
     const Geometry& s = p.s;
@@ -89,8 +74,8 @@ struct Run {
       std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
       for (int64_t unit = first; unit < last; ++unit) {
         const int64_t registers = g.own(unit % g.bands) * p.own.row / L;
-        pack(p, p.flat_slab, p.dy, unit, 1, p.flat_low, p.flat_rows, group * s.o, s.o, turned.get(), s.o, dy.get(),
-             nothing, nothing);
+        Pack::pack_images(p.dy, g, unit, 1, p.flat_low, p.flat_rows, p.flat_slab, group * s.o, s.o, turned.get(), s.o,
+                          dy.get(), nothing, nothing);
         for (int64_t r = 0; r < p.rank && needs_s; ++r) {
           Ops::multiply(p.v + (r * s.groups + group) * s.i * s.o, s.i, s.o, dy.get(), flat_channel, p.flat.quads(L),
                         false, nullptr, back.get() + r * s.i * flat_channel, flat_channel,
@@ -116,8 +101,8 @@ struct Run {
             Ops::sampled(p.plan, p.plan.start(0, group, k), slab.get(), dy.get() + own_first, flat_channel, registers,
                          dvalues);
           };
-          pack(p, p.x_slab, p.x, unit, s.stride[0], -s.origin[0], reads, group * s.i, s.i, turned.get(), x_block,
-               slab.get(), take, take_block);
+          Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], reads, p.x_slab, group * s.i, s.i, turned.get(),
+                            x_block, slab.get(), take, take_block);
         }
         if (dv) {
           Ops::transpose_panels(t.get(), p.own.channel, depth, registers, panels.get());

@@ -388,6 +388,21 @@ struct Packing {
     }
     out.plan(slab, L);
   }
+  // pack_blocks for the rows that `find` finds, of `channels` channels from `channel` on.
+  template <class Take, class TakeBlock>
+  FF_INLINE static void pack_images(const Images<const T>& images, const Grid& g, int64_t unit, int64_t stride,
+                                    int64_t first, int64_t rows, const Slab<C>& slab, int64_t channel, int64_t channels,
+                                    C* turned, int64_t block, C* to, const Take& take, const TakeBlock& take_block) {
+    if (images.channels_last) {
+      Planes<C> planes;
+      find(images, g, unit, stride, first, rows, slab, channel, channels, turned, planes);
+      pack_blocks(slab, planes, channels, block, to, take, take_block);
+    } else {
+      Planes<T> planes;
+      find(images, g, unit, stride, first, slab, channel, planes);
+      pack_blocks(slab, planes, channels, block, to, take, take_block);
+    }
+  }
   static int64_t transposed_size(const Images<const T>& x, const Grid& g, int64_t rows, int64_t channels) {
     return channels * (ceil_div(g.segments * rows * x.w, L) | 1) * L;
   }

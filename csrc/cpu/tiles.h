@@ -287,6 +287,7 @@ struct Tiles {
     }
   }
 
+  // y[o][j] = start[o], a register for each output; null: 0.
   FF_INLINE static void fill(const C* start, int64_t outputs, int64_t registers, C* y, int64_t y_channel) {
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t k = 0; k < outputs * registers; ++k) {
