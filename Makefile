@@ -6,19 +6,19 @@ export FASTFACT_BUILD
 
 PY := $(VENV)/bin/python
 KERNELS := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*)
-CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/*.cpp tests/*.h))
+CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/ops/*.cpp tests/ops/*.h))
 
 .PHONY: setup demo test bench gpu-check lint format clean
 setup: $(VENV)/.built
 
 demo: setup
-	$(PY) -m fastfact.cli compare --config examples/demo.toml --out runs/demo
+	$(PY) -m fastfact compare --config examples/demo.toml --out runs/demo
 
 test: setup
 	$(PY) -m pytest
 
 bench: setup
-	$(PY) -m fastfact.cli bench layers --only reconstruct,weight --json bench/results/weights.json
+	$(PY) -m fastfact bench layers --only reconstruct,weight --json bench/results/weights.json
 
 # Uses $(PYTHON) as it is, installs nothing. STEPS: part1 … part5, or single steps (see bench/gpu_check.py).
 gpu-check:

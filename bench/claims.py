@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from fastfact import experiment, report
-from fastfact.experiment import Config, finished, provenance, run_cells
+from fastfact.experiment import report
+from fastfact.experiment import run as experiment
+from fastfact.experiment.run import Config, finished, provenance, run_cells
 from fastfact.federation import Federation
-from fastfact.federation.store import write_text
+from fastfact.federation.storage.run_directory import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PROVENANCE, RECALIBRATED = "provenance.json", "recalibrated.json"

@@ -45,12 +45,12 @@ import fastfact as ff
 from bench.gpu_check import save
 from fastfact import models
 from fastfact.bench.common import RESNET9
-from fastfact.convert import factorized_layers
-from fastfact.experiment import provenance
-from fastfact.federation.cohort import State, describe, stack, tensors_of
-from fastfact.federation.strategy import Phase
-from fastfact.federation.train import Settings, Trainer
-from fastfact.reference import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
+from fastfact.experiment.run import provenance
+from fastfact.federation.client.train import Settings, Trainer
+from fastfact.federation.server.strategy import Phase
+from fastfact.federation.state import State, describe, stack, tensors_of
+from fastfact.formats import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
+from fastfact.nn.convert import factorized_layers
 
 TINY = [(3, 8, 3, 1, 6), (8, 8, 3, 2, 6)]
 DENSE_CLIENT_BYTES = 2 * 4 * 2_571_338
@@ -414,7 +414,7 @@ def separable_row(bench: Bench, k: int, batch: int, shape, rank: int) -> dict:
     x, grad = images(i, side), images(o, (side + 2 * (kernel // 2) - kernel) // stride + 1)
     u, v = ((torch.randn(k, rank, c, kernel, device=bench.device) * 0.1).bfloat16() for c in (i, o))
     settings = (KERNEL, (o, i, kernel, kernel), True, (stride, stride), (kernel // 2,) * 2, (1, 1), 1)
-    dense = ff.reference.rank1_weight(None, u, v, KERNEL, True)
+    dense = ff.ops.reference.rank1_weight(None, u, v, KERNEL, True)
     op = torch.ops.fastfact
 
     def both(x, grad, u, v, mu):
@@ -447,8 +447,8 @@ def separable_row(bench: Bench, k: int, batch: int, shape, rank: int) -> dict:
 def exact_separable(x, grad, u, v, settings):
     """In float64, by the reference."""
     doubled = [t.double() for t in (u, v)]
-    y = ff.reference.fused_conv2d(x.double(), *doubled, None, None, None, *settings)
-    return y, ff.reference.fused_conv2d_dx(grad.double(), *doubled, None, None, x.shape[1:], True, *settings)
+    y = ff.ops.reference.fused_conv2d(x.double(), *doubled, None, None, None, *settings)
+    return y, ff.ops.reference.fused_conv2d_dx(grad.double(), *doubled, None, None, x.shape[1:], True, *settings)
 
 
 def trainer(bench: Bench, path: str, dtype: torch.dtype, graphs: bool, spec: ff.Spec | None = None) -> Trainer:

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = [f"tests/{name}.py" for name in ("test_cuda_gpu", "test_kernels_triton", "test_kernels_conv")]
+TESTS = [f"tests/ops/{name}.py" for name in ("test_cuda_gpu", "test_kernels_triton", "test_kernels_conv")]
 # a sample of every kernel: under the sanitizer a test takes a hundred times as long
 SANITIZED = (
     "(test_weight and plain) or (test_compact_weight and 16) or (test_thin_factors and plain) or (test_thin_pairs and"

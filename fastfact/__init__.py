@@ -1,10 +1,11 @@
 """fastfact: fast factorized neural-network weights, and the personalized federated learning built on them."""
 
-from fastfact import data, methods, models, nn, ops, optim, sparsity
-from fastfact.backends import backends, use_backend
-from fastfact.convert import densify, factorize, factorized_layers
+from fastfact import data, methods, models, nn, ops
 from fastfact.federation import Client, Federation, History, Phase, Strategy
-from fastfact.specs import Hadamard, LowRank, Rank1, Spec
+from fastfact.nn import optim, sparsity
+from fastfact.nn.convert import densify, factorize, factorized_layers
+from fastfact.nn.specs import Hadamard, LowRank, Rank1, Spec
+from fastfact.ops.backends import backends, use_backend
 
 __version__ = "0.1.0"
 

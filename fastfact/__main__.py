@@ -1,5 +1,5 @@
 """`python -m fastfact`, also under torchrun."""
 
-from fastfact.cli import main
+from fastfact.cli.main import main
 
 main()

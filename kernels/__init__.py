@@ -1,7 +1,9 @@
-"""The ops in Triton, each with the signature of its reference in `fastfact.reference`.
+"""The ops in Triton, each with the signature of its reference in `fastfact.ops.reference`.
 
 Importing this package without triton raises ImportError. With `TRITON_INTERPRET=1` in the environment the kernels
 run on the CPU in Triton's interpreter, slowly (float64, float32 and float16; its bfloat16 arithmetic is wrong).
+
+Imports `formats` alone. Read `weights.py` first.
 """
 
 try:

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastfact.formats import VALUE_TYPES
 from fastfact.kernels.geometry import INT32_LIMIT
-from fastfact.reference import VALUE_TYPES
 
 _CHUNK = 1024
 _DTYPES = {code: dtype for dtype, code in VALUE_TYPES.items()}

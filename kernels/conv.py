@@ -1,7 +1,7 @@
 """Convolution with a rank-1 weight that is never written: an implicit GEMM whose weight tile is made from u, v and μ.
 
 Every tensor has the client axis in front, and any strides; channels_last inputs (NHWC) read and write in full lines.
-The weight is that of `fastfact.reference.rank1_weight` in the spatial, kernel and view layouts. μ is dense, or compact:
+The weight is that of `ops.reference.rank1_weight` in the spatial, kernel and view layouts. μ is dense, or compact:
 values on a support given as one bit for each element of W and the number of values before every 32. Without u and v
 the weight is μ alone: a convolution with weights of each client's own.
 """
@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastfact.formats import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
 from fastfact.kernels import rank1_conv, separable_conv
 from fastfact.kernels.geometry import INT32_LIMIT, accumulator, empty_weight, slices
 from fastfact.kernels.support import support_bits, support_tile
 from fastfact.kernels.taps import tap_position
 from fastfact.kernels.weights import TL_DTYPES, _gather, rank1_weight_backward
-from fastfact.reference import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
 
 
 @triton.jit

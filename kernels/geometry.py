@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastfact.reference import KERNEL, LINEAR, SEPARABLE, SPATIAL, to_format
+from fastfact.formats import KERNEL, LINEAR, SEPARABLE, SPATIAL, to_format
 
 INT32_LIMIT = 2**31 - 2**16
 

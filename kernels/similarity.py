@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact import reference
+from fastfact import formats
 from fastfact.kernels.geometry import INT32_LIMIT, accumulator
 from fastfact.kernels.weights import TL_DTYPES
 
@@ -117,7 +117,7 @@ def similarity_sums(
         return sums, counts
     integers = keys.dtype == torch.int8
     inverse = _inverse_norms(keys) if integers else None
-    keys = keys.contiguous() if integers else reference.unit(keys)
+    keys = keys.contiguous() if integers else formats.unit(keys)
     compute = torch.float32 if integers else keys.dtype
     size = 32 if compute == torch.float64 else 64
     settings = {
@@ -232,4 +232,4 @@ def srht(x: Tensor, signs: Tensor, rows: Tensor, quantize: bool) -> tuple[Tensor
             srht_keep_kernel[(k, triton.cdiv(m, 256))](
                 work, rows, out, m, chunks, m**-0.5, ACC=TL_DTYPES[compute], CHUNK=side * side, BLOCK=256, num_warps=4
             )
-    return reference.quantized(out) if quantize else (out, x.new_empty(0, dtype=torch.float32))
+    return formats.quantized(out) if quantize else (out, x.new_empty(0, dtype=torch.float32))

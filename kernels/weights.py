@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastfact.formats import KERNEL, LINEAR, SPATIAL, VIEW, to_format
 from fastfact.kernels.geometry import (
     INT32_LIMIT,
     Side,
@@ -18,7 +19,6 @@ from fastfact.kernels.geometry import (
     slices,
 )
 from fastfact.kernels.support import support_bits, support_tile
-from fastfact.reference import KERNEL, LINEAR, SPATIAL, VIEW, to_format
 
 TL_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fastfact as ff
-from fastfact.federation import checkpoint
-from fastfact.federation.strategy import STRATEGIES, Strategy
+from fastfact.federation.server.strategy import STRATEGIES, Strategy
+from fastfact.federation.storage import checkpoint
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "methods.md"

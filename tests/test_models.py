@@ -5,7 +5,7 @@ from torch.func import functional_call, vmap
 
 import fastfact as ff
 from fastfact import models
-from fastfact.convert import factorized_layers
+from fastfact.nn.convert import factorized_layers
 
 
 def count(module, *types):

@@ -1,4 +1,4 @@
-// The CPU kernels: plain C++ on raw pointers. Shapes and layouts are those of fastfact/reference.py.
+// The CPU kernels: plain C++ on raw pointers. Shapes and layouts are those of fastfact/ops/reference.py.
 //
 // Each tensor is given as a pointer and the distance between two clients in elements, 0 where clients share it;
 // one client's part is contiguous, or channels_last where a field says so.

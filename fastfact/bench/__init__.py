@@ -1,4 +1,5 @@
 """What `fastfact bench` measures: a module a command, each with `run(quick=False) -> rows`, a row a flat dict.
 
-`bench/` in the repository keeps the pytest-benchmark suites, the results and the notes on them.
+Imports the package as its users do. Read `common.py` first. `bench/` in the repository keeps the pytest-benchmark
+suites, the results and the notes on them.
 """

@@ -27,7 +27,7 @@ from torch import Tensor
 import fastfact as ff
 from fastfact import models, ops
 from fastfact.bench.common import RESNET9, draw_growth
-from fastfact.federation import mixing
+from fastfact.federation.server import mixing
 
 GOALS = {"exact": 300.0, "growth": 1.5, "uplink": 1700}
 U = [kernel * kernel for _, _, kernel, _, _ in RESNET9]

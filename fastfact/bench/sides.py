@@ -26,7 +26,7 @@ from torch.func import functional_call, grad, vmap
 
 import fastfact as ff
 from fastfact import models
-from fastfact.federation.memory import keep_freed
+from fastfact.federation.client.memory import keep_freed
 
 LR, MOMENTUM = 0.01, 0.9
 

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact import models, sparsity
+from fastfact import models
 from fastfact.federation import LazyClients
-from fastfact.federation.memory import bytes_of, resident
-from fastfact.federation.states import Codec
+from fastfact.federation.client.memory import bytes_of, resident
+from fastfact.federation.storage.states import Codec
+from fastfact.nn import sparsity
 
 MIB = 1 << 20
 

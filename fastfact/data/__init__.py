@@ -1,4 +1,7 @@
-"""Data sets by name, and the ways to spread one over clients."""
+"""Data sets by name, and the ways to spread one over clients.
+
+Imports nothing of the package. Read `scenarios.py` first.
+"""
 
 from fastfact.data.augment import Augment, color_jitter, random_flip, random_resized_crop, random_shift
 from fastfact.data.datasets import DATASETS, Dataset, load

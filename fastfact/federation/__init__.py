@@ -1,12 +1,16 @@
-"""Federated learning over stacked client states: see `Federation`, `Client` and `Strategy`."""
+"""Federated learning over stacked client states: see `Federation`, `Client` and `Strategy`.
 
-from fastfact.federation.client import Client, LazyClients
-from fastfact.federation.cohort import TensorInfo
+`client/` trains, `server/` mixes, `wire/` counts the bytes between them, `storage/` keeps states and runs. Imports
+`nn`, `ops` and what stands below them. Read `federation.py` first.
+"""
+
+from fastfact.federation.client.data import Client, LazyClients
+from fastfact.federation.federation import Federation
 from fastfact.federation.history import History
-from fastfact.federation.loop import Federation
-from fastfact.federation.store import RunDirectoryError
-from fastfact.federation.strategy import Phase, Strategy, Uploads
-from fastfact.federation.wire import Ledger
+from fastfact.federation.server.strategy import Phase, Strategy, Uploads
+from fastfact.federation.state import TensorInfo
+from fastfact.federation.storage.run_directory import RunDirectoryError
+from fastfact.federation.wire.format import Ledger
 
 __all__ = [
     "Client",

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fastfact.kinds import must_be
-from fastfact.sparsity import Schedule
+from fastfact.nn.sparsity import Schedule
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastfact.federation import setup, train
-from fastfact.federation.client import Client
-from fastfact.federation.cohort import Models, State, take
-from fastfact.federation.exchange import Downloads
-from fastfact.federation.states import Stacked
-from fastfact.federation.strategy import Phase
-from fastfact.federation.wire import Ledger
+from fastfact.federation import setup
+from fastfact.federation.client import train
+from fastfact.federation.client.data import Client
+from fastfact.federation.server.exchange import Downloads
+from fastfact.federation.server.strategy import Phase
+from fastfact.federation.state import Models, State, take
+from fastfact.federation.storage.states import Stacked
+from fastfact.federation.wire.format import Ledger
 from fastfact.kinds import must_be
 
 if TYPE_CHECKING:
-    from fastfact.federation.loop import Federation
+    from fastfact.federation.federation import Federation
 
 HOW = ("local-train", "fine-tune", "download", "ensemble")
 

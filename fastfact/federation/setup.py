@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastfact.federation.client import Client, Samples, channels_last, placed
-from fastfact.federation.cohort import generator_for, seed_for, seeded
+from fastfact.federation.client.data import Client, Samples, channels_last, placed
+from fastfact.federation.client.dropout import Streams
 from fastfact.federation.config import round_half_up
-from fastfact.federation.strategy import Strategy
-from fastfact.federation.streams import Streams
+from fastfact.federation.server.strategy import Strategy
+from fastfact.federation.state import generator_for, seed_for, seeded
 
 log = logging.getLogger("fastfact")
 

@@ -1,6 +1,9 @@
-"""The methods by name, a module each."""
+"""The methods by name, a module each.
 
-from fastfact.federation.strategy import STRATEGIES, make
+Imports `federation` and what stands below it. Read `fedavg.py` first.
+"""
+
+from fastfact.federation.server.strategy import STRATEGIES, make
 from fastfact.methods.agnostic_fl import AgnosticFL
 from fastfact.methods.clustered_fl import ClusteredFL
 from fastfact.methods.factorized_fl import FactorizedFedAvg, FactorizedFLAlpha, FactorizedFLBeta

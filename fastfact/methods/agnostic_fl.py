@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastfact.federation import mixing
-from fastfact.federation.cohort import State
-from fastfact.federation.strategy import Phase, Strategy, Uploads, register
+from fastfact.federation.server import mixing
+from fastfact.federation.server.strategy import Phase, Strategy, Uploads, register
+from fastfact.federation.state import State
 
 
 def project_to_simplex(x: Tensor) -> Tensor:

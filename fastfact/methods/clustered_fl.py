@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastfact.federation import mixing
-from fastfact.federation.cohort import State, TensorInfo
-from fastfact.federation.strategy import Strategy, Uploads, register
+from fastfact.federation.server import mixing
+from fastfact.federation.server.strategy import Strategy, Uploads, register
+from fastfact.federation.state import State, TensorInfo
 
 
 def bipartition(similarity: Tensor) -> tuple[list[int], list[int], float]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastfact.federation import mixing
-from fastfact.federation.cohort import State, TensorInfo
-from fastfact.federation.strategy import Phase, Strategy, Uploads, register
+from fastfact.federation.server import mixing
+from fastfact.federation.server.strategy import Phase, Strategy, Uploads, register
+from fastfact.federation.state import State, TensorInfo
 
 
 @register

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastfact.federation.strategy import Strategy, register
+from fastfact.federation.server.strategy import Strategy, register
 
 
 @register

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastfact.federation import mixing
-from fastfact.federation.cohort import State, TensorInfo
-from fastfact.federation.strategy import Phase, Strategy, Uploads, register
-from fastfact.specs import LowRank, Spec
+from fastfact.federation.server import mixing
+from fastfact.federation.server.strategy import Phase, Strategy, Uploads, register
+from fastfact.federation.state import State, TensorInfo
+from fastfact.nn.specs import LowRank, Spec
 
 LOW_RANK = ("A", "B")
 SHARED = ("full-rank", "low-rank", "both", "none")

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastfact.federation.cohort import State, TensorInfo, generator_for
-from fastfact.federation.strategy import Strategy, Uploads, register
+from fastfact.federation.server.strategy import Strategy, Uploads, register
+from fastfact.federation.state import State, TensorInfo, generator_for
 
 SPLIT = "split/"
 ROLES = ("weight", "in_proj_weight")

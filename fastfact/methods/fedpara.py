@@ -5,9 +5,9 @@ Ye-Bin, Oh; ICLR 2022).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastfact.federation.cohort import TensorInfo
-from fastfact.federation.strategy import Strategy, register
-from fastfact.specs import Hadamard, Spec
+from fastfact.federation.server.strategy import Strategy, register
+from fastfact.federation.state import TensorInfo
+from fastfact.nn.specs import Hadamard, Spec
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastfact.federation.cohort import TensorInfo
-from fastfact.federation.strategy import Phase, Strategy, register
+from fastfact.federation.server.strategy import Phase, Strategy, register
+from fastfact.federation.state import TensorInfo
 
 
 @register

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
-from fastfact.federation import mixing
-from fastfact.federation.cohort import State, generator_for
-from fastfact.federation.strategy import Strategy, Uploads
+from fastfact.federation.server import mixing
+from fastfact.federation.server.strategy import Strategy, Uploads
+from fastfact.federation.state import State, generator_for
 
 MATCHING = ("best", "random", "worst")
 

@@ -12,8 +12,8 @@ FedBN: "FedBN: Federated Learning on Non-IID Features via Local Batch Normalizat
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastfact.federation.cohort import TensorInfo
-from fastfact.federation.strategy import Phase, Strategy, register
+from fastfact.federation.server.strategy import Phase, Strategy, register
+from fastfact.federation.state import TensorInfo
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastfact.federation.strategy import Phase, Strategy, register
+from fastfact.federation.server.strategy import Phase, Strategy, register
 
 
 @register

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fastfact.federation.cohort import TensorInfo, describe
-from fastfact.federation.strategy import Strategy, register
+from fastfact.federation.server.strategy import Strategy, register
+from fastfact.federation.state import TensorInfo, describe
 
 
 class Gate(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastfact.federation.cohort import State, TensorInfo
-from fastfact.federation.strategy import Phase, Strategy, register
+from fastfact.federation.server.strategy import Phase, Strategy, register
+from fastfact.federation.state import State, TensorInfo
 
 
 @register

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import torch
 
-from fastfact.federation.cohort import State, TensorInfo, generator_for
-from fastfact.federation.strategy import register
-from fastfact.federation.train import Encoder
+from fastfact.federation.client.train import Encoder
+from fastfact.federation.server.strategy import register
+from fastfact.federation.state import State, TensorInfo, generator_for
 from fastfact.methods.matching import Matched
-from fastfact.specs import Rank1, Spec
+from fastfact.nn.specs import Rank1, Spec
 
 KEY = "encoding"
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastfact.federation.cohort import TensorInfo
-from fastfact.federation.strategy import Strategy, register
+from fastfact.federation.server.strategy import Strategy, register
+from fastfact.federation.state import TensorInfo
 
 
 @register

@@ -1,4 +1,7 @@
-"""The functional ops, differentiable, each with an optional leading client axis."""
+"""The functional ops, differentiable, each with an optional leading client axis.
+
+Imports the Triton kernels and what stands below them. Read `reference.py` first.
+"""
 
 from fastfact.ops import schema  # noqa: F401  registers the ops
 from fastfact.ops.conv import factored_conv2d, factored_conv2d_order, factored_linear, fused_conv2d, separable_conv2d

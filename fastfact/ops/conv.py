@@ -4,8 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastfact import reference
-from fastfact.backends import implementation
+from fastfact import formats
+from fastfact.formats import LAYOUTS
+from fastfact.ops import reference
+from fastfact.ops.backends import implementation
 from fastfact.ops.common import (
     autocast,
     call,
@@ -19,7 +21,6 @@ from fastfact.ops.common import (
     with_clients,
 )
 from fastfact.ops.weights import follows_channels_last
-from fastfact.reference import LAYOUTS
 
 OP, FUSED = "factored_conv2d", "fused_conv2d"
 
@@ -36,7 +37,7 @@ def _backward(op, clients, settings, needs, grad, x, u, v, mu, index):
     if needs & 1:
         one = x if clients else x.unsqueeze(0)
         image = tuple(one.shape[1:])
-        extra = (image, reference.is_channels_last(one), *settings)
+        extra = (image, formats.is_channels_last(one), *settings)
         dx = call(implementation(f"{op}_dx"), clients, (grad, u, v, mu, index), *extra)
     if needs >> 1:
         tensors = (grad, x, u, v, index)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastfact.backends import implementation
-from fastfact.reference import unit
+from fastfact.formats import unit
+from fastfact.ops.backends import implementation
 
 # Narrower uploads are multiplied together, as one matrix.
 _WIDE = 1024

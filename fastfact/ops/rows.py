@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastfact.backends import implementation
+from fastfact.ops.backends import implementation
 
 aten = torch.ops.aten
 FEW = 32

@@ -7,9 +7,10 @@ implementations (see `backends`).
 import torch
 from torch import Tensor
 
-from fastfact import reference
-from fastfact.backends import load
-from fastfact.reference import VALUE_TYPES
+from fastfact import formats
+from fastfact.formats import VALUE_TYPES
+from fastfact.ops import reference
+from fastfact.ops.backends import load
 
 SCHEMAS = {
     "rank1_weight": "(Tensor? mu, Tensor u, Tensor v, int layout, bool channels_last) -> Tensor",
@@ -69,9 +70,9 @@ def _empty_weight(like: Tensor, size, channels_last: bool) -> Tensor:
 
 
 def _fake_rank1_weight(mu, u, v, layout, channels_last):
-    if layout == reference.LINEAR:
+    if layout == formats.LINEAR:
         size = (v.shape[2], u.shape[2])
-    elif layout == reference.KERNEL:
+    elif layout == formats.KERNEL:
         size = (v.shape[2], u.shape[2], u.shape[3], v.shape[3])
     else:
         size = (*v.shape[2:], *u.shape[2:])
@@ -96,12 +97,12 @@ def _fake_where_needed(tensors, needs):
 
 def _fake_factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups):
     h, w = ((x.shape[3 + d] + 2 * padding[d] - dilation[d] * (size[2 + d] - 1) - 1) // stride[d] + 1 for d in range(2))
-    return _empty_weight(x, (x.shape[1], size[0], h, w), reference.is_channels_last(x))
+    return _empty_weight(x, (x.shape[1], size[0], h, w), formats.is_channels_last(x))
 
 
 def _fake_factored_conv2d_backward(grad, x, u, v, values, index, *settings_and_needs):
     *_, needs = settings_and_needs
-    dx = _empty_weight(x, x.shape[1:], reference.is_channels_last(x)) if needs & 1 else x.new_empty(0)
+    dx = _empty_weight(x, x.shape[1:], formats.is_channels_last(x)) if needs & 1 else x.new_empty(0)
     present = [t if t is not None else x.new_empty(0) for t in (u, v, values)]
     return dx, *_fake_where_needed(present, needs >> 1)
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from fastfact.backends import implementation
+from fastfact.formats import VALUE_TYPES
+from fastfact.ops.backends import implementation
 from fastfact.ops.common import with_clients
-from fastfact.reference import VALUE_TYPES
 
 
 @torch.no_grad()

@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastfact import reference
-from fastfact.backends import implementation, takes_one
+from fastfact import formats
+from fastfact.formats import LAYOUTS
+from fastfact.ops import reference
+from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (
     call,
     check,
@@ -21,7 +23,6 @@ from fastfact.ops.common import (
     unfold,
     with_clients,
 )
-from fastfact.reference import LAYOUTS
 
 
 class How(NamedTuple):
@@ -200,16 +201,16 @@ def rank1_weight(
     if index is not None and mu is None:
         raise ValueError(f"{op}: index goes together with the values of mu, which are None")
     code = _layout(op, layout, ("linear", "spatial", "kernel", "view"))
-    dims = 2 if code == reference.LINEAR else 3
-    weight_dims = 2 if code == reference.LINEAR else 4
+    dims = 2 if code == formats.LINEAR else 3
+    weight_dims = 2 if code == formats.LINEAR else 4
     mu_dims = weight_dims if index is None else 1
     named = {"mu": (mu, mu_dims), "index": (index, 1), "u": (u, dims), "v": (v, dims)}
     clients, (mu, index, u, v) = with_clients(op, named)
     us, vs = u.shape[clients:], v.shape[clients:]
     check(op, "v", v, (us[0], *vs[1:]), clients, u)
-    if code == reference.LINEAR:
+    if code == formats.LINEAR:
         size = (vs[1], us[1])
-    elif code == reference.KERNEL:
+    elif code == formats.KERNEL:
         size = (vs[1], us[1], us[2], vs[2])
     else:
         size = (*vs[1:], *us[1:])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fastfact as ff
 from fastfact.federation import newcomers
-from fastfact.federation.cohort import generator_for
+from fastfact.federation.state import generator_for
 
 SHARED_ROWS = [0, 2, 3, 7]
 

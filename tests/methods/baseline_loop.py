@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import fastfact as ff
-from fastfact.federation.cohort import generator_for
+from fastfact.federation.state import generator_for
 
 SIZES = (9, 6, 12, 7)
 TOTAL = sum(SIZES)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastfact as ff
-from fastfact.federation.cohort import generator_for
+from fastfact.federation.state import generator_for
 
 SIZES = (9, 6, 12, 7)
 LR, MOMENTUM, DECAY, EPOCHS, BATCH, SEED = 0.1, 0.9, 1e-3, 2, 3, 5

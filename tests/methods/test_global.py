@@ -27,7 +27,7 @@ from baseline_loop import (
 from torch.nn import functional as F
 
 import fastfact as ff
-from fastfact.federation.cohort import generator_for
+from fastfact.federation.state import generator_for
 from fastfact.methods.agnostic_fl import project_to_simplex
 from fastfact.methods.clustered_fl import bipartition
 

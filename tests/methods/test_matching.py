@@ -8,7 +8,7 @@ from paper_loop import EPOCHS, LR, MOMENTUM, SIZES, check, clients, features, fe
 from torch import nn
 
 import fastfact as ff
-from fastfact.federation.cohort import generator_for
+from fastfact.federation.state import generator_for
 
 
 def factorized(state, layer):

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastfact as ff
-from fastfact.federation.cohort import generator_for
-from fastfact.federation.strategy import Uploads
+from fastfact.federation.server.strategy import Uploads
+from fastfact.federation.state import generator_for
 from fastfact.methods.fedcac import pack_bits, unpack_bits
 
 K, ROUNDS = len(SIZES), 3

@@ -6,8 +6,8 @@ from paper_loop import check, federation, net, rows_of
 
 import fastfact as ff
 from fastfact import ops
-from fastfact.federation import mixing
-from fastfact.federation.wire import ENTRY, HEADER
+from fastfact.federation.server import mixing
+from fastfact.federation.wire.format import ENTRY, HEADER
 from fastfact.models import resnet9
 
 METHODS = {

@@ -1,0 +1,4 @@
+"""The command line: `main` has the commands, `terminal` what they show while they run.
+
+Imports everything. Read `main.py` first.
+"""

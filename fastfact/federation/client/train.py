@@ -1,0 +1,611 @@
+"""Local training and evaluation on stacked states: one template model, no copy of it, nothing rebuilt per client.
+
+One client at a time, the template's tensors are pointed at its row of the stacked state and stepped there. Many at a
+time, the same step runs batched over the client axis. Both take the same batches in the same order.
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, vmap
+
+from fastfact import ops
+from fastfact.federation.client.capture import Recorded
+from fastfact.federation.client.data import Samples, batches
+from fastfact.federation.client.dropout import Streams
+from fastfact.federation.server.strategy import Phase
+from fastfact.federation.state import State, TensorInfo, evenly, generator_for, seed_for, seeded, tensors_of
+from fastfact.nn.optim import step_l1
+
+log = logging.getLogger("fastfact")
+
+EVALUATION_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every client trains. `l1` is λ of the strategy; `penalized` names the tensors it is for (μ)."""
+
+    batch_size: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    l1: float = 0.0
+    proximal: bool = True
+    penalized: frozenset[str] = frozenset()
+    augment: Callable | None = None
+    seed: int = 0
+    draws: str = "globally"
+    """Where a training forward of the model draws random numbers from: nowhere ("no"), the client's own stream ("own",
+    see `streams`), or PyTorch's generator of the process ("globally")."""
+    graphs: bool = True
+    """Whether a cohort's step is recorded and replayed in phases without a loss of their own: on a GPU as a CUDA graph,
+    on the CPU the operations of its gradient (see `recorded`)."""
+
+    def penalty(self, name: str) -> float:
+        """The l1 of `ops.prox_sgd_step` for a tensor."""
+        if name not in self.penalized:
+            return 0.0
+        return step_l1(self.l1, self.momentum, self.proximal)
+
+
+class Net:
+    """The model with one client's tensors, as a `Phase.loss` sees it (see there)."""
+
+    def __init__(self, model: nn.Module, params: dict[str, Tensor], start: State, rest: State | None):
+        self.model, self.params, self.start, self.rest = model, params, start, rest
+
+    def __call__(
+        self, x: Tensor, params: dict[str, Tensor] | None = None, *, evaluate: bool = False, **options
+    ) -> Tensor:
+        """The logits of x, with `params` in place of the model's tensors of those names if given.
+
+        evaluate: in eval mode, however the model stands. options: arguments of the model's forward.
+        """
+        if evaluate and self.model.training:
+            self.model.eval()
+            try:
+                return torch.cat([self(some, params, **options) for some in x.split(EVALUATION_BATCH)])
+            finally:
+                self.model.train()
+        if self.rest is None and params is None:
+            return self.model(x, **options)
+        return functional_call(self.model, {**(self.rest or {}), **self.params, **(params or {})}, (x,), options)
+
+    def gradient(self, x: Tensor, y: Tensor, differentiable: bool = False) -> dict[str, Tensor]:
+        """The gradient of the cross-entropy of net(x) and y for each tensor in `params`."""
+        if self.rest is not None:
+
+            def loss(params, rest):
+                return F.cross_entropy(functional_call(self.model, {**rest, **params}, (x,)), y)
+
+            grads = grad(loss)(self.params, self.rest)
+        else:
+            loss = F.cross_entropy(self(x), y)
+            grads = torch.autograd.grad(
+                loss,
+                list(self.params.values()),
+                create_graph=differentiable,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            grads = dict(zip(self.params, grads, strict=True))
+        return grads if differentiable else {name: g.detach() for name, g in grads.items()}
+
+
+def cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of a phase that says nothing else."""
+    return F.cross_entropy(net(x), y)
+
+
+def _batched_cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """The same for labels that are all classes, in few operations under `vmap`."""
+    return ops.cross_entropy(net(x), y)
+
+
+class Trainer:
+    """Trains and evaluates rows of a stacked state with one template model."""
+
+    def __init__(self, model: nn.Module, infos: dict[str, TensorInfo], settings: Settings):
+        self.model, self.infos, self.settings = model, infos, settings
+        self.tensors = tensors_of(model)
+        self.params = dict(model.named_parameters())
+        self.trainable = {name for name, param in self.params.items() if param.requires_grad}
+        self.device = next(iter(self.tensors.values())).device
+        self.momenta = {name: torch.zeros_like(param) for name, param in self.params.items() if param.requires_grad}
+        self.shared_generator = True
+        """Whether PyTorch's generator of the process may be set: not while other threads train."""
+        self._orders: list[torch.Generator] = []
+        self._buffers: dict[int, Tensor] = {}
+        self._gradients: dict[tuple, Recorded] = {}
+        self._counts_together = True
+        self.interval = 20
+        """After how many calls something may be recorded, see `Recorded`."""
+
+    def copy(self) -> "Trainer":
+        """A trainer of the same kind with a model of its own, for another thread."""
+        return Trainer(copy.deepcopy(self.model), self.infos, self.settings)
+
+    def _buffer(self, key: int, like: Tensor, n: int) -> Tensor:
+        """A kept buffer [n or more, …] of the dtype and memory format of `like` [any number, …]."""
+        last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
+        kind, buffer = torch.channels_last if last else torch.contiguous_format, self._buffers.get(key)
+        fits = buffer is not None and len(buffer) >= n and buffer.shape[1:] == like.shape[1:]
+        if not fits or buffer.dtype != like.dtype or not buffer.is_contiguous(memory_format=kind):
+            shape = (n, *like.shape[1:])
+            buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kind)
+            self._buffers[key] = buffer
+        return buffer
+
+    def bind(self, state: State, row: int) -> None:
+        """Point the template at one row: its tensors alias the state from here on."""
+        for name, tensor in self.tensors.items():
+            tensor.data = state[name][row]
+
+    def trained(self, phase: Phase) -> list[str]:
+        """The names of the tensors that train in a phase."""
+        return [name for name in self.params if name in self.trainable and phase.trains(self.infos[name])]
+
+    def train(
+        self,
+        state: State,
+        data: Sequence[Samples],
+        round: int,
+        clients: Sequence[int],
+        phases: Sequence[Phase],
+        purpose: str = "order",
+    ) -> tuple[list[float], list[float]]:
+        """Train rows 0 … of `state` in place, each on its own data. Returns the mean loss and the seconds of each.
+
+        purpose: of the random stream that orders the samples.
+        """
+        self.model.train()
+        began = time.perf_counter()
+        own = [phase.loss is not None or phase.update is not None for phase in phases]
+        with contextlib.ExitStack() as stack:
+            if self.shared_generator and (self.settings.draws == "globally" or any(own)):
+                stack.enter_context(seeded(self.settings.seed, round, clients[0], "model", self.device))
+            masks = None
+            if self.settings.draws == "own":
+                masks = Streams([generator_for(self.settings.seed, round, client, "model") for client in clients])
+                stack.enter_context(masks)
+            if len(clients) == 1:
+                losses = [self._train_one(state, data[0], round, clients[0], phases, purpose)]
+            else:
+                losses = self._train_batched(state, data, round, clients, phases, purpose, masks)
+        seconds = (time.perf_counter() - began) / len(clients)
+        return losses, [seconds] * len(clients)
+
+    def _streams(self, round: int, clients: Sequence[int], purpose: str) -> list[torch.Generator]:
+        """The generators of the clients' order of samples."""
+        self._orders += [torch.Generator() for _ in range(len(clients) - len(self._orders))]
+        seed = self.settings.seed
+        return [
+            order.manual_seed(seed_for(seed, round, client, purpose))
+            for order, client in zip(self._orders, clients, strict=False)
+        ]
+
+    def _augmentation(self, round: int, client: int, purpose: str) -> torch.Generator | None:
+        if self.settings.augment is None:
+            return None
+        return generator_for(self.settings.seed, round, client, purpose.replace("order", "augment"), self.device)
+
+    def _update(self, phase: Phase, state: State, row: int, start: State, data: Samples) -> None:
+        """The closed-form part of a phase, on one row of `state`; `start` is that row's."""
+        tensors = {name: state[name][row] for name in self.tensors}
+        with torch.no_grad():
+            net = Net(self.model, {n: tensors.pop(n) for n in self.params}, start, tensors)
+            for name, tensor in phase.update(net, *data).items():
+                state[name][row] = tensor
+                if name not in self.tensors:
+                    start[name].copy_(state[name][row])
+
+    def _train_one(
+        self, state: State, data: Samples, round: int, client: int, phases: Sequence[Phase], purpose: str
+    ) -> float:
+        settings, model, (x, y) = self.settings, self.model, data
+        self.bind(state, 0)
+        (order,) = self._streams(round, [client], purpose)
+        augmentation = self._augmentation(round, client, purpose)
+        momenta = self.momenta if settings.momentum else {}
+        if momenta:
+            torch._foreach_zero_(list(momenta.values()))
+        steps = batches(len(y), settings.batch_size)
+        total, seen = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        longest = max(end - begin for begin, end in steps)
+        xs, ys = self._buffer(0, x, longest), self._buffer(1, y, longest)
+        start: State = {}
+        if any(phase.loss is not None or phase.update is not None for phase in phases):
+            start = {name: tensor[0].clone() for name, tensor in state.items()}
+        for phase in phases:
+            if phase.update is not None:
+                self._update(phase, state, 0, start, data)
+            names = self.trained(phase)
+            for name in self.trainable:
+                self.params[name].requires_grad_(name in names)
+            params = [self.params[name] for name in names]
+            buffers = [momenta[name] for name in names] if momenta else []
+            l1 = [settings.penalty(name) for name in names]
+            net = Net(model, dict(zip(names, params, strict=True)), start, None)
+            for _ in range(phase.epochs):
+                permutation = torch.randperm(len(y), generator=order).to(self.device)
+                for begin, end in steps[: phase.steps]:
+                    # A buffer of one batch stays in cache, an epoch's copy of the samples does not.
+                    some, xb, yb = permutation[begin:end], xs[: end - begin], ys[: end - begin]
+                    torch.index_select(x, 0, some, out=xb)
+                    torch.index_select(y, 0, some, out=yb)
+                    if settings.augment is not None:
+                        xb = settings.augment(xb, augmentation)
+                    loss = F.cross_entropy(model(xb), yb) if phase.loss is None else phase.loss(net, xb, yb)
+                    grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+                    ops.prox_sgd_step(
+                        params,
+                        grads,
+                        buffers,
+                        l1,
+                        lr=settings.lr if phase.lr is None else phase.lr,
+                        momentum=settings.momentum,
+                        weight_decay=settings.weight_decay,
+                        proximal=settings.proximal,
+                    )
+                    total.add_(loss.detach(), alpha=end - begin)
+                    seen += end - begin
+        for name in self.trainable:
+            self.params[name].requires_grad_(True)
+        return total.item() / max(seen, 1)
+
+    def _train_batched(
+        self,
+        state: State,
+        data: Sequence[Samples],
+        round: int,
+        clients: Sequence[int],
+        phases: Sequence[Phase],
+        purpose: str,
+        masks: Streams | None,
+    ) -> list[float]:
+        settings, k = self.settings, len(clients)
+        generators = None if masks is None else masks.generators
+        orders = self._streams(round, clients, purpose)
+        augmentations = [self._augmentation(round, client, purpose) for client in clients]
+        sizes = [len(y) for _, y in data]
+        steps = [batches(n, settings.batch_size) for n in sizes]
+        momenta = {name: torch.zeros_like(state[name]) for name in self.momenta} if settings.momentum else {}
+        total, seen = torch.zeros(k, dtype=torch.float64, device=self.device), 0
+        start = {}
+        if any(phase.loss is not None or phase.update is not None for phase in phases):
+            start = {name: tensor.clone() for name, tensor in state.items()}
+        for phase in phases:
+            for row in range(k if phase.update is not None else 0):
+                self._update(phase, state, row, {name: tensor[row] for name, tensor in start.items()}, data[row])
+            step = _Step(self, phase, state, momenta, start)
+            if settings.graphs and phase.loss is None:
+                step = self._recorded(step)
+            for _ in range(phase.epochs):
+                if step.reads_rows:
+                    order = self._order(sizes, orders)
+                else:
+                    xs, ys = self._shuffled(data, orders)
+                for index in range(len(max(steps, key=len)[: phase.steps])):
+                    for (begin, end), rows in _same_batch(steps, index).items():
+                        if step.reads_rows:
+                            batch = [data[row][part] for part in (0, 1) for row in rows]
+                            batch.append(_rows(order, rows)[:, begin:end])
+                        else:
+                            batch = [_rows(xs, rows)[:, begin:end], _rows(ys, rows)[:, begin:end]]
+                        if settings.augment is not None:
+                            batch[0] = torch.stack(
+                                [settings.augment(b, augmentations[row]) for b, row in zip(batch[0], rows, strict=True)]
+                            )
+                        if masks is not None:
+                            masks.generators = [generators[row] for row in rows]
+                        losses = step(rows, *batch)
+                        if len(rows) < k:
+                            total[rows] += losses.to(total) * (end - begin)
+                        else:
+                            total.add_(losses, alpha=end - begin)
+                seen += 1
+        return [loss / (n * max(seen, 1)) for loss, n in zip(total.tolist(), sizes, strict=True)]
+
+    @property
+    def _can_record(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _recorded(self, step: "_Step") -> "_Step | _Replayed":
+        """The step, replayed where it can be."""
+        if self._can_record:
+            return _Replayed(step)
+        if self.device.type == "cpu" and self.settings.draws == "no":
+            # What is recorded serves all cohorts, and all rounds.
+            key = tuple(step.names), frozenset(step.common)
+            if key not in self._gradients:
+                others = 1 + len(step.names) + len(step.rest) + len(step.start)
+                self._gradients[key] = Recorded(
+                    step.gradients, self.model, self.interval, others if step.reads_rows else None
+                )
+            step.gradients = self._gradients[key]
+        return step
+
+    def _order(self, sizes: Sequence[int], orders: Sequence[torch.Generator]) -> Tensor:
+        """One epoch's order of every client's samples, int64 [k, longest]; the tail of shorter ones is unused."""
+        order = torch.zeros(len(sizes), max(sizes), dtype=torch.long)
+        for row, n, generator in zip(order.unbind(), sizes, orders, strict=True):
+            torch.randperm(n, generator=generator, out=row if n == len(row) else row[:n])
+        return order
+
+    def _shuffled(self, data: Sequence[Samples], orders: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
+        """One epoch's samples of every client in its own order, [k, longest, …]; the tail of shorter ones is unused."""
+        order = self._order([len(y) for _, y in data], orders).to(self.device)
+        k, longest = order.shape
+        x, y = data[0]
+        # Kept: new memory costs more than the samples that are copied into it.
+        xs = self._buffer(2, x, k * longest)[: k * longest].unflatten(0, (k, longest))
+        ys = self._buffer(3, y, k * longest)[: k * longest].unflatten(0, (k, longest))
+        for row, (x, y) in enumerate(data):
+            torch.index_select(x, 0, order[row, : len(y)], out=xs[row, : len(y)])
+            torch.index_select(y, 0, order[row, : len(y)], out=ys[row, : len(y)])
+        return xs, ys
+
+    @torch.no_grad()
+    def loss(self, state: State, data: Samples) -> Tensor:
+        """The mean cross-entropy of each row of `state` on the same samples, in eval mode: float64 on the CPU."""
+        self.model.eval()
+        (x, y), losses = data, []
+        for row in range(len(next(iter(state.values())))):
+            self.bind(state, row)
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for some, labels in zip(x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True):
+                total += F.cross_entropy(self.model(some), labels, reduction="sum")
+            losses.append(total / len(y))
+        return torch.stack(losses).cpu()
+
+    @torch.no_grad()
+    def evaluate(self, state: State, data: Sequence[Samples], together: int = 1) -> list[float]:
+        """The accuracy of each row of `state` on its own data. together: how many rows may be evaluated over the client
+        axis where their test sets are small and alike."""
+        self.model.eval()
+        k = len(data)
+        correct = torch.zeros(k, dtype=torch.long, device=self.device)
+        sizes = [y.shape[0] for _, y in data]
+        if together > 1:
+            # They take no gradients, momenta or activations that are kept.
+            most = max(together, min(4 * together, EVALUATION_BATCH // max(sizes, default=1)))
+            together = evenly(k, most)
+        for begin in range(0, k, together):
+            rows = range(begin, min(begin + together, k))
+            n = sizes[begin]
+            if len(rows) > 1 and n * len(rows) <= EVALUATION_BATCH and sizes[begin : rows.stop].count(n) == len(rows):
+                every = torch.arange(n, device=self.device).repeat(len(rows), 1)
+                batch = [*(data[row][0] for row in rows), torch.stack([data[row][1] for row in rows]), every]
+                right = self._count_together(*batch, *(state[name][begin : rows.stop] for name in self.tensors))
+                if right is not None:
+                    correct[begin : rows.stop] = right
+                    continue
+            for row in rows:
+                self.bind(state, row)
+                for x, y in zip(*(part.split(EVALUATION_BATCH) for part in data[row]), strict=True):
+                    correct[row] += (self.model(x).argmax(1) == y).sum()
+        return [right / n for right, n in zip(correct.tolist(), sizes, strict=True)]
+
+    def _count_together(self, *tensors: Tensor) -> Tensor | None:
+        """`_count`; None from the first time on that the model's forward has an operation without a rule for `vmap`."""
+        if not self._counts_together:
+            return None
+        try:
+            return self._count(*tensors)[0]
+        except RuntimeError as error:
+            log.info("clients are evaluated one by one: %s", str(error).splitlines()[0])
+            self._counts_together = False
+            return None
+
+    @functools.cached_property
+    def _count(self) -> Callable[..., Sequence[Tensor]]:
+        """(x [n, …] of each of k clients, y [k, n], the rows of x [k, n], the model's tensors [k, …]) → how many of
+        their own n samples the clients get right."""
+        batched = vmap(lambda tensors, x: functional_call(self.model, tensors, (x,)))
+        last = 2 + len(self.tensors)
+
+        def count(*tensors: Tensor) -> list[Tensor]:
+            y, index, *state = tensors[-last:]
+            with ops.Rows(tensors[:-last], index) as batch:
+                logits = batched(dict(zip(self.tensors, state, strict=True)), batch.x)
+            return [(logits.argmax(2) == y).sum(1)]
+
+        records = self.settings.graphs and self.device.type == "cpu"
+        # A call is one for four cohorts, and each trains once between two of them.
+        return Recorded(count, self.model, max(1, self.interval // 8), last) if records else count
+
+
+class _Step:
+    """A training step of a phase on some rows of `state` together: their losses; the rows and `momenta` move in place.
+
+    What does not train in the phase and is the same in all rows goes in once, without the client axis, so that layers
+    can serve all clients with it in one call (σ of FedDecomp while A and B train).
+    """
+
+    def __init__(self, trainer: Trainer, phase: Phase, state: State, momenta: State, start: State):
+        self.trainer, self.phase, self.state, self.momenta, self.start = trainer, phase, state, momenta, start
+        self.k = len(next(iter(state.values())))
+        self.names = trainer.trained(phase)
+        frozen = [name for name in trainer.params if name not in self.names]
+        self.common = {name for name in frozen if torch.equal(state[name], state[name][:1].expand_as(state[name]))}
+        self.rest = [name for name in trainer.tensors if name not in self.names]
+        objective = phase.loss or _batched_cross_entropy
+
+        def loss(params, rest, start, x, y):
+            return objective(Net(trainer.model, params, start, rest), x, y)
+
+        rest = {name: None if name in self.common else 0 for name in self.rest}
+        batched = vmap(grad_and_value(loss), in_dims=(0, rest, 0, 0, 0), randomness="different")
+        groups = [list(self.names), list(self.rest), list(start)]
+
+        def gradients(x: Tensor, y: Tensor, *tensors: Tensor) -> list[Tensor]:
+            each = iter(tensors)
+            params, rest, start = ({name: next(each) for name in names} for names in groups)
+            grads, losses = batched(params, rest, start, x, y)
+            return [losses, *(grads[name] for name in params)]
+
+        def gradients_of_rows(*tensors: Tensor) -> list[Tensor]:
+            k = (len(tensors) - sum(map(len, groups))) // 2
+            xs, ys, (index, *others) = tensors[:k], tensors[k : 2 * k], tensors[2 * k :]
+            with ops.Rows(xs, index) as batch:
+                return gradients(batch.x, ops.gather_rows(ys, index), *others)
+
+        settings = trainer.settings
+        self.reads_rows = (
+            trainer.device.type == "cpu"
+            and phase.loss is None
+            and settings.draws == "no"
+            and settings.augment is None
+            and not trainer._can_record
+        )
+        """Whether a batch is (x of each client, y of each client, the rows of it [k, b]) in place of (x, y) [k, b, …].
+        """
+        self.gradients = gradients_of_rows if self.reads_rows else gradients
+
+    def __call__(self, rows: list[int], *batch: Tensor) -> Tensor:
+        state, settings, phase = self.state, self.trainer.settings, self.phase
+        params = {name: _rows(state[name], rows) for name in self.names}
+        rest = {name: state[name][0] if name in self.common else _rows(state[name], rows) for name in self.rest}
+        moving = {name: _rows(self.momenta[name], rows) for name in self.names} if self.momenta else {}
+        start = {name: _rows(tensor, rows) for name, tensor in self.start.items()}
+        losses, *grads = self.gradients(*batch, *params.values(), *rest.values(), *start.values())
+        ops.prox_sgd_step(
+            list(params.values()),
+            grads,
+            list(moving.values()),
+            [settings.penalty(name) for name in self.names],
+            lr=settings.lr if phase.lr is None else phase.lr,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+            proximal=settings.proximal,
+        )
+        # Rows that were copied out go back: parameters, momenta, and the buffers the forward moved.
+        if len(rows) < self.k:
+            for name, tensor in {**params, **rest}.items():
+                if name in params or self.trainer.infos[name].buffer:
+                    state[name][rows] = tensor
+            for name, tensor in moving.items():
+                self.momenta[name][rows] = tensor
+        return losses
+
+
+class _Replayed:
+    """A `_Step` whose calls with all rows are recorded as a CUDA graph, one for each shape of batch, and replayed.
+
+    The first calls run as they are: what they initialise must not be initialised in a recording.
+    """
+
+    warm_up = 2
+
+    def __init__(self, step: _Step):
+        self.step, self.reads_rows = step, False
+        self.calls: dict[tuple, int] = {}
+        self.recorded: dict[tuple, tuple] = {}
+
+    def __call__(self, rows: list[int], x: Tensor, y: Tensor) -> Tensor:
+        shape = tuple(x.shape)
+        self.calls[shape] = self.calls.get(shape, 0) + 1
+        if len(rows) < self.step.k or self.calls[shape] <= self.warm_up:
+            return self.step(rows, x, y)
+        if shape not in self.recorded:
+            images, labels = x.clone(), y.clone()
+            self.recorded[shape] = images, labels, *_record(lambda: self.step(rows, images, labels))
+        images, labels, replay, losses = self.recorded[shape]
+        images.copy_(x)
+        labels.copy_(y)
+        replay()
+        return losses
+
+
+def _record(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """(replay, losses): `step` as a CUDA graph, which leaves its result in `losses` each time; nothing runs yet."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        losses = step()
+    return graph.replay, losses
+
+
+class Encoder:
+    """encoder(state, x) → what each client's classifier gets to see of x.
+
+    shape, dtype, device: of a sample as the model takes it. vocabulary: how many tokens the model knows (the rows of
+    its first embedding), None for a model without embeddings.
+    """
+
+    def __init__(self, trainer: Trainer, shape: Sequence[int], dtype: torch.dtype):
+        self.trainer, self.shape, self.dtype, self.device = trainer, tuple(shape), dtype, trainer.device
+        paths = {info.name.rpartition(".")[0] for info in trainer.infos.values() if info.classifier}
+        self.classifier = trainer.model.get_submodule(paths.pop()) if paths else None
+        tables = (m.num_embeddings for m in trainer.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        self.vocabulary = next(tables, None)
+
+    @torch.no_grad()
+    def __call__(self, state: State, x: Tensor) -> Tensor:
+        """The input of the classifier of each row of `state` [k, …] for x [n, …], in eval mode: [k, n, d].
+
+        Raises ValueError for a model without a classifier (a layer with a weight).
+        """
+        if self.classifier is None:
+            raise ValueError("the model has no layer with a weight, so no classifier whose input could be taken")
+        seen: list[Tensor] = []
+        handle = self.classifier.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].flatten(1)))
+        self.trainer.model.eval()
+        try:
+            for row in range(len(next(iter(state.values())))):
+                self.trainer.bind(state, row)
+                self.trainer.model(x)
+        finally:
+            handle.remove()
+        return torch.stack(seen)
+
+
+def _same_batch(steps: Sequence[Sequence[tuple[int, int]]], index: int) -> dict[tuple[int, int], list[int]]:
+    """(start, stop) of batch `index` → the clients whose batch it is; those without one appear nowhere."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, client_steps in enumerate(steps):
+        if index < len(client_steps):
+            groups.setdefault(client_steps[index], []).append(row)
+    return groups
+
+
+def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """The tensor itself if all rows are asked for (to be stepped in place), else a copy of some."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
+def memory_cohort(model: nn.Module, sample: Tensor, batch_size: int, memory: int) -> int:
+    """How many clients, 1 to 256, fit into `memory` bytes in a training step.
+
+    A client takes its state, the download it started from, momentum, gradient, and as much again for the weights made
+    from factors, and twice what autograd keeps of a forward pass: the tensors and their gradients.
+    """
+    kept, state = kept_by_a_step(model, sample, batch_size), sum(t.nbytes for t in tensors_of(model).values())
+    return max(1, min(256, memory // (6 * state + 2 * kept)))
+
+
+def kept_by_a_step(model: nn.Module, sample: Tensor, batch_size: int) -> int:
+    """Bytes autograd keeps of a forward pass of a batch; `sample` is one x without the batch axis."""
+    kept = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model(sample.to(next(model.parameters()).device).expand(batch_size, *sample.shape))
+    finally:
+        model.train(training)
+    return kept

@@ -1,0 +1,711 @@
+"""The federation: a round is a pipe of stages, each a function of its inputs and the seed.
+
+select → load states → key, mix → download → train → check → upload → evaluate → record
+
+The mix stands where Algorithms 1 and 2 of Factorized-FL have it, before local training: what a client downloads in
+round r is mixed from the uploads of round r − 1, so the first round downloads the initial model and matches nobody, and
+the models that are evaluated, and stay at the end, are the clients' own, trained after their last download. A client's
+state at rest is therefore what it uploaded last: all the server must remember is who reported in the last round.
+"""
+
+import copy
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastfact.federation import newcomers, setup
+from fastfact.federation.client import compact as sparse
+from fastfact.federation.client import memory, train
+from fastfact.federation.client.data import Client
+from fastfact.federation.client.executor import BATCHED, ONE, THREADS, Executor, Plan, choose
+from fastfact.federation.config import check_settings, name_of, record, round_half_up
+from fastfact.federation.history import History
+from fastfact.federation.newcomers import Newcomers
+from fastfact.federation.server import mixing, strategy
+from fastfact.federation.server.exchange import Downloads, Exchange, Report, not_finite
+from fastfact.federation.server.processes import Group, Shard
+from fastfact.federation.server.strategy import Strategy, Uploads
+from fastfact.federation.state import Models, State, describe, generator_for, stack, take, tensors_of
+from fastfact.federation.storage import checkpoint
+from fastfact.federation.storage import run_directory as files
+from fastfact.federation.storage.states import MEMORY, Codec, Database, Records, Stacked, States
+from fastfact.federation.wire.format import Ledger, Wire
+from fastfact.kinds import must_be
+from fastfact.nn.sparsity import Schedule, penalized
+
+log = logging.getLogger("fastfact")
+
+BLOCK_BYTES = 1 << 28
+"""At most about so many bytes of a round's clients' states are in memory at once (the uploads come on top)."""
+
+
+@dataclasses.dataclass
+class Round:
+    """What a round that has run would change; `states` has the clients' part, not yet committed."""
+
+    round: int
+    ledger: Ledger
+    memory: State
+    last: Report | None
+    rows: list[dict] = dataclasses.field(default_factory=list)
+
+
+class Federation:
+    """Personalized federated learning of one model on many clients, simulated on this machine.
+
+    model: () → nn.Module, called once, with PyTorch's generator seeded; every client starts from it. The method
+        factorizes it if it needs to. The model maps x [n, …] to logits [n, classes].
+    clients: `Client` objects. Samples have one shape; sizes and label sets may differ. A list or tuple is checked and
+        put in place at once, any other sequence (see `LazyClients`) as rounds ask for its clients.
+    method: a name (see `ff.methods.names()`) or a `Strategy` object with its own settings.
+    epochs, batch_size, lr, momentum, weight_decay: local SGD in each round; the momentum starts at zero. A last batch
+        of a single sample joins the one before it.
+    participation: the fraction of the clients that takes part in a round, drawn anew each round, at least one.
+    augment: (x, generator) → x on each training batch; draw from the generator alone.
+    seed: every random draw derives from it, the round and the client: a run repeats bit for bit on one machine.
+    cohort: how many clients train together over the client axis; 1 is one after another, each on all cores; "threads"
+        one on each core; "auto" what is fastest for the model, measured before the first round. Results agree up to
+        rounding, `F.dropout` and its modules included, for models that draw random numbers nowhere else (the dropout of
+        `nn.MultiheadAttention` is its own). A run goes on as it began: the choice is in config.json; two runs made with
+        "auto" may choose differently where it makes little difference.
+    memory_limit: GiB of memory this process may take, by estimate; fewer clients are then loaded at once.
+    store: where the clients' states are between rounds: "memory", or a directory for them. There each round is saved
+        when it ends, whole or not at all, and memory holds only clients at work; see `federation.states`.
+    store_values: the numbers of a state between rounds: "exact", or "bfloat16" for those that train; μ is a bitmap and
+        its nonzeros in any case where the store is a directory, the model float32 or the values are bfloat16.
+    l1: λ, in place of the method's own.
+    wire: the numbers on the wire: "exact", "bfloat16" or "int8"; the server computes with what arrives.
+    sparsity: periods are rounds. After those of the warm-up, μ of every layer is pruned to the target density and
+        trains on its support, without L1 penalty, by the sparse kernels. Each client has a support of its own, the
+        largest magnitudes it has (or gets: a mixed μ is cut down again), which changes before the rounds that follow a
+        change of the schedule; a client that is absent is pruned when it takes part next. A schedule with a λ has it
+        in all rounds, in place of `l1`: then the support are the nonzeros, and clients train one after another.
+    max_norm: clients whose upload has a larger Euclidean norm are left out of the round; None for no limit.
+    device: where the model, the data and the states at work are, as "cpu" or "cuda"; by default where `model` puts
+        itself.
+    graphs: record the step of clients that train together and replay it, on a GPU as a CUDA graph, on the CPU as a list
+        of operations; False runs it as it is, for a model whose forward depends on more than tensors.
+    source: anything JSON can hold that says where the clients came from; kept in config.json as it is.
+    group: the processes that share the clients, see `federation.group`. Each makes the federation with the same
+        arguments and calls the same methods in the same order. `states`, `models`, `mixed` and `encode` know only the
+        training of its own clients (`here`), all else is everybody's.
+
+    A client whose new state has NaN or inf, or whose upload is too large, is left out of the round: it keeps its
+    previous state, its row says why (`left_out`), the log warns.
+
+    Raises ValueError, before any work, for settings out of range, clients that do not fit together or the model.
+    """
+
+    graphs = True
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        clients: Sequence[Client],
+        method: str | Strategy = "fedavg",
+        *,
+        epochs: int = 5,
+        batch_size: int = 50,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-6,
+        participation: float = 1.0,
+        augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+        seed: int = 0,
+        cohort: int | str = "auto",
+        memory_limit: float | None = None,
+        store: str | Path = MEMORY,
+        store_values: str = "exact",
+        l1: float | None = None,
+        wire: str = "exact",
+        max_norm: float | None = None,
+        sparsity: Schedule | None = None,
+        device: str | torch.device | None = None,
+        graphs: bool = True,
+        source: Mapping[str, Any] | None = None,
+        group: Group | None = None,
+    ):
+        settings = {
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "participation": participation,
+            "seed": seed,
+            "cohort": cohort,
+            "memory_limit": memory_limit,
+            "store": str(store) if isinstance(store, Path) else store,
+            "store_values": store_values,
+            "wire": wire,
+            "max_norm": max_norm,
+            "sparsity": dataclasses.asdict(sparsity) if isinstance(sparsity, Schedule) else sparsity,
+        }
+        check_settings(settings)
+        if augment is not None and not callable(augment):
+            raise ValueError(f"Federation(augment={augment!r}): must be a function (x, generator) → x, or None")
+        method = strategy.make(method) if isinstance(method, str) else method
+        if not isinstance(method, Strategy):
+            raise ValueError(f"Federation(method={method!r}): must be a name or a Strategy object")
+        # Its own copy: a method may keep what `bind` told it about the model.
+        self.method = copy.copy(method) if l1 is None else dataclasses.replace(method, l1=l1)
+        self.settings, self.augment, self.source = settings, augment, dict(source or {})
+        self.graphs, self.plan, self.group = graphs, None, group or Group()
+        self._setup_model(model, device)
+        self._setup_clients(clients)
+        self.identity = {"model": record(model), "augment": name_of(augment), "samples": self._samples()}
+        self.identity["sample"] = self._sample()
+        self._setup_exchange(len(self.clients))
+        if isinstance(self.states, Database) and self.states.value("server") is not None:
+            self.states.close()
+            raise files.RunDirectoryError(f"{store}: holds the clients of a run; go on with Federation.load")
+
+    def _setup_model(self, factory, device) -> None:
+        self._check_group()
+        device = self.group.device if device is None else device
+        self.template = setup.template_of(factory, self.method, self.settings["seed"], device)
+        self.infos = describe(self.template, self.method.classifier)
+        self.method.bind(self.infos)
+        self.method.phases(self.settings["epochs"])
+        self.sparse = [name for name, param in self.template.named_parameters() if penalized(param)]
+        self.device = next(self.template.parameters()).device
+        self.clients: Sequence[Client] | None = None
+        self._draws = "globally"
+
+    def _check_group(self) -> None:
+        n = self.group.size
+        if n > 1 and self.method.clients_mix:
+            raise ValueError(
+                f"Federation(method={self.method.name!r}): its clients try each other's models, which must all be in"
+                f" one process; here are {n}"
+            )
+        if n > 1 and self.settings["store"] != MEMORY:
+            raise ValueError(f"Federation(store={self.settings['store']!r}): must be memory in {n} processes")
+
+    def _setup_clients(self, clients) -> None:
+        self.clients = list(clients) if isinstance(clients, list | tuple) else clients
+        like = next(self.template.parameters())
+        self._data = setup.Data(self.clients, like, self.method, self.settings["seed"])
+        self.classes = setup.classes_of(self.template, self._data, self.settings["batch_size"])
+        self._data.set_classes(self.classes)
+        self._draws = setup.draws_of(self.template, self._data)
+        self._setup_plan()
+
+    def _setup_plan(self) -> None:
+        """How clients are put on the machine, and the memory format that goes with it."""
+        cohort, last = self.settings["cohort"], setup.channels_last_of(self.template, self._data)
+        if isinstance(cohort, int):
+            self.plan = Plan(ONE) if cohort == 1 else Plan(BATCHED, cohort)
+        elif cohort == THREADS:
+            if self._draws == "globally" or self.device.type != "cpu":
+                raise ValueError(
+                    'Federation(cohort="threads"): the model must run on the CPU, and draw from no generator of PyTorch'
+                    " but in nn.Dropout or F.dropout (nn.MultiheadAttention draws its dropout itself)"
+                )
+            self.plan = Plan(THREADS)
+        elif self.plan is None:
+            sample = self._data[0].train
+            sides = {
+                ONE: (self._make_trainer(last or self.template), setup.formatted(sample, last is not None)),
+                BATCHED: (self._make_trainer(self.template), sample),
+            }
+            trainers, data = ({how: side[n] for how, side in sides.items()} for n in range(2))
+            count = self._taking_part(len(self.clients))
+            self.plan = self.group.root(lambda: choose(trainers, data, count))
+        if self.plan.how != BATCHED and last is not None:
+            self.template = last
+            self._data.to_channels_last()
+
+    def _setup_exchange(self, k: int) -> None:
+        """What is sent, and the state of everything before the first round of k clients."""
+        shape, dtype = self.identity["sample"]
+        self.initial = self._initial()
+        """The state [1, …] every client starts from."""
+        if self.schedule is not None:
+            sparse.check(self.schedule, self.method, self.template, self.initial)
+        self._exchange = Exchange(
+            self.method,
+            self.infos,
+            self.sparse,
+            self.initial,
+            train.Encoder(self._trainer, shape, getattr(torch, dtype)),
+            self.settings["wire"],
+            self.settings["seed"],
+        )
+        self.states, self._shard = self._make_states(k), Shard(self.group, k)
+        self.round = 0
+        self.history, self.ledger = History(), Ledger()
+        everybody = {name: tensor.expand(k, *tensor.shape[1:]) for name, tensor in self.initial.items()}
+        self.memory: State = self.method.memory(everybody)
+        """The server's own tensors, see `Uploads.memory`."""
+        self.last: Report | None = None
+        """Who reported last; what they uploaded is what they hold."""
+
+    def _initial(self) -> State:
+        """The state of one client before its first round, [1, …]."""
+        state = stack(tensors_of(self.template), 1)
+        extra = self.method.extra(state)
+        if clash := sorted(set(extra) & set(self.infos)):
+            raise ValueError(f"{self.method.name}: extra tensor {clash[0]} has the name of a tensor of the model")
+        return state | extra
+
+    def _make_states(self, k: int) -> States:
+        place, values, initial = self.settings["store"], self.settings["store_values"], self.initial
+        codec = Codec(initial, self.infos, self.sparse, values)
+        if place != MEMORY:
+            return Database(initial, k, codec, Path(place))
+        return Records(initial, k, codec) if codec.packs() else Stacked(initial, k)
+
+    @property
+    def shared(self) -> list[str]:
+        """The names of the tensors that are uploaded, mixed and downloaded."""
+        return self._exchange.shared
+
+    @property
+    def uploaded(self) -> list[str]:
+        """The names of the tensors that go up, keys included."""
+        return self._exchange.uploaded
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of what similarity is measured on."""
+        return self._exchange.keys
+
+    @property
+    def wire(self) -> Wire:
+        """How tensors are encoded between clients and server."""
+        return self._exchange.wire
+
+    @functools.cached_property
+    def _trainer(self) -> train.Trainer:
+        return self._make_trainer(self.template)
+
+    def _make_trainer(self, template: nn.Module) -> train.Trainer:
+        s = self.settings
+        return train.Trainer(
+            template,
+            self.infos,
+            train.Settings(
+                batch_size=s["batch_size"],
+                lr=s["lr"],
+                momentum=s["momentum"],
+                weight_decay=s["weight_decay"],
+                l1=self.method.l1 if self.schedule is None else self.schedule.penalty(1, self.method.l1),
+                proximal=self.method.l1_method == "proximal",
+                penalized=frozenset(self.sparse),
+                augment=self.augment,
+                seed=s["seed"],
+                draws=self._draws,
+                graphs=self.graphs,
+            ),
+        )
+
+    @functools.cached_property
+    def schedule(self) -> Schedule | None:
+        """When μ becomes sparse, see `sparsity`."""
+        recorded = self.settings.get("sparsity")
+        return None if recorded is None else Schedule(**recorded)
+
+    def _executor_of(self, round: int) -> Executor:
+        """What trains in a round."""
+        return self._compact_executor if self.schedule and self.schedule.is_sparse(round) else self._executor
+
+    @functools.cached_property
+    def _executor(self) -> Executor:
+        return Executor(self._trainer, self.plan)
+
+    @functools.cached_property
+    def _compact_executor(self) -> Executor:
+        settings = self._trainer.settings
+        return Executor(
+            sparse.CompactTrainer(self.template, self.method.classifier, settings, self.schedule), self.plan
+        )
+
+    @property
+    def cohort(self) -> int:
+        """How many clients train together over the client axis; 1 is one after another, or one on each core."""
+        return self.plan.cohort
+
+    def __len__(self) -> int:
+        """The number of clients."""
+        return len(self.states)
+
+    @property
+    def here(self) -> range:
+        """The clients of this process."""
+        return self._shard.block
+
+    def fit(
+        self,
+        rounds: int,
+        out: str | Path | None = None,
+        *,
+        checkpoint_every: int = 10,
+        on_client: Callable[[int, int, int, int], None] | None = None,
+        on_row: Callable[[dict], None] | None = None,
+        on_round: Callable[[int, list[dict]], None] | None = None,
+    ) -> History:
+        """Run `rounds` more rounds and return the whole history.
+
+        out: a run directory; gets a row per client and round, and a checkpoint every `checkpoint_every` rounds and
+        after the last one. It must be new, or the one this federation was saved to or loaded from.
+        on_client(round, client, done, total) is called as clients finish training, on_row(row) for each finished row,
+        on_round(round, rows) after each round.
+
+        Raises ValueError for bad arguments, a memory limit that is too small, or where the federation was loaded
+        without its clients.
+        """
+        if must_be(rounds, int) or rounds < 0:
+            raise ValueError(f"fit(rounds={rounds!r}): must be an integer of at least 0")
+        if must_be(checkpoint_every, int) or checkpoint_every < 1:
+            raise ValueError(f"fit(checkpoint_every={checkpoint_every!r}): must be an integer of at least 1")
+        if self.clients is None:
+            raise ValueError("fit: this federation was loaded without clients, pass Federation.load(DIR, clients=)")
+        if isinstance(self.augment, str):
+            raise ValueError(f"fit: the run used augment={self.augment}, pass Federation.load(DIR, augment=)")
+        if rounds and self.settings["memory_limit"] is not None:
+            # Raises where not even one cohort fits, before a file is touched.
+            self._block(len(self._shard.mine(self.select(self.round + 1))))
+        directory = None if out is None else self.group.root(lambda: checkpoint.open_directory(self, Path(out)))
+        for step in range(rounds):
+            last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
+            try:
+                done = self._run_round(self.round + 1, on_client)
+                if directory is not None:
+                    # What can be gone on from must not know more than the rows.
+                    sync = last or self.settings["store"] != MEMORY
+                    self.group.root(functools.partial(checkpoint.append, directory, done.rows, done.ledger, sync))
+            except BaseException:
+                self.states.rollback()
+                raise
+            self._commit(done)
+            if last:
+                checkpoint.save(self, directory)
+            for row in done.rows if on_row else ():
+                on_row(row)
+            if on_round:
+                on_round(self.round, done.rows)
+        return self.history
+
+    def _commit(self, done: Round) -> None:
+        """Nothing before this changed the federation: a round that is interrupted has not happened."""
+        before = self.round, self.memory, self.last, len(self.history), len(self.ledger.entries)
+        try:
+            self.round, self.memory, self.last = done.round, done.memory, done.last
+            self.history.extend(done.rows)
+            self.ledger.entries += done.ledger.entries
+            checkpoint.commit(self)
+        except BaseException:
+            self.round, self.memory, self.last = before[:3]
+            del self.history[before[3] :], self.ledger.entries[before[4] :]
+            self.states.rollback()
+            raise
+
+    def select(self, round: int) -> list[int]:
+        """The clients that take part in a round, ascending."""
+        k = len(self)
+        count = self._taking_part(k)
+        if count >= k:
+            return list(range(k))
+        order = torch.randperm(k, generator=generator_for(self.settings["seed"], round, -1, "select"))
+        return sorted(order[:count].tolist())
+
+    def _taking_part(self, k: int) -> int:
+        return min(k, max(1, round_half_up(self.settings["participation"] * k)))
+
+    def _run_round(self, round: int, on_client) -> Round:
+        clients = self._shard.mine(self.select(round))
+        done = Round(round, Ledger(), dict(self.memory), self.last)
+        size = self._block(len(clients))
+        blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)]
+        # A process without a client in this round takes part in the mix.
+        downloads, report = self._downloads(round, clients, done), Report(round, [], [], [])
+        self.states.reserve(len(clients))
+        for number, block in enumerate(blocks):
+            work = self.states.work(block, () if downloads is None else downloads.overwritten(block))
+            if number + 1 < len(blocks):
+                self.states.ahead(blocks[number + 1])
+            self._data.keep(block)
+            begin = number * size
+            progress = on_client and (lambda r, k, n, _, begin=begin: on_client(r, k, begin + n, len(clients)))
+            self._run_block(block, work, downloads, done, report, progress)
+        up, down = done.ledger.by_client("up"), done.ledger.by_client("down")
+        for row in done.rows:
+            row["bytes_up"], row["bytes_down"] = up.get(row["client"], 0), down.get(row["client"], 0)
+        parts = self.group.each((done.rows, done.ledger.entries, report))
+        done.rows = [row for rows, _, _ in parts for row in rows]
+        done.ledger = Ledger(entry for _, entries, _ in parts for entry in entries)
+        report = Report.of_parts([part for _, _, part in parts])
+        if report.clients:
+            done.last = report
+        else:
+            done.memory = self.memory
+        return done
+
+    def _run_block(
+        self, clients: list[int], work: State, downloads: Downloads | None, done: Round, report: Report, on_client
+    ) -> None:
+        """A round of some of its clients, whose states are in `work`."""
+        round = done.round
+        if downloads is not None:
+            downloads.deliver(clients, work)
+        elif self.shared:
+            self._exchange.first_download(round, clients, work, done.ledger)
+        before = [None] * len(clients) if downloads is None else self._evaluate(round, clients, work)
+        losses, seconds = self._train(round, clients, work, on_client)
+        left_out = not_finite(clients, work)
+        if self.schedule and round == self.schedule.warmup:
+            sparse.prune_(work, self.sparse, self.schedule)
+        if self.uploaded:
+            sent = self._exchange.upload(round, clients, work, done.memory, done.ledger)
+            left_out |= self._exchange.unusable(clients, sent, self.settings["max_norm"], left_out)
+        for row, k in enumerate(clients):
+            if k in left_out:
+                log.warning("round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k])
+                for name, tensor in self.states.load([k]).items():
+                    work[name][row].copy_(tensor[0])
+            else:
+                report.clients.append(k)
+                report.samples.append(self._samples_of(k))
+                report.losses.append(losses[row])
+        accuracies, densities = self._evaluate(round, clients, work), self._densities(work)
+        self.states.store(clients, work)
+        done.rows += [
+            {
+                "round": round,
+                "client": k,
+                "loss": losses[row] if math.isfinite(losses[row]) else None,
+                "accuracy": accuracies[row],
+                "accuracy_before": before[row],
+                "density": densities[row],
+                "bytes_up": 0,
+                "bytes_down": 0,
+                "seconds": seconds[row],
+                "left_out": left_out.get(k),
+            }
+            for row, k in enumerate(clients)
+        ]
+
+    def _block(self, n: int) -> int:
+        """How many of the n clients of a round have their states in memory at once: whole cohorts."""
+        together = max(1, min(n, max(self.cohort, self._executor.threads)))
+        if self.settings["memory_limit"] is None:
+            fits = BLOCK_BYTES // memory.bytes_of(self.initial)
+        else:
+            fits = self._need.clients(self.settings["memory_limit"], together)
+        return max(1, min(n, max(1, fits // together) * together))
+
+    @functools.cached_property
+    def _need(self) -> memory.Need:
+        n, each = self._taking_part(len(self)), memory.bytes_of(self.initial)
+        uploads = sum(memory.bytes_of({name: self.initial[name]}) for name in self.uploaded if name in self.initial)
+        # The uploads of the last round and the mix of them; states at rest, of all clients in the end.
+        fixed = memory.resident() + 2 * n * uploads
+        if self.settings["store"] == MEMORY:
+            fixed += (len(self) + n) * each
+        activations = train.kept_by_a_step(self.template, self._data.sample(), self.settings["batch_size"])
+        # Counting nonzeros takes a byte a number. A database reads the records of the next clients ahead on a
+        # thread, and the allocator keeps what that thread and this one let go of: measured, 4 blocks in all.
+        loaded = each * (5 if self.settings["store"] == MEMORY else 20) // 4
+        return memory.Need(fixed, loaded, 3 * each + memory.WORKSPACE * activations)
+
+    def _downloads(self, round: int, clients: list[int], done: Round) -> Downloads | None:
+        """The mix of the last round's uploads; None where there is nothing to mix."""
+        if not self.shared or self.last is None:
+            return None
+        uploads = self._uploads(self.last, done.memory)
+        return Downloads(self._exchange, uploads, round, clients, done.ledger, self._samples_of, self._loss_of)
+
+    def _uploads(self, last: Report, memory: State) -> Uploads:
+        """What the server has of a round."""
+        names = None if self._exchange.measured else self.uploaded
+        state = self.states.read(self._shard.mine(last.clients), names)
+        return self._exchange.uploads(last, state, memory, self._shard)
+
+    def _samples_of(self, client: int) -> int:
+        """How many samples a client trains on; of a federation loaded without clients, how many it has."""
+        if self.clients is not None:
+            return len(self._data[client].train[1])
+        if self.identity["samples"] is None:
+            raise ValueError("this federation was loaded without clients, pass Federation.load(DIR, clients=)")
+        return self.identity["samples"][client][0]
+
+    def _loss_of(self, client: int, state: State) -> Tensor:
+        """`Uploads.evaluate`."""
+        if self.clients is None:
+            raise ValueError(f"{self.method.name} mixes by samples, pass Federation.load(DIR, clients=)")
+        own = {
+            name: tensor.expand(len(state[self.shared[0]]), *tensor.shape[1:])
+            for name, tensor in self.states.load([client], names=list(self.infos)).items()
+        }
+        return self._trainer.loss(own | state, self._data[client].held_out)
+
+    def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
+        """The accuracy of each client on its own test set, after the adaptation the strategy asks for (on a copy)."""
+        if self.method.schedule(self.settings["epochs"], adapts=True):
+            work = take(work, range(len(clients)))
+            self._train(round, clients, work, None, adapts=True)
+        return self._executor_of(round).evaluate(work, [self._data[k].test for k in clients])
+
+    def _train(
+        self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
+    ) -> tuple[list[float], list[float]]:
+        phases = self.method.schedule(self.settings["epochs"], adapts)
+        data, purpose = [self._data[k].train for k in clients], "adapt" if adapts else "order"
+        return self._executor_of(round).train(work, data, round, clients, phases, purpose, on_client)
+
+    def _densities(self, state: State) -> list[float | None]:
+        """The fraction of nonzeros of μ over all layers, for each row; None for a model without μ."""
+        if not self.sparse:
+            return [None] * len(next(iter(state.values())))
+        nonzeros = sum(state[name].flatten(1).count_nonzero(1) for name in self.sparse)
+        return (nonzeros / sum(self.infos[name].numel for name in self.sparse)).tolist()
+
+    @property
+    def models(self) -> "Models":
+        """`fed.models[k]`: client k's model, a new module in eval mode that shares nothing with the federation."""
+        return Models(self.template, self.states)
+
+    def mixed(self) -> "Models":
+        """The models as the next round's download would make them: for FedAvg, the global model at every k."""
+        clients, state = list(self.here), self.states.load(range(len(self)))
+        own = {name: tensor[self.here.start : self.here.stop] for name, tensor in state.items()}
+        downloads = self._downloads(self.round + 1, clients, Round(0, Ledger(), dict(self.memory), None))
+        if downloads is not None:
+            downloads.deliver(clients, own)
+        return Models(self.template, Stacked.of(state))
+
+    def join(self, clients: Sequence[Client], how: str = "local-train", epochs: int | None = None) -> Newcomers:
+        """What clients that come after training get out of it, on their own test samples. Changes nothing here.
+
+        A newcomer starts from the initial model and gets what `Strategy.arrival` says, as if it came for the next
+        round. how: "local-train" (FedFac, §3.2, LocalTrain; FedRep, FedEM alike), the shared part stays as downloaded
+        (for FedFac, the shared channels) and the personal part trains for `epochs`, by default those of a round;
+        "fine-tune", everything trains (FedAvg+); "download", nothing does (FedAvg); "ensemble" (FedFac, §3.2, Ensemble;
+        LG-FedAvg), nothing is trained either, the newcomer averages the probabilities of all clients' models, which it
+        must download for that. Where labels mean different classes with different clients, the last two cannot work.
+
+        Raises ValueError for bad arguments, before the first round, and for "local-train" where a method keeps nothing
+        personal.
+        """
+        return newcomers.join(self, clients, how, epochs)
+
+    def density(self) -> dict[str, list[float]]:
+        """Layer path → the fraction of nonzeros of its μ for each client; empty for a model without μ."""
+        here, counts = self.here, {name: [] for name in self.sparse}
+        for begin in range(here.start, here.stop, 64):
+            state = self.states.load(range(begin, min(begin + 64, here.stop)), names=self.sparse)
+            for name, tensor in state.items():
+                counts[name] += (tensor.flatten(1).count_nonzero(1) / self.infos[name].numel).tolist()
+        parts = self.group.each(counts)
+        return {name.rpartition(".")[0]: [density for part in parts for density in part[name]] for name in self.sparse}
+
+    def similarity(self, name: str | None = None, layer: int | None = None) -> Tensor:
+        """Cosine of one tensor between all pairs of clients, float64 [K, K] (Factorized-FL eq. 4, Figure 7).
+
+        name: "u", "v", "mu", "weight" …, by default "v" or, without one, "weight". layer: 1 … L, by default L − 1, the
+        layer before the classifier (L in a model of one layer). Raises ValueError if that layer has no such tensor.
+        """
+        layers = max(info.layers for info in self.infos.values())
+        layer = max(1, layers - 1) if layer is None else layer
+        roles = {info.role: info.name for info in self.infos.values() if info.layer == layer and not info.norm}
+        name = name or ("v" if "v" in roles else "weight")
+        if name not in roles:
+            raise ValueError(
+                f"similarity(name={name!r}, layer={layer}): must be one of {', '.join(roles) or 'none'} in that layer"
+                f" (layers 1 … {layers})"
+            )
+        own = self.states.load(self.here, names=[roles[name]])
+        return mixing.cosine(self._shard.stacked(own, range(len(self)))[roles[name]])
+
+    def key(self) -> Tensor:
+        """What the method compares of each client as one vector, [K, d]; d is 0 for a method without similarity."""
+        names = None if self._exchange.measured else self.keys
+        own = self._exchange.keyed(self.states.load(self.here, names=names))
+        state = self._shard.stacked({name: own[name] for name in self.keys}, range(len(self)))
+        return torch.cat([torch.empty(len(self), 0), *(state[name].flatten(1).cpu() for name in self.keys)], dim=1)
+
+    def mixing_matrix(self) -> Tensor:
+        """The weights `Strategy.weights` gives the next download, float64 [K, K]; a client that did not report last is
+        a row and a column of zeros. Methods that mix by other means (see `Strategy.mix`) may not use it."""
+        matrix = torch.zeros(len(self), len(self), dtype=torch.float64)
+        if self.shared and self.last is not None:
+            at = torch.tensor(self.last.clients)
+            matrix[at[:, None], at] = self.method.weights(self._uploads(self.last, dict(self.memory))).double().cpu()
+        return matrix
+
+    def encode(self, x: Tensor, client: int | None = None) -> Tensor:
+        """What the classifier of each client (or of one) gets to see of x [n, …], in eval mode: [K or 1, n, d]."""
+        rows = range(len(self)) if client is None else [client]
+        return self._exchange.encoder(self.states.load(rows), x.to(self.device))
+
+    def accuracies(self, state: State) -> list[float]:
+        """The accuracy of other tensors [K, …] in place of the clients' own, on the test samples of each."""
+        return self._trainer.evaluate(state, [one.test for one in self._data])
+
+    def save(self, directory: str | Path) -> None:
+        """Write the run directory: configuration, rows, ledger and a checkpoint of this round.
+
+        Raises RunDirectoryError if `directory` holds another run.
+        """
+        checkpoint.save(self, self.group.root(lambda: checkpoint.open_directory(self, Path(directory))))
+
+    def config(self) -> dict[str, Any]:
+        """What config.json holds."""
+        return {
+            "format": 1,
+            "method": {"name": self.method.name, "settings": self.method.settings()},
+            "settings": self.settings,
+            "clients": len(self),
+            "source": self.source,
+            "executor": dataclasses.asdict(self.plan),
+            **self.identity,
+        }
+
+    def _sample(self) -> list:
+        """Shape and dtype of one sample as the model takes it, as JSON can hold them."""
+        x = self._data.sample()
+        return [list(x.shape), str(x.dtype).removeprefix("torch.")]
+
+    def _samples(self) -> list[list[int]] | None:
+        """Numbers of samples for training and test; None for clients that are made when asked for."""
+        if self._data.lazy:
+            return None
+        return [[len(client.train[1]), len(client.test[1])] for client in self.clients]
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        model: Callable[[], nn.Module] | None = None,
+        clients: Sequence[Client] | None = None,
+        method: Strategy | None = None,
+        augment: Callable | None = None,
+        device: str | torch.device | None = None,
+        store: str | Path | None = None,
+        memory_limit: float | None = None,
+        group: Group | None = None,
+    ) -> "Federation":
+        """The federation as its newest checkpoint in `directory` has it; `fit` goes on from there, bit for bit.
+
+        model: needed unless the one that was used is a model class or function of a module already imported, or a
+        functools.partial of a model class or of `fastfact.models.build` (nothing is imported by a name in a file).
+        clients: the same as before, in the same order; without them the federation has models, similarity, ledger and
+        history, but `fit` raises. method: needed for a Strategy that is not registered. augment: as model.
+        store: where the clients' states are now, if they were in a directory that has moved. memory_limit: in place of
+        the one there was. group: as in the constructor, whatever it was when the checkpoint was written; every process
+        reads `directory`.
+        `fed.source` is what was recorded when the federation was made.
+
+        Raises RunDirectoryError (a ValueError) naming what is missing or does not fit.
+        """
+        return checkpoint.load(
+            cls, Path(directory), model, clients, method, augment, device, store, memory_limit, group or Group()
+        )

@@ -1,0 +1,95 @@
+"""Aggregation as a row-stochastic matrix [k, m] applied to stacked uploads [m, …], by the ops of `fastfact.ops.mixing`.
+
+The matrix of a softmax over similar clients is made only where it is asked for: `similarity_mix` applies it without.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastfact import ops
+from fastfact.federation.state import State
+
+
+def fedavg_matrix(samples: Sequence[int] | Tensor, rows: int | None = None) -> Tensor:
+    """w[k, i] = n_i / N for every k (FedAvg): float64 [rows or m, m], one row expanded: mixing it costs one row."""
+    n = torch.as_tensor(samples, dtype=torch.float64)
+    return (n / n.sum()).expand(len(n) if rows is None else rows, -1)
+
+
+def identity(k: int) -> Tensor:
+    """Every client keeps its own: float64 [k, k]."""
+    return torch.eye(k, dtype=torch.float64)
+
+
+def cosine(keys: Tensor, others: Tensor | None = None) -> Tensor:
+    """cos(keys_k, others_i), float64 [k, m], clamped to [−1, 1]; `others` is `keys` by default.
+
+    keys [k, d], others [m, d]. A key of norm 0 has cosine 0 with every other.
+    """
+    first = _unit(keys)
+    second = first if others is None else _unit(others)
+    return (first @ second.T).clamp(-1, 1)
+
+
+def _unit(keys: Tensor) -> Tensor:
+    keys = keys.flatten(1).double()
+    norm = torch.linalg.vector_norm(keys, dim=1, keepdim=True)
+    return torch.where(norm > 0, keys / norm, 0.0)
+
+
+def choose(similarity: Tensor, how: str, count: int, generators: Sequence[torch.Generator] | None = None) -> Tensor:
+    """bool [k, m]: each row's own column (its first k are the same clients) and `count` others, fewer if there are not.
+
+    how: "best", the most similar; "worst", the least similar, ties by the lower index; "random", drawn from the row's
+    of `generators`.
+    """
+    order = similarity.double().clone()
+    if how == "random":
+        m = order.shape[1]
+        order = torch.stack([torch.rand(m, generator=g, dtype=torch.float64) for g in generators]).to(order)
+    elif how == "worst":
+        order = -order
+    # A client is always its own first match, also where another has cosine 1 with it.
+    order.diagonal().fill_(torch.inf)
+    first = order.sort(dim=1, descending=True, stable=True).indices[:, : count + 1]
+    return torch.zeros(order.shape, dtype=torch.bool, device=order.device).scatter_(1, first, True)
+
+
+def softmax_matrix(similarity: Tensor, epsilon: float, tau: float = -1.0, min_matches: int = 1) -> Tensor:
+    """w[k, i] = exp(ε σ_ki) / Σ_j exp(ε σ_kj) over the matched clients (Factorized-FL eq. 4 and 5), 0 for the others.
+
+    similarity [k, m], m ≥ k, whose first k columns are the same clients as the rows; their σ_kk is taken as 1
+    whatever stands there. Matched: σ_ki ≥ τ, and k itself. Fewer than `min_matches` matched (k counts) are filled up
+    with the most similar clients (the official code's `minimum_aggr`), ties by the lower index.
+
+    Eq. 4 drops clients below τ from the set, the text below it says their score is "set to zero" (which would leave
+    them a weight of exp(0)): the set is what is meant here. exp(ε (σ − 1)) cannot overflow: no running maximum.
+    """
+    sigma = similarity.double().clone()
+    sigma.diagonal().fill_(1)
+    matched = sigma >= tau
+    if min_matches > 1:
+        matched |= choose(sigma, "best", min_matches - 1)
+    weights = torch.where(matched, torch.exp(epsilon * (sigma - 1)), 0.0)
+    return weights / weights.sum(1, keepdim=True)
+
+
+def mix(matrix: Tensor, stacked: State) -> State:
+    """Σ_i w[k, i] x_i for each tensor x [m, …]: [k, …], see `ops.mix`."""
+    return {name: ops.mix(matrix, tensor) for name, tensor in stacked.items()}
+
+
+def similarity_mix(
+    keys: Tensor,
+    stacked: State,
+    epsilon: float,
+    tau: float = -1.0,
+    min_matches: int = 1,
+    valid: Tensor | None = None,
+    rows: range | None = None,
+) -> State:
+    """`mix` with the matrix `softmax_matrix(cosine(keys), …)`, which is never made, see `ops.similarity_mix`."""
+    mixed = ops.similarity_mix(keys, list(stacked.values()), epsilon, tau, min_matches, valid, rows)
+    return dict(zip(stacked, mixed, strict=True))

@@ -1,0 +1,182 @@
+"""The processes that share the clients of one federation: this one alone, or those that torchrun started.
+
+Every process runs the same program on its own clients, a block of neighbours. What the server computes from the uploads
+it computes in each of them, from the same numbers, so that the results are those of one process. Only the first, the
+root, reads and writes files.
+"""
+
+import contextlib
+import os
+import signal
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastfact.federation.state import State
+
+T = TypeVar("T")
+
+
+class ProcessLost(ConnectionError):
+    """Another process of the group has ended, or does not answer."""
+
+
+class Group:
+    """This process alone: every operation is the identity."""
+
+    rank, size = 0, 1
+    device: torch.device | None = None
+    """Where this process computes; None: where the model puts itself."""
+
+    @staticmethod
+    def of_torchrun(timeout: timedelta = timedelta(hours=1)) -> "Group":
+        """The group that torchrun describes in the environment; without one, this process alone.
+
+        timeout: how long a process waits for the others, which may have more to do, before it gives up.
+        """
+        return Processes(timeout) if in_torchrun() else Group()
+
+    def root(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, or raises, in the root; the others do not call it."""
+        return compute()
+
+    def each(self, value: T) -> list[T]:
+        """`value` of every process, in their order."""
+        return [value]
+
+    def stacked(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all processes in their order; `tensor` [counts[rank], …] are this one's."""
+        return tensor
+
+    def to_root(self, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:
+        """As `stacked`, in the root; None in the others."""
+        return tensor
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Leave the group."""
+
+
+def in_torchrun() -> bool:
+    """Whether torchrun started this process and others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+class Processes(Group):
+    """The processes of torchrun, by torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+    Raises ProcessLost from any operation if another process ends, also when torchrun ends this one for that reason.
+    """
+
+    def __init__(self, timeout: timedelta):
+        cuda = torch.cuda.is_available()
+        if cuda:
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        signal.signal(signal.SIGTERM, _ended)
+
+    def root(self, compute: Callable[[], T]) -> T:
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = compute()
+            except Exception as error:
+                outcome[1] = error
+        with _others():
+            dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def each(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.size
+        with _others():
+            dist.all_gather_object(values, value)
+        return values
+
+    def stacked(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        out = tensor.new_empty(sum(counts), *tensor.shape[1:])
+        parts = out.split(list(counts))
+        parts[self.rank].copy_(tensor)
+        # A broadcast from each: counts differ, and no process holds a second copy.
+        with _others():
+            works = [
+                dist.broadcast(_bytes(part), src=rank, async_op=True) for rank, part in enumerate(parts) if part.numel()
+            ]
+            for work in works:
+                work.wait()
+        return out
+
+    def to_root(self, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:
+        if self.rank:
+            if tensor.numel():
+                with _others():
+                    dist.send(_bytes(tensor.contiguous()), dst=0)
+            return None
+        out = tensor.new_empty(sum(counts), *tensor.shape[1:])
+        parts = out.split(list(counts))
+        parts[0].copy_(tensor)
+        with _others():
+            for rank, part in enumerate(parts[1:], 1):
+                if part.numel():
+                    dist.recv(_bytes(part), src=rank)
+        return out
+
+    def __exit__(self, kind, error, trace) -> None:
+        # After an error the others need not answer any more.
+        if kind is None:
+            dist.destroy_process_group()
+
+
+class Shard:
+    """Which of `k` clients are this process's: a block of neighbours, as many in each process up to one."""
+
+    def __init__(self, group: Group, k: int):
+        self.group, self.k = group, k
+        self._bounds = [rank * k // group.size for rank in range(group.size + 1)]
+        self.block = range(self._bounds[group.rank], self._bounds[group.rank + 1])
+
+    def mine(self, clients: Sequence[int]) -> list[int]:
+        """Those of `clients` that are this process's."""
+        return [k for k in clients if k in self.block]
+
+    def counts(self, clients: Sequence[int]) -> list[int]:
+        """How many of `clients` (ascending) each process has."""
+        at = [bisect_left(clients, bound) for bound in self._bounds]
+        return [stop - start for start, stop in pairwise(at)]
+
+    def places(self, clients: Sequence[int]) -> range:
+        """Where this process's are among `clients` (ascending)."""
+        return range(bisect_left(clients, self.block.start), bisect_left(clients, self.block.stop))
+
+    def stacked(self, state: State, clients: Sequence[int]) -> State:
+        """The tensors [len(clients), …] of `clients` (ascending), of which `state` has this process's rows."""
+        counts = self.counts(clients)
+        return {name: self.group.stacked(tensor, counts) for name, tensor in state.items()}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as bytes: no backend knows every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def _others() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessLost(f"another process of this run has ended or does not answer ({error})") from error
+
+
+def _ended(signum, frame) -> None:
+    raise ProcessLost("another process of this run has ended, so torchrun ends this one")

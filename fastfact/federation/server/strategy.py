@@ -1,0 +1,263 @@
+"""What makes a federated method: a handful of answers, which the loop asks for in a fixed order."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastfact.federation.client import batchnorm as statistics
+from fastfact.federation.server import mixing
+from fastfact.federation.state import State, TensorInfo
+from fastfact.kinds import check_kinds
+from fastfact.nn.convert import factorize, factorized_layers
+from fastfact.nn.specs import Spec
+
+if TYPE_CHECKING:
+    from fastfact.federation.client.train import Encoder
+
+AFTER_MIX = ("none", "support", "threshold")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a client's local training: which tensors train, for how many epochs, with which loss.
+
+    loss(net, x, y) → scalar, by default the cross-entropy of net(x) and y. `net` is the model with the client's
+    tensors (see `train.Net`): `net(x)` are the logits, `net.params` its trained tensors by name, `net.start` everything
+    the client had at the start of the round (the download and what `Strategy.extra` added).
+    update(net, x, y) → tensors by name: computed before the epochs, without gradient, from all training samples of the
+    client at once; they take the place of its model's or extra tensors (those also in `net.start`).
+    lr: in place of the federation's. steps: at most so many batches in each epoch.
+    adapts: no part of training, but run before each evaluation on a copy that is evaluated and thrown away.
+    """
+
+    epochs: int
+    trains: Callable[[TensorInfo], bool] = lambda info: True
+    loss: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    update: Callable[[Any, Tensor, Tensor], State] | None = None
+    lr: float | None = None
+    steps: int | None = None
+    adapts: bool = False
+
+
+@dataclass
+class Uploads:
+    """What the server has of the clients that reported in a round: m clients, everything stacked in this order."""
+
+    round: int
+    clients: list[int]
+    state: State
+    """Shared and key tensors as decoded from the wire, [m, …]."""
+    samples: list[int]
+    losses: list[float]
+    """Mean local training loss of each."""
+    keys: list[str] = field(default_factory=list)
+    """The names of the key tensors."""
+    memory: State = field(default_factory=dict)
+    """The server's own tensors, kept from round to round and in checkpoints; a strategy may change them."""
+    seed: int = 0
+    """The federation's, for random draws: see `cohort.generator_for`."""
+    here: range = range(0)
+    """The places in `clients` of those that this process serves (see `federation.group`); one process serves all."""
+    present: list[int] = field(default_factory=list)
+    """Which of the m take part in the round to come, as places in `clients`."""
+    fetch: Callable[[int, list[int]], State] | None = None
+    """fetch(client, places) → those uploads [len(places), …] as the client downloads them, each a message."""
+    tell: Callable[[int, int], None] | None = None
+    """tell(client, count): so many float32 numbers travel up from the client besides its upload; they are counted."""
+    evaluate: Callable[[int, State], Tensor] | None = None
+    """evaluate(client, state [n, …]) → the mean loss of its n models on the client's own held-out samples, float64 [n].
+    What `state` does not name is the client's own."""
+
+    def key(self) -> Tensor:
+        """What similarity is measured on: the key tensors of each client as one vector, [m, d]."""
+        keys = [self.state[name].reshape(len(self.clients), -1) for name in self.keys]
+        return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
+
+
+@dataclass(kw_only=True)
+class Strategy:
+    """Base of the methods; as it stands it is FedAvg (McMahan et al., 2017, Algorithm 1).
+
+    A method answers: `spec` (the parameterization) · `shares` (which tensors are uploaded, mixed and downloaded) ·
+    `compares` and `key` (what similarity is measured on; uploaded, not downloaded unless shared) · `phases` (local
+    training) · `weights` (the mixing matrix) · `mix`, `rows`, `receive`, `extra`, `memory` for methods whose mixing,
+    download, client or server state is not the usual · `arrival` (what a client gets that missed the last round, or is
+    new).
+
+    newcomers_upload: whether `arrival` looks at what such a client has (only if there are keys): it then travels.
+    clients_mix: whether `mix` and `arrival` happen at the clients, from what they `Uploads.fetch`; the result does not
+    travel.
+    validation: the fraction of each client's training samples kept out of training, for `Uploads.evaluate`.
+
+    share_classifier: the last layer with a weight (off where labels differ between clients).
+    share_norm, share_norm_statistics: learned scale and shift of normalisation layers; their running statistics.
+    l1: λ on μ; method "proximal" (soft threshold) or "subgradient" (see `ff.optim.ProxSGD`).
+    after_mix: what happens to μ after a mix, which leaves the union of supports: "none"; "support", each client keeps
+    only the positions of its own upload; "threshold", entries with |μ| < l1 are set to zero.
+    recalibrate: before each evaluation, batch-norm's running statistics are computed anew from the client's training
+    samples, on the copy that is evaluated (see `statistics.recalibrate`). Where weights are mixed and the statistics
+    stay with the client, they lag behind the mixed weights unless a round has some fifty local steps.
+    classifier: path of the classifier if it is not the last layer with a weight.
+    whole: paths of layers that `spec` leaves as they are (shell wildcards, see `ff.factorize`).
+    """
+
+    name: ClassVar[str] = "strategy"
+    paper: ClassVar[str] = ""
+    newcomers_upload: ClassVar[bool] = True
+    clients_mix: ClassVar[bool] = False
+    validation = 0.0
+
+    share_classifier: bool = True
+    share_norm: bool = True
+    share_norm_statistics: bool = True
+    l1: float = 0.0
+    l1_method: str = "proximal"
+    after_mix: str = "none"
+    recalibrate: bool = False
+    classifier: str | None = None
+    whole: Sequence[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        check_kinds(self, self.name)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError for a setting out of range; that all are of their types is known."""
+        self._require("l1", self.l1 >= 0, "must not be negative")
+        self._require("l1_method", self.l1_method in ("proximal", "subgradient"), "must be proximal or subgradient")
+        self._require("after_mix", self.after_mix in AFTER_MIX, f"must be one of {', '.join(AFTER_MIX)}")
+        paths = isinstance(self.whole, list | tuple) and all(isinstance(path, str) for path in self.whole)
+        self._require("whole", paths, "must be a list of paths")
+        self.whole = list(self.whole)
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{self.name}({name}={getattr(self, name)!r}): {rule}")
+
+    def settings(self) -> dict[str, Any]:
+        """The fields by name, as JSON can hold them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def spec(self) -> Spec | None:
+        """The parameterization of every convolution and linear layer; None leaves the model as it is."""
+        return None
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model each client trains. A model that has factorized layers already is left as the user built it."""
+        spec = self.spec()
+        if spec is None or factorized_layers(model):
+            return model
+        paths = [path for path, _ in model.named_modules()]
+        missing = [pattern for pattern in self.whole if not any(fnmatchcase(path, pattern) for path in paths)]
+        self._require("whole", not missing, f"{', '.join(missing)} is the path of no module of the model")
+        return factorize(model, spec, skip=self.whole, init=getattr(self, "init", "random"))
+
+    def bind(self, infos: dict[str, TensorInfo]) -> None:
+        """Raise ValueError if the method cannot work on a model of these tensors. Called once, before anything runs."""
+
+    def allowed(self, info: TensorInfo) -> bool:
+        """Whether the sharing policy (classifier, norm, statistics) lets `info` leave the client."""
+        if info.norm:
+            return self.share_norm_statistics if info.statistic else self.share_norm
+        return self.share_classifier or not info.classifier
+
+    def shares(self, info: TensorInfo) -> bool:
+        """Whether the tensor is uploaded, mixed and downloaded."""
+        return self.allowed(info)
+
+    def compares(self, info: TensorInfo) -> bool:
+        """Whether the tensor is part of the key that similarity is measured on."""
+        return False
+
+    def key(self, state: State, encoder: "Encoder") -> State:
+        """What clients compute to be compared by, besides the tensors of `compares`: named tensors [k, …], uploaded.
+
+        state [k, …]: the clients' tensors after their training, with `extra`; nothing else may decide the result, for
+        it is computed again when the server needs it. Called once with the initial model to learn names and shapes.
+        """
+        return {}
+
+    def rows(self, direction: str, memory: State) -> State:
+        """name → bool [n]: which rows (of the first axis: output channels) of a shared tensor travel "up" or "down".
+
+        The others stay as they are at the client. By default, and for tensors without an entry, all rows.
+        """
+        return {}
+
+    def phases(self, epochs: int) -> list[Phase]:
+        """The local training of one round, in order; `epochs` is the federation's setting.
+
+        Raises ValueError for a number of epochs the method's settings do not fit.
+        """
+        return [Phase(epochs)]
+
+    def schedule(self, epochs: int, adapts: bool) -> list[Phase]:
+        """The phases of local training, or those that adapt the copies that are evaluated."""
+        some = [phase for phase in self.phases(epochs) if phase.adapts == adapts]
+        if adapts and self.recalibrate:
+            some.append(Phase(0, update=statistics.recalibrate, adapts=True))
+        return some
+
+    def weights(self, uploads: Uploads) -> Tensor:
+        """The row-stochastic mixing matrix [m, m] over the clients that reported."""
+        return mixing.fedavg_matrix(uploads.samples)
+
+    def mix(self, uploads: Uploads, names: list[str]) -> State:
+        """The download of each client that reported: the named (shared) tensors, [m, …], or [len(here), …] of those at
+        `uploads.here` alone.
+
+        Called once for each round that had reports, before `arrival`; may put new tensors into `uploads.memory`.
+        """
+        matrix = self.weights(uploads)[uploads.here.start : uploads.here.stop]
+        return mixing.mix(matrix, {name: uploads.state[name] for name in names})
+
+    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State | None:
+        """The download of clients that missed the last round, before they train: the named tensors [len(own), …].
+
+        own: their present state (and key) in the form of an upload; last: the uploads of the last round.
+        By default the sample-weighted average of `last`. None: they go on with what they have.
+        """
+        matrix = mixing.fedavg_matrix(last.samples, rows=len(own.clients))
+        return mixing.mix(matrix, {name: last.state[name] for name in names})
+
+    def extra(self, state: State) -> State:
+        """Tensors [k, …] a client keeps besides its model, from the initial states; names must not be the model's."""
+        return {}
+
+    def memory(self, state: State) -> State:
+        """What the server keeps for itself (`Uploads.memory`) at the start, from the K clients' initial states."""
+        return {}
+
+    def receive(self, state: State, mixed: State) -> State:
+        """What a download does to the client states [k, …]: the tensors to overwrite, by name."""
+        return mixed
+
+
+STRATEGIES: dict[str, type[Strategy]] = {}
+
+
+def register(cls: type[Strategy]) -> type[Strategy]:
+    """Class decorator: make a method known by its `name`."""
+    STRATEGIES[cls.name] = cls
+    return cls
+
+
+def make(name: str, **settings) -> Strategy:
+    """The method called `name` with its defaults, but for `settings`.
+
+    Raises ValueError for an unknown name, an unknown setting or a setting out of range.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(f"method={name!r}: unknown, must be one of {', '.join(sorted(STRATEGIES))}")
+    cls = STRATEGIES[name]
+    known = [f.name for f in fields(cls)]
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(
+                f"{name}({setting}={settings[setting]!r}): unknown setting, must be one of {', '.join(known)}"
+            )
+    return cls(**settings)

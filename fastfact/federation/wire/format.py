@@ -1,0 +1,389 @@
+"""What crosses the wire: the message format, what the receiver gets out of it, and a ledger of its bytes.
+
+A message is one client's tensors of one round in one direction. Both sides know the model, so tensors go by their
+index in its table of names:
+
+    "FF", version (u8), 0 (u8), number of tensors (u32)                      8 bytes
+    then for each: index (u16), encoding (u8), payload length (u32)          7 bytes, and the payload
+
+all little-endian. Encodings of the payload, elements in row-major order:
+
+    0  the numbers as they are                 3  bitmap, then the nonzeros as they are (float32 or bfloat16)
+    1  bfloat16                                4  bitmap, then the nonzeros as bfloat16
+    2  int8, after a float32 scale per row     5  bitmap, then a float32 scale per row, then the nonzeros as int8
+
+A row is the first axis of the tensor (one row if it has one axis or none). μ goes as a bitmap wherever that is shorter.
+Where only some slices along the first axis travel, 8 is added to the encoding and the payload begins with one bit for
+each, eight to a byte, lowest first.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastfact import ops
+from fastfact.federation.state import State, TensorInfo
+
+HEADER = struct.Struct("<2sBBI")
+ENTRY = struct.Struct("<HBI")
+FRAME = "(frame)"
+VALUES = ("exact", "bfloat16", "int8")
+RAW, BF16, INT8, BITMAP, BITMAP_BF16, BITMAP_INT8 = range(6)
+SOME_ROWS = 8
+_BITMAP_TYPES = {BITMAP: torch.float32, BITMAP_BF16: torch.bfloat16, BITMAP_INT8: torch.int8}
+EXACT_BITMAP = (torch.float32, torch.bfloat16)
+
+
+@dataclass
+class Sizes:
+    """For some tensors of m messages: bytes (payload and entry) and how many numbers travel, by name, lists [m]."""
+
+    bytes: dict[str, list[int]] = field(default_factory=dict)
+    numbers: dict[str, list[int]] = field(default_factory=dict)
+
+    def total(self, row: int) -> int:
+        """The length of one message."""
+        return sum(sizes[row] for sizes in self.bytes.values())
+
+
+REPLY = "(reply)"
+
+
+def reply(count: int) -> Sizes:
+    """One message of `count` float32 numbers that are no tensor of the model."""
+    return Sizes({REPLY: [4 * count], FRAME: [HEADER.size]}, {REPLY: [count]})
+
+
+class Wire:
+    """Encodes float tensors as `values` says: "exact" in their own dtype, "bfloat16", or "int8" with a scale per row.
+
+    Integer tensors are always exact, and those named in `exact`. Raises ValueError for an unknown `values`.
+    """
+
+    def __init__(
+        self,
+        infos: Mapping[str, TensorInfo],
+        values: str = "exact",
+        sparse: Iterable[str] = (),
+        exact: Iterable[str] = (),
+    ):
+        if values not in VALUES:
+            raise ValueError(f"wire={values!r}, must be one of {', '.join(VALUES)}")
+        self.infos, self.values, self.sparse = infos, values, frozenset(sparse)
+        self.exact = frozenset(exact)
+        self.names = list(infos)
+        if len(self.names) > 0xFFFF:
+            raise ValueError(f"the model has {len(self.names)} tensors, the wire format allows {0xFFFF}")
+        self.index = {name: n for n, name in enumerate(self.names)}
+
+    def _plain(self, info: TensorInfo) -> int:
+        if self.values == "exact" or info.name in self.exact or not info.dtype.is_floating_point:
+            return RAW
+        return BF16 if self.values == "bfloat16" else INT8
+
+    def _bitmap(self, info: TensorInfo) -> int | None:
+        if info.name not in self.sparse or (self.values == "exact" and info.dtype not in EXACT_BITMAP):
+            return None
+        if self.values == "exact":
+            return BITMAP if info.dtype == torch.float32 else BITMAP_BF16
+        return BITMAP_BF16 if self.values == "bfloat16" else BITMAP_INT8
+
+    def _length(self, info: TensorInfo, encoding: int, nonzeros: int) -> int:
+        rows, columns = _matrix_shape(info.shape)
+        n = rows * columns
+        bitmap = rows * ((columns + 7) // 8)
+        return {
+            RAW: n * info.dtype.itemsize,
+            BF16: 2 * n,
+            INT8: n + 4 * rows,
+            BITMAP: bitmap + 4 * nonzeros,
+            BITMAP_BF16: bitmap + 2 * nonzeros,
+            BITMAP_INT8: bitmap + 4 * rows + nonzeros,
+        }[encoding]
+
+    def _choose(self, info: TensorInfo, nonzeros: int) -> tuple[int, int]:
+        """(encoding, payload length)."""
+        plain, bitmap = self._plain(info), self._bitmap(info)
+        length = self._length(info, plain, nonzeros)
+        if bitmap is not None and (packed := self._length(info, bitmap, nonzeros)) < length:
+            return bitmap, packed
+        return plain, length
+
+    def send(self, state: State, names: Sequence[str], rows: Mapping[str, Tensor] | None = None) -> tuple[State, Sizes]:
+        """What the receiver has of the named tensors [m, …] of m messages, and their sizes.
+
+        rows: name → bool, which slices along the first axis travel; the others are in the result as they were.
+        Equal to encoding and decoding every message, but no bytes are made: exact tensors arrive as they are.
+        """
+        received, sizes = {}, Sizes()
+        for name in names:
+            info, tensor, mask = self.infos[name], state[name], (rows or {}).get(name)
+            begin = ENTRY.size
+            if mask is not None:
+                begin += (len(mask) + 7) // 8
+                info, tensor = _some_rows(info, mask), tensor[:, mask]
+            m = len(tensor)
+            nonzeros = tensor.flatten(1).count_nonzero(1).tolist() if name in self.sparse else [info.numel] * m
+            length = {count: begin + self._choose(info, count)[1] for count in set(nonzeros)}
+            sizes.bytes[name] = [length[count] for count in nonzeros]
+            sizes.numbers[name] = nonzeros
+            received[name] = self._lossy(tensor, info)
+            if mask is not None:
+                received[name] = state[name].index_copy(1, mask.nonzero().flatten(), received[name])
+        sizes.bytes[FRAME] = [HEADER.size] * len(next(iter(received.values()), ()))
+        return received, sizes
+
+    def _lossy(self, tensor: Tensor, info: TensorInfo) -> Tensor:
+        plain = self._plain(info)
+        if plain == RAW:
+            return tensor
+        if plain == BF16:
+            return tensor.to(torch.bfloat16).to(tensor.dtype)
+        rows = tensor.reshape(len(tensor), *_matrix_shape(info.shape))
+        quantized, scale = _quantize(rows)
+        return (quantized.float() * scale.unsqueeze(-1)).to(tensor.dtype).reshape(tensor.shape)
+
+    def encode(self, tensors: Mapping[str, Tensor], rows: Mapping[str, Tensor] | None = None) -> bytes:
+        """One message of one client's tensors, without the client axis. rows: see `send`."""
+        parts = [HEADER.pack(b"FF", 1, 0, len(tensors))]
+        for name, tensor in tensors.items():
+            info, tensor = self.infos[name], tensor.detach().cpu()
+            if tuple(tensor.shape) != info.shape:
+                raise ValueError(f"message: {name} has shape {list(tensor.shape)}, must be {list(info.shape)}")
+            mask, which = (rows or {}).get(name), b""
+            if mask is not None:
+                mask = mask.cpu()
+                info, tensor = _some_rows(info, mask), tensor[mask]
+                which = _bytes(ops.pack_bitmap(mask[None].float(), torch.float32)[0])
+            encoding, length = self._choose(info, int(tensor.count_nonzero()))
+            payload = which + b"".join(map(_bytes, self._payload(tensor, info, encoding)))
+            assert len(payload) == len(which) + length
+            flag = 0 if mask is None else SOME_ROWS
+            parts += [ENTRY.pack(self.index[name], encoding + flag, len(payload)), payload]
+        return b"".join(parts)
+
+    def _payload(self, tensor: Tensor, info: TensorInfo, encoding: int) -> list[Tensor]:
+        rows = tensor.reshape(_matrix_shape(info.shape))
+        if encoding == RAW:
+            return [tensor]
+        if encoding == BF16:
+            return [tensor.to(torch.bfloat16)]
+        if encoding == INT8:
+            quantized, scale = _quantize(rows)
+            return [scale, quantized]
+        bits, values, scale = ops.pack_bitmap(rows, _BITMAP_TYPES[encoding])
+        return [bits, scale, values]
+
+    def decode(
+        self, message: bytes, onto: Mapping[str, Tensor] | None = None, names: Iterable[str] | None = None
+    ) -> dict[str, Tensor]:
+        """The tensors of a message (of these only `names`, if given); rows that did not travel are those of `onto`, or
+        zero.
+
+        Raises ValueError for a message that is cut short or does not fit the model.
+        """
+        view = memoryview(message)
+        if len(view) < HEADER.size or bytes(view[:2]) != b"FF" or view[2] != 1:
+            raise ValueError("message: not a message of this version")
+        count, at = HEADER.unpack(view[: HEADER.size])[3], HEADER.size
+        tensors, wanted = {}, None if names is None else frozenset(names)
+        for _ in range(count):
+            if len(view) < at + ENTRY.size:
+                raise ValueError("message: cut short")
+            index, encoding, length = ENTRY.unpack(view[at : at + ENTRY.size])
+            at += ENTRY.size
+            some, encoding = divmod(encoding, SOME_ROWS)
+            if index >= len(self.names) or some > 1 or encoding > BITMAP_INT8 or len(view) < at + length:
+                raise ValueError("message: cut short or damaged")
+            info, payload = self.infos[self.names[index]], view[at : at + length]
+            if wanted is not None and info.name not in wanted:
+                at += length
+                continue
+            if not some:
+                tensors[info.name] = _decode(payload, info, encoding)
+            else:
+                n = info.shape[0]
+                width = (n + 7) // 8
+                if length < width:
+                    raise ValueError(f"message: {info.name} is cut short")
+                mask = torch.tensor([payload[i // 8] >> (i % 8) & 1 for i in range(n)], dtype=torch.bool)
+                base = onto[info.name].cpu() if onto else torch.zeros(info.shape, dtype=info.dtype)
+                part = _decode(payload[width:], _some_rows(info, mask), encoding)
+                tensors[info.name] = base.index_copy(0, mask.nonzero().flatten(), part)
+            at += length
+        return tensors
+
+
+def _some_rows(info: TensorInfo, mask: Tensor) -> TensorInfo:
+    """The tensor that is left of some rows."""
+    return dataclasses.replace(info, shape=(int(mask.sum()), *info.shape[1:]))
+
+
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows = shape[0] if len(shape) > 1 else 1
+    n = torch.Size(shape).numel()
+    return rows, n // rows if rows else 0
+
+
+def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [..., rows, n] and float32 [..., rows], as `ops.pack_bitmap` quantizes."""
+    x = rows.float()
+    scale = x.abs().amax(-1) / 127 if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    return (x * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _decode(payload: memoryview, info: TensorInfo, encoding: int) -> Tensor:
+    rows, columns = _matrix_shape(info.shape)
+
+    def read(start: int, count: int, dtype: torch.dtype) -> Tensor:
+        stop = start + count * dtype.itemsize
+        if stop > len(payload):
+            raise ValueError(f"message: {info.name} is cut short")
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(bytearray(payload[start:stop]), dtype=dtype)
+
+    if encoding == RAW:
+        return read(0, info.numel, info.dtype).reshape(info.shape)
+    if encoding == BF16:
+        return read(0, info.numel, torch.bfloat16).to(info.dtype).reshape(info.shape)
+    if encoding == INT8:
+        scale = read(0, rows, torch.float32)
+        quantized = read(4 * rows, info.numel, torch.int8).reshape(rows, columns)
+        return (quantized.float() * scale[:, None]).to(info.dtype).reshape(info.shape)
+    width = (columns + 7) // 8
+    bits = read(0, rows * width, torch.uint8).reshape(rows, width)
+    at, scale = rows * width, torch.empty(0)
+    if encoding == BITMAP_INT8:
+        scale = read(at, rows, torch.float32)
+        at += 4 * rows
+    dtype = _BITMAP_TYPES[encoding]
+    values = read(at, (len(payload) - at) // dtype.itemsize, dtype)
+    return ops.unpack_bitmap(bits, values, scale, columns).to(info.dtype).reshape(info.shape)
+
+
+@dataclass
+class Entry:
+    """The messages of one round and direction ("up" to the server, "down" from it) to or from some clients."""
+
+    round: int
+    direction: str
+    clients: list[int]
+    sizes: Sizes
+
+
+class Ledger:
+    """The bytes of every tensor that crossed the wire, by round, client, direction and name."""
+
+    def __init__(self, entries: Iterable[Entry] = ()):
+        self.entries = list(entries)
+
+    def add(self, round: int, direction: str, clients: Sequence[int], sizes: Sizes) -> None:
+        """Record the messages of `clients`, in the order of the lists in `sizes`."""
+        if len(clients):
+            self.entries.append(Entry(round, direction, list(clients), sizes))
+
+    def bytes(
+        self,
+        direction: str | None = None,
+        round: int | None = None,
+        client: int | None = None,
+        name: str | None = None,
+    ) -> int:
+        """Bytes summed over everything not asked for. `name` "(frame)" are the headers of the messages."""
+        return self._sum("bytes", direction, round, client, name)
+
+    def numbers(self, direction: str | None = None, round: int | None = None, client: int | None = None) -> int:
+        """How many numbers travelled: all of a dense tensor, the nonzeros of μ."""
+        return self._sum("numbers", direction, round, client, None)
+
+    def _sum(self, what, direction, round, client, name) -> int:
+        total = 0
+        for entry in self.entries:
+            if direction not in (None, entry.direction) or round not in (None, entry.round):
+                continue
+            for key, sizes in getattr(entry.sizes, what).items():
+                if name in (None, key):
+                    if client is None:
+                        total += sum(sizes)
+                    else:
+                        total += sum(s for c, s in zip(entry.clients, sizes, strict=True) if c == client)
+        return total
+
+    def by_client(self, direction: str | None = None) -> dict[int, int]:
+        """Bytes by client, over all rounds and names."""
+        totals: dict[int, int] = {}
+        for entry in self.entries:
+            if direction in (None, entry.direction):
+                sizes = entry.sizes.bytes.values()
+                lengths = list(map(sum, zip(*sizes, strict=True))) if sizes else [0] * len(entry.clients)
+                for client, length in zip(entry.clients, lengths, strict=True):
+                    totals[client] = totals.get(client, 0) + length
+        return totals
+
+    @property
+    def up(self) -> int:
+        """Bytes from the clients to the server."""
+        return self.bytes("up")
+
+    @property
+    def down(self) -> int:
+        """Bytes from the server to the clients."""
+        return self.bytes("down")
+
+    def by_name(self, direction: str | None = None) -> dict[str, int]:
+        """Bytes by tensor name, over all rounds and clients."""
+        totals: dict[str, int] = {}
+        for entry in self.entries:
+            if direction in (None, entry.direction):
+                for name, sizes in entry.sizes.bytes.items():
+                    totals[name] = totals.get(name, 0) + sum(sizes)
+        return totals
+
+    def formula(self) -> int:
+        """The papers' cost in bytes, {(P_S2C + P_C2S) × 4} × K × R (Factorized-FL, C.2): four bytes for every number
+        that travelled (of μ only the nonzeros), no headers and no positions, summed over the clients and rounds there
+        were instead of multiplied by K and R.
+        """
+        return 4 * self.numbers()
+
+    def rows(self) -> list[dict]:
+        """The ledger as JSON rows, one for each round and direction; sizes equal for all clients are written once."""
+
+        def short(sizes: list[int]):
+            return sizes[0] if len(set(sizes)) == 1 else sizes
+
+        return [
+            {
+                "round": e.round,
+                "direction": e.direction,
+                "clients": e.clients,
+                "bytes": {name: short(sizes) for name, sizes in e.sizes.bytes.items()},
+                "numbers": {name: short(sizes) for name, sizes in e.sizes.numbers.items()},
+            }
+            for e in self.entries
+        ]
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[dict]) -> "Ledger":
+        """The inverse of `rows`. Raises KeyError, TypeError or ValueError for rows that are no ledger."""
+        ledger = cls()
+        for row in rows:
+            m = len(row["clients"])
+            sizes = Sizes()
+            for what, into in (("bytes", sizes.bytes), ("numbers", sizes.numbers)):
+                for name, value in row[what].items():
+                    into[name] = list(value) if isinstance(value, list) else [int(value)] * m
+                    if len(into[name]) != m:
+                        raise ValueError(f"{name} has {len(into[name])} sizes for {m} clients")
+            ledger.add(row["round"], row["direction"], row["clients"], sizes)
+        return ledger

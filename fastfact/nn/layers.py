@@ -1,0 +1,558 @@
+"""Factorized layers: drop-in for `nn.Conv2d` and `nn.Linear`, with the weight made from factors in each forward."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastfact import ops
+from fastfact.nn import choice as cost
+from fastfact.nn import sparsity
+from fastfact.nn import weight_cache as kept
+from fastfact.nn.specs import LowRank, Rank1, Spec
+from fastfact.ops.common import is_channels_last, is_mapped, transforming
+
+PATHS = ("auto", "reconstruct", "factored")
+INDEX = "mu_index"
+
+__all__ = ["FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
+
+
+class FactorizedLayer(nn.Module):
+    """What the factorized layers share. Parameters are the factors of `spec`, by name, and `bias`.
+
+    The parameter that carries the L1 penalty (μ) is marked for `ff.optim.ProxSGD`; the mark survives `deepcopy`,
+    pickling and `load_state_dict(assign=True)`.
+
+    μ has two forms: dense, of the shape of W, and compact (after `compact()`): the values [nnz] of the support, with
+    their ascending flat positions in the buffer `mu_index` int32 [nnz]. It stays one and the same parameter.
+
+    path: "reconstruct" makes W and calls the dense layer; "factored" computes from u, v and compact μ without W
+    (`Rank1` with layout "spatial" or "kernel", or of a linear layer; zero padding given as numbers); "auto" takes the
+    one that the cost model of this machine predicts to be faster for the input at hand (`nn.choice`, on the CPU):
+    the factored one can be where μ is compact or the spec has none. Under torch.compile, torch.export and the
+    transforms of torch.func the choice does not look at the size of the input.
+
+    "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
+    (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
+    convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
+    σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
+    is two smaller convolutions. "auto" takes it on a GPU, for clients and for `Rank1(sparse=False)`.
+
+    In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it until a
+    factor changes (`nn.weight_cache`) or `train()` or `eval()` is called; "factored" does so with the order in which
+    the kernels take the nonzeros of μ, 8 bytes for each. After writes to a few numbers through `.data` or numpy, which
+    PyTorch does not count, call `eval()`.
+    """
+
+    spec: Spec
+    size: tuple[int, ...]
+    path: str = "auto"
+    paths = PATHS
+    _kept: kept.Kept | None = None
+    _kept_order: kept.Kept | None = None
+    _answer: tuple[tuple, bool] | None = None
+
+    def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
+        if not isinstance(spec, Spec):
+            raise TypeError(f"{type(self).__name__}(spec={spec!r}): must be ff.Rank1, ff.LowRank or ff.Hadamard")
+        self.spec, self.size = spec, tuple(size)
+        shapes = spec.shapes(self.size)
+        self._names = tuple(shapes)
+        if dense is None:
+            dense = torch.empty(self.size, device=device, dtype=dtype)
+        for name, shape in shapes.items():
+            like = dense if shape == self.size and name == spec.dense else dense.new_empty(0)
+            empty = torch.empty_like(like) if like is dense else like.new_empty(shape)
+            self.register_parameter(name, nn.Parameter(empty))
+        self.register_parameter("bias", nn.Parameter(dense.new_empty(bias)) if bias else None)
+
+    @torch.no_grad()
+    def reset_parameters(
+        self, init: str = "random", dense: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        """Set the factors as `spec` says: from scratch, or from the weight `dense` of the layer this one replaces.
+
+        Without `dense`, W (for `LowRank`: σ) and the bias are drawn as `nn.Conv2d` and `nn.Linear` draw theirs.
+        """
+        if dense is None:
+            like = next(iter(self.factors().values()))
+            bound = (1 / torch.Size(self.size[1:]).numel()) ** 0.5
+            dense = torch.empty(self.size, dtype=like.dtype, device=like.device)
+            dense.uniform_(-bound, bound, generator=generator)
+            if self.bias is not None:
+                self.bias.uniform_(-bound, bound, generator=generator)
+        for name, value in self.spec.init(self.size, dense, init, generator).items():
+            getattr(self, name).copy_(value)
+
+    def factors(self) -> dict[str, nn.Parameter]:
+        """The factors by name: u, v, mu | sigma, A, B | x1, y1, x2, y2 (shapes: see the spec)."""
+        return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def weight(self) -> Tensor:
+        """W in PyTorch's order, made from the factors now; differentiable."""
+        return self._weight(None)
+
+    def _weight(self, channels_last: bool | None) -> Tensor:
+        factors = self._parameters
+        if self.is_compact:
+            factors = {**factors, INDEX: self._buffers[INDEX]}
+        return self.spec.weight(factors, self.size, channels_last)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether μ is in compact form."""
+        mu = self._parameters.get("mu")
+        return mu is not None and mu.dim() == 1
+
+    @property
+    def density(self) -> float:
+        """Fraction of nonzeros in the sparse factor (μ): 0 for `Rank1(sparse=False)`, 1 for specs without one."""
+        if self.spec.sparse_factor not in self._parameters:
+            return 0.0 if self.spec.sparse_factor else 1.0
+        return torch.count_nonzero(self.mu).item() / torch.Size(self.size).numel()
+
+    def _require_mu(self, what: str) -> nn.Parameter:
+        mu = self._parameters.get(self.spec.sparse_factor)
+        if mu is None:
+            raise ValueError(f"{what}: {self.spec} has no sparse factor")
+        return mu
+
+    def prune_(self, density: float) -> "FactorizedLayer":
+        """Keep the round(density · numel) numbers of μ with the largest magnitude, set the others to zero, in place.
+
+        Raises ValueError for a density outside [0, 1] or a spec without μ.
+        """
+        mu = self._require_mu("prune_")
+        sparsity.prune_(mu, density, of=torch.Size(self.size).numel())
+        return self
+
+    @torch.no_grad()
+    def compact(self, density: float | None = None) -> "FactorizedLayer":
+        """Bring μ into compact form: its nonzeros, after `prune_(density)` if a density is given.
+
+        On a compact layer, positions whose value is zero leave the support. The gradient of μ is dropped, and `ProxSGD`
+        starts its momentum anew. Raises ValueError as `prune_` does.
+        """
+        mu = self._require_mu("compact")
+        if density is not None:
+            self.prune_(density)
+        if self.is_compact:
+            kept = mu.nonzero().flatten()
+            self.set_support(mu[kept], self.mu_index[kept])
+        else:
+            self.set_support(*sparsity.gather(mu))
+        return self
+
+    @torch.no_grad()
+    def expand(self) -> "FactorizedLayer":
+        """Bring μ back into dense form, the inverse of `compact`."""
+        mu = self._require_mu("expand")
+        if self.is_compact:
+            mu.grad = None
+            mu.data = sparsity.scatter(mu, self.mu_index, self.size)
+            sparsity.change_support(mu)
+            del self._buffers[INDEX]
+        return self
+
+    @torch.no_grad()
+    def regrow(self, gradient: Tensor, l1: float) -> int:
+        """Let positions off the support join it, with value 0, where |gradient| > `l1`; returns how many did.
+
+        gradient: of the loss without the penalty by the dense μ, of the shape of W. A weight at zero whose gradient is
+        at most λ is where the L1 problem wants it (its KKT condition), any other is not. Raises ValueError for a layer
+        that is not compact, a gradient of another shape, or a negative l1.
+        """
+        mu = self._require_support("regrow", gradient)
+        if not l1 >= 0:
+            raise ValueError(f"regrow(l1={l1}): must not be negative")
+        join = gradient.reshape(-1).abs() > l1
+        join[self.mu_index.long()] = False
+        new = join.nonzero().flatten().to(torch.int32)
+        index, order = torch.cat([self.mu_index, new]).sort()
+        self.set_support(torch.cat([mu, mu.new_zeros(len(new))])[order], index)
+        return len(new)
+
+    @torch.no_grad()
+    def replace(self, gradient: Tensor, count: int) -> "FactorizedLayer":
+        """Give `count` positions of the support to others, as `sparsity.replaced` says; it stays as large as it is.
+
+        gradient: as for `regrow`. Raises ValueError as `regrow` does, and for a count that is negative.
+        """
+        mu = self._require_support("replace", gradient)
+        if count < 0:
+            raise ValueError(f"replace(count={count}): must not be negative")
+        self.set_support(*sparsity.replaced(mu, self.mu_index, gradient, count))
+        return self
+
+    def _require_support(self, what: str, gradient: Tensor) -> nn.Parameter:
+        mu = self._require_mu(what)
+        if not self.is_compact:
+            raise ValueError(f"{what}: μ is dense, call compact() first")
+        if tuple(gradient.shape) != self.size:
+            raise ValueError(f"{what}: gradient has shape {list(gradient.shape)}, must be {list(self.size)}")
+        return mu
+
+    @torch.no_grad()
+    def set_support(self, values: Tensor, index: Tensor) -> None:
+        """Make μ compact with these values [nnz] at these ascending flat positions int32 [nnz]."""
+        self.mu.grad = None
+        self.mu.data = values.contiguous()
+        sparsity.change_support(self.mu)
+        self.register_buffer(INDEX, index)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        saved = state_dict.get(prefix + INDEX)
+        if self.spec.sparse_factor in self._parameters and (saved is not None or self.is_compact):
+            if saved is None:
+                self.expand()
+            elif not self.is_compact or saved.shape != self.mu_index.shape:
+                self.set_support(self.mu.new_zeros(saved.shape), saved.to(self.mu.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _factored(self, x: Tensor) -> bool:
+        """Whether the forward takes the factored path. Raises ValueError where it is asked for and cannot be taken."""
+        path = self.path
+        if path == "auto":
+            return self._faster_factored(x)
+        if path == "factored" and (why_not := self._why_not_factored()):
+            raise ValueError(f'path="factored": {why_not}')
+        return path == "factored"
+
+    @property
+    def can_factor(self) -> bool:
+        """Whether there is a factored path for the layer as it is: compact μ or none, and a spec that has one."""
+        return (self.is_compact or "mu" not in self._parameters) and self._why_not_factored() is None
+
+    def _faster_factored(self, x: Tensor) -> bool:
+        """Whether there is a factored path for x, and it is the faster one."""
+        parameters = self._parameters
+        mu = parameters.get("mu")
+        if mu is not None and mu.dim() > 1:
+            return False
+        training = torch.is_grad_enabled() and (
+            x.requires_grad or any(p is not None and p.requires_grad for p in parameters.values())
+        )
+        if transforming():
+            step = "training" if training else "forward"
+            return self._can_factor(x) and cost.factored_nominal(*self._work(None, False, step, x.dtype))
+        asked = (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, training, mu is not None and mu.shape)
+        asked += cost.setting()
+        # To put the question takes longer than an answer that was given a call ago is worth.
+        if self._answer is None or self._answer[0] != asked:
+            faster = self._can_factor(x) and cost.factored(self.work(tuple(x.shape), x, training))
+            self._answer = asked, faster
+        return self._answer[1]
+
+    def _can_factor(self, x: Tensor) -> bool:
+        return self.can_factor and x.device.type == "cpu"
+
+    def work(self, shape: tuple[int, ...], like: Tensor, training: bool) -> cost.Work:
+        """What the cost model is asked about for an input of `shape`, otherwise as `like`: in its memory format and
+        dtype, and in training with a gradient if it wants one."""
+        step = ("training" if like.requires_grad else "weights") if training else "forward"
+        return self._work(shape, is_channels_last(like), step, like.dtype)
+
+    def _work(self, shape: tuple[int, ...] | None, channels_last: bool, step: str, dtype: torch.dtype) -> cost.Work:
+        """What the cost model is asked about, for an input of `shape` (None: a nominal one)."""
+        raise NotImplementedError
+
+    def _why_not_factored(self) -> str | None:
+        if not isinstance(self.spec, Rank1):
+            return f"{type(self.spec).__name__} has no factored form"
+        if self.spec.sparse and not self.is_compact:
+            return "μ is dense, call compact() first"
+        return None
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        index = self._buffers.get(INDEX) if self.is_compact else None
+        return self.u, self.v, self._parameters.get("mu"), index, self.bias
+
+    def _nonzeros(self) -> int:
+        return len(self._parameters["mu"]) if self.is_compact else 0
+
+    def _kept_weight(self, x: Tensor) -> Tensor | None:
+        """W where it is kept and serves x."""
+        if self.training or not kept.allowed() or (found := self._kept) is None:
+            return None
+        return found.value if found.serves(self, x) else None
+
+    def _keep(self, weight: Tensor, x: Tensor) -> None:
+        if not self.training and kept.allowed():
+            self._kept = kept.keep(self, weight, x)
+
+    def train(self, mode: bool = True) -> "FactorizedLayer":
+        """As for any module; what was kept is dropped."""
+        self._kept = self._kept_order = None
+        return super().train(mode)
+
+    def _apply(self, *args, **kwargs):
+        self._kept = self._kept_order = None
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self):
+        left_out = ("_kept", "_kept_order", "_answer")
+        return {name: value for name, value in super().__getstate__().items() if name not in left_out}
+
+    def _mark(self) -> None:
+        parameter = self._parameters.get(self.spec.sparse_factor)
+        if parameter is not None:
+            sparsity.mark_penalized(parameter)
+
+    def __setattr__(self, name, value):
+        if name == "path":
+            if value not in self.paths:
+                raise ValueError(f"path={value!r}: must be one of {', '.join(map(repr, self.paths))}")
+            self._kept = None
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            self._mark()
+
+    def register_parameter(self, name, param):
+        super().register_parameter(name, param)
+        self._mark()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._mark()
+
+
+class FactorizedConv2d(FactorizedLayer):
+    """`nn.Conv2d` whose weight [out, in / groups, kh, kw] is made from the factors of `spec`.
+
+    Arguments as for `nn.Conv2d`, plus `spec` (default `ff.Rank1()`). Input [n, in, h, w] or [in, h, w], output as
+    `nn.Conv2d` gives it. Raises ValueError as `nn.Conv2d` does, and for a spec that does not fit.
+    """
+
+    paths = (*PATHS, "fused")
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device=None,
+        dtype=None,
+        *,
+        spec: Spec | None = None,
+    ):
+        conv = nn.Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device="meta"
+        )
+        self._setup(conv, Rank1() if spec is None else spec, None, device, dtype)
+        self.reset_parameters()
+
+    def _setup(self, conv: nn.Conv2d, spec: Spec, dense: Tensor | None, device=None, dtype=None) -> None:
+        super().__init__()
+        for name in (*nn.Conv2d.__constants__, "_reversed_padding_repeated_twice"):
+            if hasattr(conv, name):
+                setattr(self, name, getattr(conv, name))
+        size = tuple(conv.weight.shape)
+        self._build(size, spec, conv.out_channels if conv.bias is not None else None, dense, device, dtype)
+
+    @classmethod
+    def from_dense(
+        cls, layer: nn.Conv2d, spec: Spec, init: str = "random", generator: torch.Generator | None = None
+    ) -> "FactorizedConv2d":
+        """The factorized form of `layer`: its settings, bias, dtype, device, memory format and mode."""
+        return _from_dense(cls.__new__(cls), layer, spec, init, generator)
+
+    def to_dense(self) -> nn.Conv2d:
+        """An `nn.Conv2d` of the same function, with W as its weight and this layer's bias."""
+        dense = nn.Conv2d(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.bias is not None,
+            self.padding_mode,
+            device="meta",
+        )
+        return _fill_dense(dense, self)
+
+    def _why_not_factored(self) -> str | None:
+        if isinstance(self.spec, Rank1) and self.spec.layout == "view":
+            return 'layout "view" has no factored form, only "spatial" and "kernel" have one'
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
+        return super()._why_not_factored()
+
+    def _work(self, shape, channels_last, step, dtype):
+        if shape is None:
+            reach = [gap * (extent - 1) + 1 for gap, extent in zip(self.dilation, self.size[2:], strict=True)]
+            shape = (cost.NOMINAL_IMAGES, self.in_channels, *(max(cost.NOMINAL_SIDE, least) for least in reach))
+        images, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
+        how = (self.stride, self.padding, self.dilation, self.u.shape[0], self._nonzeros())
+        kind = "separable" if self.spec.layout == "kernel" else "conv"
+        return cost.Work(kind, self.size, self.groups, images, image, *how, channels_last, step, dtype)
+
+    def _fused(self) -> bool:
+        """Whether the forward takes the fused path. Raises ValueError where it is asked for and cannot be taken."""
+        if self.path == "auto":
+            own = next(iter(self._parameters.values()))
+            if not own.is_cuda or torch.compiler.is_compiling():
+                return False
+            mapped = any(p is not None and is_mapped(p) for p in self._parameters.values())
+            two_parts = isinstance(self.spec, Rank1) and self.spec.layout != "view" and not self.spec.sparse
+            return (mapped or two_parts) and self._why_not_fused() is None
+        if self.path == "fused" and (why_not := self._why_not_fused()):
+            raise ValueError(f'path="fused": {why_not}')
+        return self.path == "fused"
+
+    def _why_not_fused(self) -> str | None:
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
+        return None
+
+    def _convolve(self, x: Tensor, fused: bool) -> Tensor:
+        """The factored or the fused path, on x with its batch axis."""
+        how = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
+        if not fused:
+            if self.spec.layout == "kernel":
+                return ops.separable_conv2d(x, *self._parts(), size=self.size, **how)
+            return ops.factored_conv2d(x, *self._parts(), size=self.size, order=self._order(x, how), **how)
+        spec = self.spec
+        if isinstance(spec, Rank1) and spec.layout == "kernel" and not spec.sparse:
+            return ops.separable_conv2d(x, self.u, self.v, bias=self.bias, size=self.size, **how)
+        if isinstance(spec, Rank1):
+            return ops.fused_conv2d(x, *self._parts(), layout=spec.layout, size=self.size, **how)
+        if self._shares_sigma(x):
+            o, i, kh, kw = self.size
+            down, across = self.B.mT.unflatten(-1, (i, kh)), (spec.scaling * self.A).unflatten(-1, (o, kw))
+            y = F.conv2d(x, self.sigma, None, **how) + ops.separable_conv2d(x, down, across, size=self.size, **how)
+            return y if self.bias is None else y + self.bias[:, None, None]
+        return ops.fused_conv2d(x, mu=self._weight(is_channels_last(x)), bias=self.bias, size=self.size, **how)
+
+    def _order(self, x: Tensor, how: dict) -> Tensor | None:
+        """The order of μ's nonzeros for x, in evaluation; found once."""
+        if self.training or not self.is_compact or not x.is_cpu or not kept.allowed():
+            return None
+        if self._kept_order is None or not self._kept_order.serves(self, x):
+            *parts, _ = self._parts()
+            order = ops.factored_conv2d_order(x, *parts, size=self.size, **how)
+            self._kept_order = kept.keep_order({INDEX: self._buffers[INDEX]}, order, x)
+        return None if self._kept_order is None else self._kept_order.value
+
+    def _shares_sigma(self, x: Tensor) -> bool:
+        """Whether clients of `vmap` share σ, and σ and BA apart cost less than each client's own W.
+
+        In units of one convolution with W, forward and backward: W made costs 3, and 3 r / m to make it and to reduce
+        its gradient, for m pixels; σ costs 2 as it has no gradient, and the factors 3 r (1 / (o kw) + 1 / (i kh)).
+        """
+        if not isinstance(self.spec, LowRank) or self.spec.layout != "separable" or self.groups > 1:
+            return False
+        if not is_mapped(self.A) or is_mapped(self.sigma):
+            return False
+        o, i, kh, kw = self.size
+        pixels = x.shape[0] * x.shape[2] * x.shape[3] / (self.stride[0] * self.stride[1])
+        return self.A.shape[0] * (1 / (o * kw) + 1 / (i * kh) - 1 / pixels) < 1 / 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._kept_weight(x)
+        if weight is None:
+            fused = self._fused()
+            if fused or self._factored(x):
+                y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
+                return y if x.dim() == 4 else y.squeeze(0)
+            follows_x = self.spec.dense not in self._parameters or self.is_compact
+            weight = self._weight(is_channels_last(x) if follows_x else None)
+            self._keep(weight, x)
+        bias = self._parameters["bias"]
+        if self.padding_mode != "zeros":
+            return nn.Conv2d._conv_forward(self, x, weight, bias)
+        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def extra_repr(self) -> str:
+        return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"
+
+
+class FactorizedLinear(FactorizedLayer):
+    """`nn.Linear` whose weight [out, in] is made from the factors of `spec`.
+
+    Arguments as for `nn.Linear`, plus `spec` (default `ff.Rank1()`). Input […, in], output […, out].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        spec: Spec | None = None,
+    ):
+        linear = nn.Linear(in_features, out_features, bias, device="meta")
+        self._setup(linear, Rank1() if spec is None else spec, None, device, dtype)
+        self.reset_parameters()
+
+    def _setup(self, linear: nn.Linear, spec: Spec, dense: Tensor | None, device=None, dtype=None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        size = (self.out_features, self.in_features)
+        self._build(size, spec, self.out_features if linear.bias is not None else None, dense, device, dtype)
+
+    @classmethod
+    def from_dense(
+        cls, layer: nn.Linear, spec: Spec, init: str = "random", generator: torch.Generator | None = None
+    ) -> "FactorizedLinear":
+        """The factorized form of `layer`: its settings, bias, dtype, device and mode."""
+        return _from_dense(cls.__new__(cls), layer, spec, init, generator)
+
+    def to_dense(self) -> nn.Linear:
+        """An `nn.Linear` of the same function, with W as its weight and this layer's bias."""
+        return _fill_dense(nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta"), self)
+
+    def _work(self, shape, channels_last, step, dtype):
+        n = cost.NOMINAL_IMAGES if shape is None else torch.Size(shape[:-1]).numel()
+        return cost.linear_work(self.size, n, self.u.shape[0], self._nonzeros(), step, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._kept_weight(x)
+        if weight is None:
+            if self._factored(x):
+                return ops.factored_linear(x, *self._parts(), size=self.size)
+            weight = self.weight
+            self._keep(weight, x)
+        return F.linear(x, weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
+
+
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+
+
+def _hooks(module: nn.Module) -> Mapping:
+    return {name: getattr(module, name) for name in _HOOKS}
+
+
+def _from_dense(new, layer: nn.Module, spec: Spec, init: str, generator):
+    new._setup(layer, spec, layer.weight.detach())
+    new.reset_parameters(init, layer.weight.detach(), generator)
+    for parameter in new.factors().values():
+        parameter.requires_grad_(layer.weight.requires_grad)
+    new.bias = layer.bias
+    for name, hooks in _hooks(layer).items():
+        getattr(new, name).update(hooks)
+    return new.train(layer.training)
+
+
+def _fill_dense(dense: nn.Module, layer: FactorizedLayer):
+    trainable = any(parameter.requires_grad for parameter in layer.factors().values())
+    dense.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=trainable)
+    dense.bias = layer.bias
+    for name, hooks in _hooks(layer).items():
+        getattr(dense, name).update(hooks)
+    return dense.train(layer.training)

@@ -1,0 +1,95 @@
+"""Proximal SGD: plain SGD on every parameter, and a soft threshold on μ, in one fused pass over each group."""
+
+from collections import defaultdict
+
+import torch
+from torch.optim import Optimizer
+
+from fastfact import ops
+from fastfact.nn import sparsity
+
+METHODS = ("proximal", "subgradient")
+
+
+class ProxSGD(Optimizer):
+    """SGD with momentum and weight decay; μ of factorized layers also takes the L1 penalty `l1` (λ, eq. 6 of
+    Factorized-FL): by the proximal step (a soft threshold by lr · l1 / (1 − momentum), so that zeros are exact), or
+    with method="subgradient" as l1 · sign(μ) in the gradient.
+
+    params: as for any optimizer, named parameters included; lr > 0, 0 ≤ momentum < 1, weight_decay and l1 ≥ 0, also per
+    group.
+    A model without factorized layers is trained as by `torch.optim.SGD`. Raises ValueError for values out of range.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        l1: float = 0.0,
+        method: str = "proximal",
+    ):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "l1": l1, "method": method}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _check(group)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step. `closure` re-evaluates the model and returns the loss, as in `torch.optim`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike = defaultdict(list)
+            for param in group["params"]:
+                if param.grad is not None:
+                    alike[param.device, param.dtype].append(param)
+            for params in alike.values():
+                self._step(group, params)
+        return loss
+
+    def _step(self, group, params) -> None:
+        l1 = step_l1(group["l1"], group["momentum"], group["method"] == "proximal")
+        momenta = []
+        if group["momentum"]:
+            for param in params:
+                state = self.state[param]
+                support = sparsity.support_version(param)
+                if "momentum_buffer" not in state or state["support"] != support:
+                    state["support"] = support
+                    state["momentum_buffer"] = torch.zeros_like(param)
+                momenta.append(state["momentum_buffer"])
+        ops.prox_sgd_step(
+            params,
+            [param.grad for param in params],
+            momenta,
+            [l1 if sparsity.penalized(param) else 0.0 for param in params],
+            lr=group["lr"],
+            momentum=group["momentum"],
+            weight_decay=group["weight_decay"],
+            proximal=group["method"] == "proximal",
+        )
+
+
+def step_l1(l1: float, momentum: float, proximal: bool) -> float:
+    """The l1 to give `ops.prox_sgd_step` so that training minimises loss + `l1` · ‖μ‖₁.
+
+    Momentum makes a step 1 / (1 − momentum) times as long as lr in the long run. The subgradient passes through it; the
+    threshold does not and must grow with it: with lr · l1 the fixed point is that of (1 − momentum) · l1.
+    """
+    return l1 / (1 - momentum) if proximal else l1
+
+
+def _check(group) -> None:
+    if not group["lr"] > 0:
+        raise ValueError(f"ProxSGD(lr={group['lr']}): must be above 0")
+    for name in ("weight_decay", "l1"):
+        if not group[name] >= 0:
+            raise ValueError(f"ProxSGD({name}={group[name]}): must not be negative")
+    if not 0 <= group["momentum"] < 1:
+        raise ValueError(f"ProxSGD(momentum={group['momentum']}): must be at least 0 and below 1")
+    if group["method"] not in METHODS:
+        raise ValueError(f"ProxSGD(method={group['method']!r}): must be one of {', '.join(map(repr, METHODS))}")

@@ -1,0 +1,424 @@
+"""Every op in plain PyTorch: the specification the kernels are tested against.
+
+All functions here take the *client axis* `k` in front of every tensor (`k = 1` for one model), as the
+registered ops do; `fastfact.ops` adds and removes it. Weights come out in PyTorch's own order,
+`W[k, o, i, ky, kx]` for a convolution and `W[k, o, i]` for a linear layer.
+
+Layouts are small integers in the op schemas (`formats.LAYOUTS` maps the names).
+"""
+
+import torch
+from torch import Tensor
+
+from fastfact.formats import KERNEL, LINEAR, SPATIAL, VALUE_TYPES, VIEW, is_channels_last, quantized, to_format, unit
+
+
+def _rank1_equation(layout: int) -> str:
+    return {
+        LINEAR: "kri,kro->koi",
+        SPATIAL: "krhw,kroi->koihw",
+        KERNEL: "krih,krow->koihw",
+        VIEW: "krhw,kroi->khwoi",
+    }[layout]
+
+
+def rank1_weight(mu: Tensor | None, u: Tensor, v: Tensor, layout: int, channels_last: bool) -> Tensor:
+    """W = Σ_r u_r ⊗ v_r + μ.
+
+    linear  u [k, r, i],      v [k, r, o],      W[o, i] = u[i] v[o]
+    spatial u [k, r, kh, kw], v [k, r, o, i],   W[o, i, ky, kx] = u[ky, kx] v[o, i]
+    kernel  u [k, r, i, kh],  v [k, r, o, kw],  W[o, i, ky, kx] = u[i, ky] v[o, kx]
+    view    u [k, r, kh, kw], v [k, r, o, i],   the [kh·kw, o·i] outer product read as [o, i, kh, kw]
+    """
+    weight = torch.einsum(_rank1_equation(layout), u, v)
+    if layout == VIEW:
+        weight = weight.reshape(v.shape[0], *v.shape[2:], *u.shape[2:])
+    if mu is not None:
+        weight = weight + mu
+    return to_format(weight, channels_last)
+
+
+def rank1_weight_backward(grad: Tensor, u: Tensor, v: Tensor, layout: int, needs: int) -> tuple[Tensor, Tensor]:
+    """(du, dv) from `grad` = dW; dμ is dW itself. Bit 0 of `needs` asks for du, bit 1 for dv (else no elements)."""
+    if layout == VIEW:
+        grad = grad.reshape(u.shape[0], *u.shape[2:], *v.shape[2:])
+    terms, out = _rank1_equation(layout).split("->")
+    u_index, v_index = terms.split(",")
+    du = torch.einsum(f"{out},{v_index}->{u_index}", grad, v) if needs & 1 else u.new_empty(0)
+    dv = torch.einsum(f"{out},{u_index}->{v_index}", grad, u) if needs & 2 else v.new_empty(0)
+    return du.contiguous(), dv.contiguous()
+
+
+def compact_weight(u: Tensor, v: Tensor, values: Tensor, index: Tensor, layout: int, channels_last: bool) -> Tensor:
+    """W = Σ_r u_r ⊗ v_r + μ as `rank1_weight` has it, μ given as values [k, nnz] at ascending flat positions `index`
+    [k, nnz] in W.
+    """
+    weight = rank1_weight(None, u, v, layout, False)
+    weight = weight.flatten(1).scatter_add(1, index.long(), values).reshape(weight.shape)
+    return to_format(weight, channels_last)
+
+
+def compact_weight_backward(
+    grad: Tensor, u: Tensor, v: Tensor, values: Tensor, index: Tensor, layout: int, needs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(du, dv, dvalues) from `grad` = dW. Bits 0–2 of `needs` ask for them; one not asked for has no elements."""
+    dvalues = grad.flatten(1).gather(1, index.long()) if needs & 4 else values.new_empty(0)
+    return *rank1_weight_backward(grad, u, v, layout, needs), dvalues
+
+
+def _product_to_weight(product: Tensor, layout: int, size: list[int]) -> Tensor:
+    k = product.shape[0]
+    if layout == VIEW:
+        return product.reshape(k, *size)
+    if len(size) == 2:
+        return product.transpose(1, 2)
+    o, i, kh, kw = size
+    return product.reshape(k, i, kh, o, kw).permute(0, 3, 1, 2, 4)
+
+
+def _weight_to_product(weight: Tensor, layout: int, size: list[int]) -> Tensor:
+    k = weight.shape[0]
+    if len(size) == 2:
+        return weight if layout == VIEW else weight.transpose(1, 2)
+    o, i, kh, kw = size
+    if layout == VIEW:
+        return weight.reshape(k, o * kh, i * kw)
+    return weight.permute(0, 2, 3, 1, 4).reshape(k, i * kh, o * kw)
+
+
+def lowrank_weight(
+    sigma: Tensor | None, a: Tensor, b: Tensor, layout: int, size: list[int], scaling: float, channels_last: bool
+) -> Tensor:
+    """W = σ + scaling · reshape(B A), `size` = [o, i, kh, kw] or [o, i].
+
+    separable  b [k, i·kh, r], a [k, r, o·kw],  W[o, i, ky, kx] = (BA)[i·kh + ky, o·kw + kx];  linear W = (BA)ᵀ
+    view       b [k, o·kh, r], a [k, r, i·kw],  W = (BA).view(size);                            linear W = BA
+    """
+    weight = _product_to_weight(scaling * (b @ a), layout, size)
+    if sigma is not None:
+        weight = weight + sigma
+    return to_format(weight, channels_last)
+
+
+def lowrank_weight_backward(
+    grad: Tensor, a: Tensor, b: Tensor, layout: int, size: list[int], scaling: float, needs: int
+) -> tuple[Tensor, Tensor]:
+    """(da, db). Bit 0 of `needs` asks for da, bit 1 for db; one not asked for has no elements. dσ is dW."""
+    product = scaling * _weight_to_product(grad, layout, size)
+    da = b.transpose(1, 2) @ product if needs & 1 else a.new_empty(0)
+    db = product @ a.transpose(1, 2) if needs & 2 else b.new_empty(0)
+    return da.contiguous(), db.contiguous()
+
+
+def hadamard_weight(
+    x1: Tensor, y1: Tensor, x2: Tensor, y2: Tensor, size: list[int], personalized: bool, channels_last: bool
+) -> Tensor:
+    """W = (X₁Y₁ᵀ) ⊙ (X₂Y₂ᵀ + p), p = 1 if personalized (pFedPara) else 0 (FedPara).
+
+    x [k, o, r], y [k, n, r] with n = i·kh·kw (conv) or i (linear); `size` as in `lowrank_weight`.
+    """
+    shared, personal = x1 @ y1.transpose(1, 2), x2 @ y2.transpose(1, 2)
+    weight = shared * (personal + 1) if personalized else shared * personal
+    return to_format(weight.reshape(x1.shape[0], *size), channels_last)
+
+
+def hadamard_weight_backward(
+    grad: Tensor, x1: Tensor, y1: Tensor, x2: Tensor, y2: Tensor, size: list[int], personalized: bool, needs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx1, dy1, dx2, dy2). Bits 0–3 of `needs` ask for them; one not asked for has no elements."""
+    grad = grad.reshape(x1.shape[0], x1.shape[1], y1.shape[1])
+    shared, personal = x1 @ y1.transpose(1, 2), x2 @ y2.transpose(1, 2)
+    g1 = grad * (personal + 1 if personalized else personal)
+    g2 = grad * shared
+    return (
+        g1 @ y1 if needs & 1 else x1.new_empty(0),
+        g1.transpose(1, 2) @ x1 if needs & 2 else y1.new_empty(0),
+        g2 @ y2 if needs & 4 else x2.new_empty(0),
+        g2.transpose(1, 2) @ x2 if needs & 8 else y2.new_empty(0),
+    )
+
+
+def prox_sgd_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    l1: list[float],
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    proximal: bool,
+) -> None:
+    """One step of (proximal) SGD with momentum on every tensor of a group, in place.
+
+    g ← g + weight_decay · p;  m ← momentum · m + g;  p ← p − lr · m;  then the soft threshold
+    p ← sign(p) · max(|p| − lr · l1, 0) where l1 > 0. With `proximal=False` the subgradient
+    l1 · sign(p) is added to g instead. `momenta` is empty when momentum is 0.
+    float16 and bfloat16 tensors are stepped in float32 and rounded once (the momentum too).
+    """
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        compute = torch.promote_types(param.dtype, torch.float32)
+        p, g, penalty = param.to(compute), grad.to(compute), l1[index]
+        if weight_decay:
+            g = g + weight_decay * p
+        if penalty and not proximal:
+            g = g + penalty * p.sign()
+        if momentum:
+            g = momentum * momenta[index].to(compute) + g
+            momenta[index].copy_(g)
+        p = p - lr * g
+        if penalty and proximal:
+            p = p.sign() * (p.abs() - lr * penalty).clamp_min(0)
+        param.copy_(p)
+
+
+def pack_bitmap(x: Tensor, value_type: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(bits, values, scale) of the nonzeros of `x` [k, rows, n].
+
+    bits uint8 [k, rows, ceil(n / 8)], bit j % 8 of byte j // 8 set where x[…, j] ≠ 0 (NaN counts as nonzero);
+    values [nnz] in row-major order, float32, bfloat16 or int8 (`VALUE_TYPES`);
+    scale float32 [k, rows] for int8 (value · scale restores, scale = max|row| / 127), without elements otherwise.
+    """
+    mask = x != 0
+    padded = torch.nn.functional.pad(mask, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=x.device)
+    bits = (padded.to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
+    scale = torch.empty(0, dtype=torch.float32, device=x.device)
+    if value_type == VALUE_TYPES[torch.int8]:
+        scale = x.abs().amax(-1).float() / 127 if x.shape[-1] else x.new_zeros(x.shape[:-1], dtype=torch.float32)
+        inverse = torch.where(scale > 0, 1 / scale, 0.0)
+        values = (x.float() * inverse.unsqueeze(-1))[mask].round().clamp(-127, 127).to(torch.int8)
+    else:
+        values = x[mask].to(torch.float32 if value_type == VALUE_TYPES[torch.float32] else torch.bfloat16)
+    return bits, values, scale
+
+
+def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor:
+    """x float32 [k, rows, n] from what `pack_bitmap` made."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    mask = ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :n].bool()
+    if (count := int(mask.sum())) != values.numel():
+        raise ValueError(f"unpack_bitmap: {count} bits are set but there are {values.numel()} values")
+    x = torch.zeros(mask.shape, dtype=torch.float32, device=bits.device)
+    x[mask] = values.float()
+    return x * scale.unsqueeze(-1) if scale.numel() else x
+
+
+def factored_weight(
+    u: Tensor | None,
+    v: Tensor | None,
+    mu: Tensor | None,
+    index: Tensor | None,
+    layout: int,
+    size: list[int],
+    like: Tensor,
+) -> Tensor:
+    """W [k, *size] = Σ_r u_r ⊗ v_r + μ, μ dense [k, *size], or values [k, nnz] at flat positions `index` [k, nnz]."""
+    weight = like.new_zeros(like.shape[0], *size) if mu is None or index is not None else mu
+    if index is not None:
+        weight = weight.flatten(1).scatter(1, index.long(), mu).reshape(weight.shape)
+    return weight if u is None else rank1_weight(weight, u, v, layout, False)
+
+
+def _images(parts: list[Tensor], channels_last: bool) -> Tensor:
+    return to_format(torch.stack(parts), channels_last)
+
+
+def fused_conv2d(
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    mu: Tensor | None,
+    index: Tensor | None,
+    bias: Tensor | None,
+    layout: int,
+    size: list[int],
+    channels_last: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """conv2d of x [k, n, groups·i, h, w] with `factored_weight` of `size` [groups·o, i, kh, kw] and bias [k, o].
+
+    u and v as `rank1_weight` has them in the layout (or None). The result has x's memory format; `channels_last` is
+    that of dμ.
+    """
+    weight = factored_weight(u, v, mu, index, layout, size, x)
+    out = [
+        torch.nn.functional.conv2d(
+            x[j], weight[j], None if bias is None else bias[j], stride, padding, dilation, groups
+        )
+        for j in range(x.shape[0])
+    ]
+    return _images(out, is_channels_last(x))
+
+
+def fused_conv2d_dx(
+    grad: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    mu: Tensor | None,
+    index: Tensor | None,
+    image: list[int],
+    image_channels_last: bool,
+    layout: int,
+    size: list[int],
+    channels_last: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """dx [k, *image] of `fused_conv2d`, image = [n, groups·i, h, w], in the memory format asked for."""
+    weight = factored_weight(u, v, mu, index, layout, size, grad)
+    settings = (stride, padding, dilation, groups)
+    parts = [torch.nn.grad.conv2d_input(image, weight[j], grad[j], *settings) for j in range(grad.shape[0])]
+    return _images(parts, image_channels_last)
+
+
+def fused_conv2d_dw(
+    grad: Tensor,
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    index: Tensor | None,
+    layout: int,
+    size: list[int],
+    channels_last: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(du, dv, dμ) of `fused_conv2d`, dμ on the support if there is an index, else dense. Bits 0–2 of `needs` ask for
+    them; one not asked for has no elements.
+    """
+    settings = (stride, padding, dilation, groups)
+    weight = torch.stack([torch.nn.grad.conv2d_weight(x[j], size, grad[j], *settings) for j in range(x.shape[0])])
+    du = dv = dmu = x.new_empty(0)
+    if u is not None and needs & 3:
+        du, dv = rank1_weight_backward(weight, u, v, layout, needs & 3)
+    if needs & 4:
+        dmu = to_format(weight, channels_last) if index is None else weight.flatten(1).gather(1, index.long())
+    return du, dv, dmu
+
+
+def factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups) -> Tensor:
+    """`fused_conv2d` in the spatial layout, μ in compact form: values [k, nnz] and index [k, nnz], or neither."""
+    return fused_conv2d(x, u, v, values, index, bias, SPATIAL, size, False, stride, padding, dilation, groups)
+
+
+def ordered_factored_conv2d(x, u, v, values, index, bias, order, *settings) -> Tensor:
+    """`factored_conv2d`; `order`, what `factored_conv2d_order` gives, spares compiled kernels to find it."""
+    return factored_conv2d(x, u, v, values, index, bias, *settings)
+
+
+def factored_conv2d_order(x, u, v, values, index, *settings) -> Tensor:
+    """The order [k, m], int32, in which the kernels that serve x take the nonzeros: of no use here, m = 0."""
+    return index.new_empty(len(index), 0)
+
+
+def factored_conv2d_backward(
+    grad, x, u, v, values, index, size, stride, padding, dilation, groups, needs
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, du, dv, dvalues) of `factored_conv2d`, dx in x's memory format. Bits 0–3 of `needs` ask for them; one not
+    asked for has no elements.
+    """
+    settings = (SPATIAL, size, False, stride, padding, dilation, groups)
+    dx = du = dv = dvalues = x.new_empty(0)
+    if needs & 1:
+        dx = fused_conv2d_dx(grad, u, v, values, index, x.shape[1:], is_channels_last(x), *settings)
+    if weights := needs >> 1 & (3 if index is None else 7):
+        du, dv, dvalues = fused_conv2d_dw(grad, x, u, v, index, *settings, weights)
+    return dx, du, dv, dvalues
+
+
+def separable_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups) -> Tensor:
+    """`fused_conv2d` in the layout "kernel", u [k, r, i, kh] and v [k, r, groups·o, kw], μ in compact form or None."""
+    return fused_conv2d(x, u, v, values, index, bias, KERNEL, size, False, stride, padding, dilation, groups)
+
+
+def similarity_sums(
+    keys: Tensor,
+    uploads: list[Tensor],
+    valid: Tensor | None,
+    first: int,
+    rows: int,
+    epsilon: float,
+    tau: float,
+    count: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """(Σ_i e_ki x_i for each x [m, n] of `uploads`, the number of i that clients k = first … first + rows − 1 match).
+
+    keys [m, d], σ_ki = cos(keys_k, keys_i), which is 0 for a key of norm 0 and NaN for one that is not finite;
+    e_ki = exp(ε (σ_ki − 1)) for the i ≠ k with σ_ki ≥ τ, else 0. Sums [rows, n] in the dtype of the uploads, counts
+    int64 [rows] (of the `valid` i, bool [m]; without elements unless asked for).
+    """
+    own = torch.arange(first, first + rows, device=keys.device)
+    sums, counts = [x.new_empty(rows, x.shape[1]) for x in uploads], own.new_empty(rows if count else 0)
+    units = unit(keys.double() if keys.dtype == torch.int8 else keys)
+    # A panel of rows at a time: no K × K matrix.
+    for begin in range(0, rows, 512):
+        k = own[begin : begin + 512]
+        sigma = (units[k] @ units.T).clamp(max=1)
+        matched = sigma >= tau
+        matched[torch.arange(len(k)), k] = False
+        weights = torch.where(matched, torch.exp(epsilon * (sigma - 1)), 0.0)
+        for out, x in zip(sums, uploads, strict=True):
+            out[begin : begin + 512] = weights.to(x.dtype) @ x
+        if count:
+            counts[begin : begin + 512] = (matched if valid is None else matched & valid).sum(1)
+    return sums, counts
+
+
+def srht(x: Tensor, signs: Tensor, rows: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
+    """(S x for each x of [k, d], scale): the subsampled randomized Hadamard transform S = (1 / √m) P H D.
+
+    D the diagonal of `signs` (int8 [d], ±1), H the Walsh–Hadamard matrix (natural order, entries ±1) of the next power
+    of two, P the selection of its `rows` (int64 [m]). [k, m] in float32 (float64 of float64). With `quantize` int8, and
+    scale float32 [k] = max|Sx| / 127 to restore it; else scale has no elements.
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    k, d = x.shape
+    n = 1 << max(d - 1, 0).bit_length()
+    y, half = torch.nn.functional.pad(x.to(compute) * signs, (0, n - d)), 1
+    while half < n:
+        low, high = y.view(k, n // (2 * half), 2, half).unbind(2)
+        y = torch.stack((low + high, low - high), 2)
+        half *= 2
+    y = y.reshape(k, n)[:, rows] / len(rows) ** 0.5
+    return quantized(y) if quantize else (y, x.new_empty(0, dtype=torch.float32))
+
+
+def gather_rows(samples: list[Tensor], index: Tensor) -> Tensor:
+    """x [k, b, …], x[k, n] = samples[k][index[k, n]]: rows of each client's samples [any number, …]."""
+    return torch.stack([some[rows] for some, rows in zip(samples, index, strict=True)])
+
+
+def rows_linear(samples: list[Tensor], index: Tensor, weight: Tensor) -> Tensor:
+    """y [k, b, o] = x Wᵀ of the rows x [k, b, i] of `gather_rows`, flattened; weight [k, o, i]."""
+    return gather_rows(samples, index).flatten(2) @ weight.transpose(1, 2)
+
+
+def rows_linear_backward(samples: list[Tensor], index: Tensor, grad: Tensor) -> Tensor:
+    """dW [k, o, i] = dyᵀ x of the rows x [k, b, i] of `gather_rows`, flattened; grad dy [k, b, o]."""
+    return grad.transpose(1, 2) @ gather_rows(samples, index).flatten(2)
+
+
+def softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean cross-entropy [k] of logits [k, b, c] and labels int64 [k, b], 0 … c − 1, and its gradient [k, b, c]."""
+    logs = logits.log_softmax(2)
+    losses = -logs.gather(2, labels[:, :, None]).mean((1, 2))
+    grad = logs.exp().scatter_add(2, labels[:, :, None], logs.new_full((*labels.shape, 1), -1))
+    return losses, grad / labels.shape[1]
+
+
+def rows_softmax_loss(
+    samples: list[Tensor], index: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax_loss` of the logits [k, b, c] of `rows_linear` with weight [k, c, i] and bias [k, c], and the weight's
+    gradient [k, c, i]."""
+    logits = rows_linear(samples, index, weight)
+    losses, grad = softmax_loss(logits if bias is None else logits + bias[:, None], labels)
+    return losses, grad, rows_linear_backward(samples, index, grad)

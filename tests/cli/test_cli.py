@@ -1,0 +1,342 @@
+"""The command line as a user meets it: in a process of its own where that matters, else through typer's runner."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from calls import SMALL, call
+from safetensors.torch import load_file
+
+from fastfact.cli import main as cli
+from fastfact.cli import terminal
+from fastfact.experiment import report
+from fastfact.experiment import run as experiment
+from fastfact.experiment.run import Comparison, Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "fastfact", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
+    )
+
+
+def content(directory):
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def rows_without_time(directory):
+    rows = report.read_metrics(directory / report.METRICS)
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def last_state(directory):
+    return load_file(sorted((directory / "checkpoints").iterdir())[-1])
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """They take a second each, and one run of a kind draws them."""
+    monkeypatch.setattr(report, "pictures", lambda cells, directory: [])
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory):
+    """A finished run of two rounds, and what was printed."""
+    directory = tmp_path_factory.mktemp("run")
+    code, out, err = call("run", *SMALL, "--out", directory / "a", "--json", directory / "a.json")
+    assert code == 0, err
+    return directory, out
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """Two methods on two seeds, two workers."""
+    directory = tmp_path_factory.mktemp("compare")
+    arguments = ["compare", *SMALL, "--methods", "factorized-fl-beta,fedavg", "--seeds", "2", "--jobs", "2"]
+    code, out, err = call(*arguments, "--out", directory / "c", "--json", directory / "c.json")
+    assert code == 0, err
+    return directory, arguments, out
+
+
+def test_run_leaves_a_complete_directory(one_run):
+    directory, out = one_run
+    names = set(content(directory / "a"))
+    assert {"config.json", "metrics.jsonl", "result.json", "checkpoints/round-000002.safetensors"} <= names
+    assert {"accuracy_over_rounds.png", "accuracy_over_bytes.png", "similarity.png", "density.png"} <= names
+    assert "factorized-fl-alpha" in out and "not shared, by any method" in out and "density of μ" in out
+    rows = report.read_metrics(directory / "a" / report.METRICS)
+    assert [(row["round"], row["client"]) for row in rows] == [(r, k) for r in (1, 2) for k in range(3)]
+
+
+def test_run_json_is_the_table_with_its_circumstances(one_run):
+    directory, _ = one_run
+    written = json.loads((directory / "a.json").read_text())
+    rows = report.read_metrics(directory / "a" / report.METRICS)
+    last = [row["accuracy"] for row in rows if row["round"] == 2]
+    (line,) = written["table"]
+    assert line["accuracy"]["mean"] == pytest.approx(sum(last) / 3)
+    assert line["uplink"] == sum(row["bytes_up"] for row in rows) > 0
+    assert line["downlink"] == sum(row["bytes_down"] for row in rows) > 0
+    assert written["config"]["width"] == 0.1 and written["config"]["clients"] == 3
+    assert {"hardware", "versions", "commit"} <= set(written) and written["versions"]["torch"]
+    assert written["command"].startswith("fastfact run --clients 3")
+
+
+def test_json_says_which_instructions_were_held_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fastfact", "bench", "layers"])
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    terminal.write_json(tmp_path / "a.json", {})
+    assert json.loads((tmp_path / "a.json").read_text())["command"] == "ONEDNN_MAX_CPU_ISA=AVX2 fastfact bench layers"
+
+
+def test_resume_goes_on_bit_for_bit(one_run, no_pictures):
+    directory, _ = one_run
+    assert call("run", *SMALL, "--rounds", "4", "--out", directory / "straight")[0] == 0
+    assert call("run", *SMALL, "--out", directory / "broken")[0] == 0
+    code, _, err = call("run", *SMALL, "--rounds", "4", "--out", directory / "broken", "--resume")
+    assert code == 0, err
+    assert rows_without_time(directory / "straight") == rows_without_time(directory / "broken")
+    a, b = last_state(directory / "straight"), last_state(directory / "broken")
+    assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def test_a_directory_in_use_is_left_alone(one_run):
+    directory, _ = one_run
+    before = content(directory / "a")
+    for arguments, message in (
+        ([], "not empty"),
+        (["--resume", "--lr", "0.5"], "lr is 0.01 there, 0.5 now"),
+        (["--resume", "--rounds", "1"], "rounds=1"),
+        (["--resume", "--set", "tau=0.5"], "settings is {} there"),
+    ):
+        code, _, err = call("run", *SMALL, *arguments, "--out", directory / "a")
+        assert code == 2 and message in err and err.count("\n") == 1
+    assert content(directory / "a") == before
+
+
+def test_resume_needs_a_run(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    code, _, err = call("run", *SMALL, "--resume", "--out", tmp_path)
+    assert code == 2 and "config.json is missing" in err
+    assert content(tmp_path) == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "fedsgd"], "method='fedsgd'"),
+        (["--dataset", "mnits"], "dataset='mnits', must be one of digits"),
+        (["--scenario", "odd"], "scenario='odd', must be one of iid"),
+        (["--model", "resnet7"], "model='resnet7', must be one of resnet9"),
+        (["--clients", "0"], "clients=0, must be at least 1"),
+        (["--clients", "5000"], "clients=5000, must be at most 898"),
+        (["--rounds", "0"], "rounds=0"),
+        (["--alpha", "0"], "alpha=0.0"),
+        (["--lr", "-1"], "lr"),
+        (["--participation", "1.5"], "participation"),
+        (["--width", "0"], "width=0.0"),
+        (["--shift", "-1"], "shift=-1"),
+        (["--newcomers", "0.9"], "newcomers=0.9: leaves none of 3 clients to train"),
+        (["--cohort", "none"], "cohort='none'"),
+        (["--device", "cuda:99"], "device='cuda:99': PyTorch sees"),
+        (["--seed", "-3"], "seed=-3"),
+        (["--set", "tau=2"], "tau"),
+        (["--set", "tau=high"], "tau='high'): must be a number"),
+        (["--set", "tua=0.5"], "tua"),
+        (["--set", "tau"], "--set 'tau'"),
+        (["--set", "fedsgd.tau=1"], "fedsgd"),
+        (["--config", "no-such.toml"], "No such file"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_file(tmp_path, arguments, message):
+    code, _, err = call("run", *SMALL, *arguments, "--out", tmp_path / "new")
+    assert code == 2 and message in err and err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("arguments", [["run", "--rounds", "many"], ["run", "--nonsense"], ["fly"]])
+def test_unparsable_command_lines(tmp_path, arguments):
+    code, _, err = call(*arguments, "--out", tmp_path / "new")
+    assert code == 2 and err.count("\n") == 1 and arguments[min(1, len(arguments) - 1)] in err
+
+
+def test_file_and_command_line(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text("rounds = 7\nbatch-size = 16\nlr = 1\n[settings.factorized-fl-beta]\ntau = 0.25\nepsilon = 20\n")
+    given = {"config": file, "set": ["tau=0.5", "fedavg.l1=0.1"], "method": "factorized-fl-beta", "rounds": 3}
+    config, _ = cli._merge({**given, "lr": None})
+    assert (config.rounds, config.batch_size, config.lr) == (3, 16, 1.0)
+    assert config.settings == {"factorized-fl-beta": {"tau": 0.5, "epsilon": 20}, "fedavg": {"l1": 0.1}}
+    chosen = experiment.strategy(config)
+    assert (chosen.tau, chosen.epsilon) == (0.5, 20)
+    only = experiment.cell_config(config, "fedavg", 5)
+    assert (only.method, only.seed, only.settings) == ("fedavg", 5, {"fedavg": {"l1": 0.1}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ruonds = 3", "unknown key ruonds"),
+        ("rounds = ", "Invalid value"),
+        ('rounds = "3"', "rounds='3', must be an integer"),
+        ("lr = true", "lr=True, must be a number"),
+        ("clients = 2.5", "clients=2.5, must be an integer"),
+        ("[settings]\nfedavg = 3", "settings.fedavg=3, must be a table"),
+        ('methods = ["fedavg"]', "unknown key methods"),
+    ],
+)
+def test_bad_files_name_the_key(tmp_path, text, message):
+    (tmp_path / "x.toml").write_text(text)
+    code, _, err = call("run", "--config", tmp_path / "x.toml", "--out", tmp_path / "new")
+    assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_permuted_labels_keep_classifier_and_norm_with_the_client():
+    kept = {"share_classifier": False, "share_norm": False, "share_norm_statistics": False}
+    for method in ("fedavg", "factorized-fl-beta", "factorized-fedavg"):
+        settings = experiment.strategy(Config(method=method, scenario="permuted-iid")).settings()
+        assert {name: settings[name] for name in kept} == kept
+    assert experiment.strategy(Config(method="fedavg", scenario="iid")).share_classifier
+    asked = Config(method="fedavg", scenario="permuted-iid", settings={"fedavg": {"share_norm": True}})
+    assert experiment.strategy(asked).share_norm and "fedavg.share_norm" in experiment.sharing_note(asked)
+    assert experiment.sharing_note(Config(scenario="iid")) is None
+
+
+def test_compare_leaves_merged_metrics_and_a_table(comparison):
+    directory, _, out = comparison
+    rows = report.read_metrics(directory / "c" / report.METRICS)
+    seen = [(row["method"], row["seed"]) for row in rows]
+    assert len(rows) == 2 * 2 * 2 * 3 and len(set(seen)) == 4
+    table = json.loads((directory / "c.json").read_text())["table"]
+    assert [row["method"] for row in table] == ["factorized-fl-beta", "fedavg"]
+    assert all(row["seeds"] == [0, 1] for row in table)
+    for line in table:
+        of = [row for row in rows if row["method"] == line["method"]]
+        means = [sum(r["accuracy"] for r in of if r["seed"] == s and r["round"] == 2) / 3 for s in (0, 1)]
+        assert line["accuracy"]["mean"] == pytest.approx(sum(means) / 2)
+        for name in ("accuracy", "accuracy_before"):
+            assert f"{100 * line[name]['mean']:.1f} ± {100 * line[name]['std']:.1f}" in out
+    assert list((directory / "c" / "cells").glob("*/checkpoints/*.safetensors"))
+
+
+def test_numbers_do_not_depend_on_jobs(comparison, tmp_path, no_pictures):
+    directory, arguments, _ = comparison
+    assert call(*arguments[:-1], "1", "--out", tmp_path / "c")[0] == 0
+    assert rows_without_time(tmp_path / "c") == rows_without_time(directory / "c")
+
+
+def test_compare_again_runs_only_what_is_missing(comparison, no_pictures):
+    directory, arguments, _ = comparison
+    cells = directory / "c" / "cells"
+    lost = cells / "fedavg-seed1"
+    expected = rows_without_time(lost)
+    times = {path.name: (path / report.RESULT).stat().st_mtime_ns for path in cells.iterdir()}
+    for path in sorted(lost.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    lost.rmdir()
+    code, out, _ = call(*arguments, "--out", directory / "c")
+    assert code == 0 and out.count("finished earlier") == 3
+    assert rows_without_time(lost) == expected
+    assert all((cells / name / report.RESULT).stat().st_mtime_ns == t for name, t in times.items() if name != lost.name)
+
+
+def test_compare_refuses_another_configuration_and_foreign_directories(comparison, tmp_path):
+    directory, arguments, _ = comparison
+    before = content(directory / "c")
+    code, _, err = call(*arguments, "--epochs", "2", "--out", directory / "c")
+    assert code == 2 and "epochs is 1 there, 2 now" in err
+    assert content(directory / "c") == before
+    (tmp_path / "notes.txt").write_text("mine")
+    code, _, err = call(*arguments, "--out", tmp_path)
+    assert code == 2 and "holds no comparison" in err and content(tmp_path) == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--methods", "fedavg,fedavg"], "each once"),
+        (["--methods", "fedavg,fedsgd"], "method='fedsgd'"),
+        (["--seeds", "0"], "seeds=0"),
+        (["--jobs", "0"], "jobs='0'"),
+        (["--clients", "1000"], "clients=1000"),
+    ],
+)
+def test_compare_checks_before_it_writes(tmp_path, change, message):
+    arguments = ["compare", *SMALL, "--methods", "fedavg", "--out", tmp_path / "new"]
+    code, _, err = call(*arguments, *change)
+    assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_a_failing_cell_does_not_stop_the_others(tmp_path):
+    comparison = Comparison(Config(clients=2, rounds=1, epochs=1, model="mlp", width=0.1), ("fedavg", "stand-alone"), 1)
+    blocked = tmp_path / report.CELLS / "fedavg-seed0"
+    blocked.mkdir(parents=True)
+    (blocked / "notes.txt").write_text("mine")
+    events = []
+    failed = comparison.run(tmp_path, 1, lambda *event: events.append(event[:2]))
+    assert list(failed) == ["fedavg-seed0"] and "config.json is missing" in failed["fedavg-seed0"]
+    assert ("stand-alone-seed0", "done") in events and ("fedavg-seed0", "failed") in events
+
+
+def test_ctrl_c_leaves_a_directory_that_goes_on(tmp_path, no_pictures):
+    arguments = ["compare", *SMALL, "--rounds", "150", "--methods", "fedavg", "--seeds", "1", "--jobs", "1"]
+    process = start(*arguments, "--out", tmp_path / "c")
+    metrics = tmp_path / "c" / report.CELLS / "fedavg-seed0" / report.METRICS
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") > 3):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "stopped" in err and "Traceback" not in err
+    assert not (tmp_path / "c" / report.METRICS).exists()
+    code, _, err = call(*arguments, "--out", tmp_path / "c")
+    assert code == 0, err
+    code, _, err = call(*arguments, "--out", tmp_path / "straight")
+    assert code == 0, err
+    cells = [tmp_path / name / report.CELLS / "fedavg-seed0" for name in ("c", "straight")]
+    assert rows_without_time(cells[0]) == rows_without_time(cells[1])
+
+
+def test_report_prints_the_table_again(comparison, tmp_path):
+    directory, _, _ = comparison
+    (directory / "c" / "density.png").unlink()
+    code, out, _ = call("report", directory / "c", "--json", tmp_path / "r.json")
+    assert code == 0 and "fedavg" in out and (directory / "c" / "density.png").is_file()
+    assert json.loads((tmp_path / "r.json").read_text())["table"] == report.table(report.read(directory / "c"))
+    code, _, err = call("report", tmp_path / "nothing")
+    assert code == 2 and "holds no finished run" in err
+
+
+def test_info_names_everything(tmp_path):
+    code, out, _ = call("info", "--json", tmp_path / "i.json")
+    about = json.loads((tmp_path / "i.json").read_text())
+    assert code == 0 and set(about["backends"]) == {"reference", "cpu", "cuda", "triton"}
+    for part in ("versions", "hardware", "data sets", "scenarios", "models", "methods"):
+        assert about[part] and all(name in out for name in about[part])
+
+
+def test_clients_in_a_directory(tmp_path, no_pictures):
+    """--store keeps them there, --resume goes on from it, info tells what it holds."""
+    options = [*SMALL, "--method", "factorized-fl-beta", "--cohort", "1", "--store-values", "bfloat16"]
+    options += ["--store", tmp_path / "clients", "--memory-limit", "64", "--out", tmp_path / "run"]
+    assert call("run", *options, "--rounds", "1")[0] == 0
+    assert call("run", *options, "--resume")[0] == 0
+    code, out, _ = call("info", tmp_path / "run", "--json", tmp_path / "info.json")
+    assert code == 0 and "bytes a client" in out
+    about = json.loads((tmp_path / "info.json").read_text())[str(tmp_path / "run")]
+    assert about["rounds"] == 2 and 0 < about["density of μ"] <= 1
+    code, _, err = call("info", tmp_path / "nothing")
+    assert code == 2 and "no such run directory" in err

@@ -1,0 +1,85 @@
+"""The step of a cohort: what is frozen and the same goes in once, and a recorded step does what the step does."""
+
+import pytest
+import torch
+
+import fastfact as ff
+from fastfact.federation.client import train
+
+
+def recorder(seen):
+    """Stands in for CUDA graphs: nothing runs when a step is recorded; a replay runs it on the recorded batch."""
+
+    def record(step):
+        losses = torch.full((3,), torch.nan, dtype=torch.float64)
+        seen.append("recorded")
+
+        def replay():
+            seen.append("replayed")
+            losses.copy_(step())
+
+        return replay, losses
+
+    return record
+
+
+@pytest.mark.parametrize("sizes", [(16, 16, 16), (16, 13, 16)])
+def test_recorded_steps_train_as_the_steps_do(make, same, monkeypatch, sizes):
+    def run(graphs=True):
+        how = {"method": "factorized-fl-beta", "cohort": 3, "epochs": 3, "graphs": graphs}
+        fed = make(make.cnn, shape=(1, 6, 6), sizes=sizes, **how)
+        fed.fit(rounds=2)
+        return fed
+
+    plain, seen = run(), []
+    monkeypatch.setattr(train.Trainer, "_can_record", True)
+    monkeypatch.setattr(train, "_record", recorder(seen))
+    recorded = run()
+    assert same(plain, recorded)
+    assert seen.count("replayed") > seen.count("recorded") >= 2
+    seen.clear()
+    assert same(plain, run(graphs=False)) and not seen
+
+
+def test_a_phase_with_a_loss_of_its_own_is_not_recorded(make, monkeypatch):
+    monkeypatch.setattr(train.Trainer, "_can_record", True)
+    monkeypatch.setattr(train, "_record", lambda step: pytest.fail("recorded"))
+    fed = make(make.cnn, shape=(1, 6, 6), sizes=(16, 16, 16), method="fedprox", cohort=3, epochs=4)
+    fed.fit(rounds=1)
+
+
+def test_what_is_frozen_and_shared_goes_in_once(make, monkeypatch):
+    steps = []
+    kept = train._Step.__init__
+
+    def watch(self, *args):
+        kept(self, *args)
+        steps.append((self.phase, self.common, self.names))
+
+    monkeypatch.setattr(train._Step, "__init__", watch)
+    fed = make(make.cnn, shape=(1, 6, 6), sizes=(8, 8, 8), method="feddecomp", cohort=3, epochs=2)
+    fed.fit(rounds=2)
+    sigmas = {name for name in fed.infos if fed.infos[name].role == "sigma"}
+    low_rank = {name for name in fed.infos if fed.infos[name].role in ("A", "B")}
+    personal, full, *again = steps
+    assert sigmas <= personal[1] and set(personal[2]) == low_rank
+    assert not full[1] & (sigmas | low_rank), "A and B differ between the clients by then"
+    assert sigmas <= again[0][1]
+    alone = make(make.cnn, shape=(1, 6, 6), sizes=(8, 8, 8), method="feddecomp", cohort=1, epochs=2)
+    alone.fit(rounds=2)
+    for name, tensor in alone.states.state.items():
+        torch.testing.assert_close(fed.states.state[name], tensor, msg=name)
+    assert isinstance(fed, ff.Federation)
+
+
+def test_the_cohort_that_fits_into_memory(make):
+    model = make.cnn()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    sample = torch.zeros(1, 6, 6, dtype=torch.float64)
+    state = sum(8 * t.numel() for t in model.state_dict().values())
+    fits = [train.memory_cohort(model, sample, batch, 10**7) for batch in (1, 4, 16)]
+    assert 256 >= fits[0] > fits[1] > fits[2] > 1
+    # each convolution keeps at least its input: 36 and 4 · 36 numbers an image
+    assert fits[2] <= 10**7 // (6 * state + 2 * 8 * 16 * 5 * 36)
+    assert train.memory_cohort(model, sample, 16, 1) == 1 and train.memory_cohort(model, sample, 1, 10**12) == 256
+    assert model.training and all(torch.equal(t, before[name]) for name, t in model.state_dict().items())

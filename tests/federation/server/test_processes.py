@@ -1,0 +1,137 @@
+"""Several processes compute what one does; when one of them dies, the others end and the run can be gone on with."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from group_program import METHODS, ROUNDS, SIZES, federation, summary
+
+from fastfact.federation.server.processes import Group, Shard
+
+HERE = Path(__file__).parent
+
+
+def torchrun(processes: int, *command) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(HERE), *sys.path])
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [*start, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """size → what the program found with so many processes; two begin what three go on with."""
+    out, found = tmp_path_factory.mktemp("runs"), {}
+    for size in (2, 3):
+        done = torchrun(size, HERE / "group_program.py", out)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found[size] = torch.load(out / f"{size}.pt", weights_only=False)
+        assert found[size]["size"] == size
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """method → what one process finds."""
+    found = {}
+    for method in METHODS[3]:
+        fed = federation(method)
+        fed.fit(ROUNDS)
+        found[method] = summary(fed)
+    return found
+
+
+def assert_same(found, expected) -> None:
+    for name in ("state", "memory"):
+        assert found[name].keys() == expected[name].keys()
+        for key, tensor in expected[name].items():
+            torch.testing.assert_close(found[name][key], tensor, rtol=1e-10, atol=1e-10, msg=key)
+    torch.testing.assert_close(found["similarity"], expected["similarity"], rtol=1e-10, atol=1e-10)
+    assert found["density"] == expected["density"]
+    assert found["bytes"] == expected["bytes"]
+    assert found["names"] == expected["names"]
+    assert len(found["rows"]) == len(expected["rows"])
+    for row, other in zip(found["rows"], expected["rows"], strict=True):
+        assert row.pop("loss") == pytest.approx(other["loss"], rel=1e-10)
+        assert row == {name: value for name, value in other.items() if name != "loss"}
+
+
+@pytest.mark.parametrize(("size", "method"), [(size, name) for size, names in METHODS.items() for name in names])
+def test_equal_to_one_process(runs, alone, size, method):
+    assert_same(runs[size]["found"][method], alone[method])
+
+
+@pytest.mark.parametrize("method", ("factorized-fl-alpha", "fedavg"))
+def test_resumed_with_another_number_of_processes(runs, alone, method):
+    assert_same(runs[3]["found"][f"{method}, resumed"], alone[method])
+
+
+def test_what_cannot_be_spread_is_said_before_any_work(runs):
+    assert "must all be in one process; here are 2" in runs[2]["errors"]["fedfomo"]
+    assert "must be memory in 2 processes" in runs[2]["errors"]["fedavg"]
+
+
+def test_blocks_cover_all_clients_once():
+    for k in (1, 2, 5, 7):
+        for size in (1, 2, 3, 8):
+            shards = []
+            for rank in range(size):
+                group = Group()
+                group.rank, group.size = rank, size
+                shards.append(Shard(group, k))
+            assert [client for shard in shards for client in shard.block] == list(range(k))
+            some = list(range(0, k, 2))
+            for shard in shards:
+                assert shard.counts(some) == [len(other.mine(some)) for other in shards]
+                assert len(shard.block) in (k // size, k // size + 1)
+
+
+KILLER = """
+import os, sys
+from fastfact import cli
+from fastfact.federation import Federation
+select = Federation.select
+def dying(self, round):
+    if round == 3 and self.group.rank == 1:
+        os._exit(7)
+    return select(self, round)
+Federation.select = dying
+cli.main()
+"""
+
+
+def test_a_process_dies_and_the_run_goes_on(tmp_path):
+    sys.path.insert(0, str(HERE.parent))
+    from calls import call
+
+    options = ["run", "--clients", "5", "--rounds", "4", "--model", "mlp", "--scenario", "iid", "--method", "fedavg"]
+    options += ["--samples", "20", "--participation", "0.6", "--epochs", "1", "--cohort", "1"]
+    (tmp_path / "killer.py").write_text(KILLER)
+    began = time.monotonic()
+    died = torchrun(2, tmp_path / "killer.py", *options, "--out", tmp_path / "run")
+    assert died.returncode != 0
+    assert time.monotonic() - began < 200
+    assert "another process of this run has ended" in died.stderr
+    assert "--resume goes on from it" in " ".join(died.stderr.split())
+    gone_on = torchrun(2, "-m", "fastfact", *options, "--out", tmp_path / "run", "--resume")
+    assert gone_on.returncode == 0, gone_on.stderr[-4000:]
+    assert gone_on.stdout.count("fedavg") == 2 and "process" not in gone_on.stderr
+    code, _, err = call(*options, "--out", tmp_path / "whole")
+    assert code == 0, err
+
+    def rows(name: str) -> list[dict]:
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [{key: row[key] for key in ("round", "client", "accuracy", "bytes_up", "bytes_down")} for row in lines]
+
+    assert rows("run") == rows("whole")
+    assert 1 <= len([row for row in rows("run") if row["round"] == 1]) < len(SIZES)

@@ -1,0 +1,315 @@
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fastfact as ff
+from fastfact import models
+from fastfact.federation import RunDirectoryError
+from fastfact.federation.storage import run_directory as store
+
+# One for each kind of round; tests/methods has what holds for every method.
+METHODS = ["clustered-fl", "factorized-fl-alpha", "factorized-fl-beta", "fedamp", "fedavg", "fedfac-dynamic", "simfed"]
+
+
+def narrow_mlp(hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 3)).double()
+
+
+@pytest.fixture
+def run(make, tmp_path):
+    """A finished run of 3 rounds in a directory, with checkpoints after rounds 2 and 3."""
+    fed = make(method="factorized-fl-alpha")
+    fed.fit(3, tmp_path / "run", checkpoint_every=2)
+    return fed, tmp_path / "run"
+
+
+@pytest.mark.parametrize("options", [{}, {"participation": 0.5}, {"wire": "int8"}, {"cohort": 3}])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(make, same, tmp_path, method, options):
+    sizes = (10, 7, 12, 5)
+    straight = make(make.cnn, (1, 6, 6), sizes=sizes, method=method, **options)
+    straight.fit(4, tmp_path / "straight")
+    first = make(make.cnn, (1, 6, 6), sizes=sizes, method=method, **options)
+    first.fit(2, tmp_path / "run")
+    resumed = ff.Federation.load(tmp_path / "run", clients=make.clients((1, 6, 6), sizes))
+    assert resumed.round == 2 and same(resumed, first)
+    resumed.fit(2, tmp_path / "run")
+    assert same(resumed, straight)
+    for name in ("ledger.jsonl", "config.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+    last = (load_file(store.last_checkpoint(tmp_path / d)[1]) for d in ("run", "straight"))
+    one, other = last
+    assert set(one) == set(other) and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_rows_after_the_last_checkpoint_are_run_again(make, same, run):
+    fed, directory = run
+    store.checkpoint_path(directory, 3).unlink()
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write('{"round": 4, "cli')
+    resumed = ff.Federation.load(directory, clients=make.clients())
+    assert resumed.round == 2 and resumed.history.rounds() == [1, 2]
+    resumed.fit(1, directory)
+    assert same(resumed, fed)
+    rows = (directory / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["round"] for row in rows] == [1] * 3 + [2] * 3 + [3] * 3
+
+
+def test_what_the_directory_holds(run):
+    fed, directory = run
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "ledger.jsonl",
+        "metrics.jsonl",
+    ]
+    assert [path.name for path in store.checkpoints(directory).values()] == [
+        "round-000002.safetensors",
+        "round-000003.safetensors",
+    ]
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert rows == list(fed.history)
+    tensors = load_file(store.checkpoint_path(directory, 3))
+    assert {name.removeprefix("client/") for name in tensors} == set(fed.states.state)
+
+
+def test_load_without_clients_serves_all_but_fit(make, run):
+    fed, directory = run
+    loaded = ff.Federation.load(directory)
+    x = fed.clients[1].test[0]
+    assert torch.equal(loaded.models[1](x), fed.models[1](x))
+    assert torch.equal(loaded.similarity(), fed.similarity())
+    assert loaded.ledger.rows() == fed.ledger.rows() and loaded.history == fed.history
+    assert loaded.method == fed.method and loaded.settings == fed.settings
+    with pytest.raises(ValueError, match=r"without clients, pass Federation.load\(DIR, clients=\)"):
+        loaded.fit(1)
+    assert torch.equal(loaded.mixed()[1](x), fed.mixed()[1](x))
+
+
+def test_a_model_is_found_again_by_name_or_asked_for(make, tmp_path):
+    fed = make(functools.partial(models.build, "mlp", (6,), 3, width=0.1), source={"dataset": "made up", "seed": 3})
+    fed.fit(1)
+    fed.save(tmp_path / "partial")
+    loaded = ff.Federation.load(tmp_path / "partial")
+    assert loaded.models[0].fc1.out_features == 16 and loaded.source == {"dataset": "made up", "seed": 3}
+    fed = make(functools.partial(narrow_mlp, hidden=4))
+    fed.fit(1)
+    fed.save(tmp_path / "own")
+    with pytest.raises(RunDirectoryError, match=r"narrow_mlp.*hidden.*pass model="):
+        ff.Federation.load(tmp_path / "own")
+    fed = make(lambda: narrow_mlp(5))
+    fed.fit(1)
+    fed.save(tmp_path / "lambda")
+    with pytest.raises(RunDirectoryError, match=r"lambda.*cannot be found again, pass model="):
+        ff.Federation.load(tmp_path / "lambda")
+    loaded = ff.Federation.load(tmp_path / "lambda", model=lambda: narrow_mlp(5), clients=make.clients())
+    loaded.fit(1, tmp_path / "lambda")
+    with pytest.raises(RunDirectoryError, match=r"round-000002.safetensors: tensor client/0.weight is F64 \[3, 5, 6\]"):
+        ff.Federation.load(tmp_path / "lambda", model=lambda: narrow_mlp(6))
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("os:getcwd", None),
+        ("os:_exit", [3]),
+        ("subprocess:check_output", [["false"]]),
+        ("subprocess:Popen", [["false"]]),
+        ("shutil:which", ["x"]),
+        ("this:s", None),
+        ("fastfact.models:nn.Linear", [6, 3]),
+        ("fastfact.models:_channels", [1, 1]),
+        ("nothing", None),
+        (None, None),
+    ],
+)
+def test_nothing_is_imported_or_called_by_a_name_in_a_file(run, name, args):
+    _, directory = run
+    config = json.loads((directory / "config.json").read_text())
+    config["model"] = {"factory": name} | ({"args": args, "kwargs": {}} if args else {})
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"pass model=|must return an nn.Module"):
+        ff.Federation.load(directory)
+    assert "this" not in sys.modules
+
+
+def test_an_augmentation_that_cannot_be_found_is_asked_for(make, tmp_path):
+    fed = make(augment=lambda x, g: x)
+    fed.fit(1, tmp_path / "run")
+    loaded = ff.Federation.load(tmp_path / "run", clients=make.clients())
+    with pytest.raises(ValueError, match=r"augment=.*lambda.*augment="):
+        loaded.fit(1)
+    ff.Federation.load(tmp_path / "run", clients=make.clients(), augment=lambda x, g: x).fit(1)
+
+
+def test_other_clients_are_refused(make, run):
+    _, directory = run
+    with pytest.raises(ValueError, match=r"other numbers of samples"):
+        ff.Federation.load(directory, clients=make.clients(sizes=(10, 7, 11)))
+    with pytest.raises(ValueError, match=r"2 clients.*3 clients"):
+        ff.Federation.load(directory, clients=make.clients(sizes=(10, 7)))
+
+
+def test_a_temporary_file_is_no_checkpoint(run):
+    _, directory = run
+    newest = store.checkpoint_path(directory, 3)
+    newest.rename(newest.with_name(newest.name + ".tmp"))
+    assert ff.Federation.load(directory).round == 2
+    assert store.last_checkpoint(directory)[0] == 2
+
+
+def test_a_failed_save_leaves_what_was_there(run, monkeypatch):
+    fed, directory = run
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(store, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        fed.save(directory)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert ff.Federation.load(directory).round == 3
+
+
+def damage(directory, change):
+    path = store.checkpoint_path(directory, 3)
+    tensors = load_file(path)
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, m: t.pop("client/2.v"), r"round-000003.safetensors: tensor client/2.v is missing"),
+        (
+            lambda t, m: t.update({"client/2.v": t["client/2.v"][:2]}),
+            r"tensor client/2.v is F64 \[2, 1, 5, 8\]|\[2, 1, 5\]",
+        ),
+        (lambda t, m: t.update({"client/0.mu": t["client/0.mu"].float()}), r"tensor client/0.mu is F32"),
+        (lambda t, m: t.update({"client/9.v": torch.zeros(1)}), r"tensor client/9.v is not of this model"),
+        (lambda t, m: m.update(round="7"), r"round-000003.safetensors.*round 7"),
+        (lambda t, m: m.pop("bytes_up"), r"round-000003.safetensors.*bytes_up"),
+        (lambda t, m: m.update(bytes_down="3"), r"half-written"),
+        (lambda t, m: m.update(last="[]"), r"round-000003.safetensors"),
+    ],
+)
+def test_a_wrong_checkpoint_names_file_and_tensor(run, change, message):
+    _, directory = run
+    damage(directory, change)
+    with pytest.raises(RunDirectoryError, match=message):
+        ff.Federation.load(directory)
+
+
+def test_half_written_directories(make, run, tmp_path):
+    _, directory = run
+
+    def broken(message):
+        with pytest.raises(RunDirectoryError, match=message):
+            ff.Federation.load(directory)
+
+    newest = store.checkpoint_path(directory, 3)
+    content = newest.read_bytes()
+    for cut in (0, 4, 100, len(content) // 2, len(content) - 1):
+        newest.write_bytes(content[:cut])
+        broken("round-000003.safetensors: damaged or cut short")
+    newest.write_bytes(content)
+    metrics = (directory / "metrics.jsonl").read_text()
+    (directory / "metrics.jsonl").write_text(metrics[: len(metrics) // 2])
+    broken("metrics.jsonl: line . is not a row")
+    (directory / "metrics.jsonl").write_text("".join(metrics.splitlines(keepends=True)[:3]))
+    broken("metrics.jsonl: has 3 rows of the first 3 rounds, must be 9")
+    (directory / "metrics.jsonl").write_text(metrics[:-20])
+    broken("metrics.jsonl: has 8 rows of the first 3 rounds, must be 9")
+    (directory / "metrics.jsonl").unlink()
+    broken("metrics.jsonl: missing")
+    (directory / "metrics.jsonl").write_text(metrics)
+    ledger = (directory / "ledger.jsonl").read_text()
+    (directory / "ledger.jsonl").write_text("".join(ledger.splitlines(keepends=True)[:-1]))
+    broken("byte totals")
+    (directory / "ledger.jsonl").write_text(ledger)
+    config = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(config[:-20])
+    broken("config.json: not JSON")
+    (directory / "config.json").write_text(json.dumps(json.loads(config) | {"format": 2}))
+    broken("config.json: format 2")
+    (directory / "config.json").write_text(json.dumps({"format": 1}))
+    broken("config.json")
+    (directory / "config.json").unlink()
+    broken("config.json is missing")
+    with pytest.raises(RunDirectoryError, match="no such run directory"):
+        ff.Federation.load(tmp_path / "nowhere")
+    make().fit(1, tmp_path / "young")
+    store.checkpoint_path(tmp_path / "young", 1).unlink()
+    with pytest.raises(RunDirectoryError, match="no complete checkpoint"):
+        ff.Federation.load(tmp_path / "young")
+
+
+def test_another_runs_directory_is_refused(make, run, tmp_path):
+    fed, directory = run
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    with pytest.raises(RunDirectoryError, match=r"holds another run .its method differs"):
+        make(method="factorized-fl-beta").fit(1, directory)
+    with pytest.raises(RunDirectoryError, match="has rounds this federation has not run"):
+        make(method="factorized-fl-alpha").fit(1, directory)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="not empty"):
+        fed.save(tmp_path / "full")
+    fed.save(directory)
+    fed.save(tmp_path / "copy")
+    assert ff.Federation.load(tmp_path / "copy").round == 3
+
+
+def test_a_run_goes_on_with_its_clients_and_their_memory_elsewhere(make, same, tmp_path):
+    straight = make()
+    straight.fit(2)
+    make(store=tmp_path / "clients").fit(1, tmp_path / "run")
+    (tmp_path / "clients").rename(tmp_path / "moved")
+    options = {"clients": make.clients(), "store": tmp_path / "moved"}
+    resumed = ff.Federation.load(tmp_path / "run", make.mlp, **options, memory_limit=64)
+    resumed.fit(1, tmp_path / "run")
+    assert same(resumed, straight)
+    settings = store.read_config(tmp_path / "run")["settings"]
+    assert settings["store"] == str(tmp_path / "moved") and settings["memory_limit"] == 64
+    assert ff.Federation.load(tmp_path / "run", make.mlp).settings["memory_limit"] == 64
+    with pytest.raises(RunDirectoryError, match="memory_limit=-1"):
+        ff.Federation.load(tmp_path / "run", make.mlp, memory_limit=-1)
+
+
+def test_an_unregistered_strategy_is_asked_for(make, tmp_path):
+    class Mine(ff.Strategy):
+        name = "mine"
+
+    make(method=Mine(share_norm=False)).fit(1, tmp_path / "run")
+    with pytest.raises(RunDirectoryError, match=r"method 'mine' is not known here, pass method="):
+        ff.Federation.load(tmp_path / "run")
+    assert ff.Federation.load(tmp_path / "run", method=Mine(share_norm=False)).round == 1
+
+
+def test_the_servers_memory_is_kept(make, same, tmp_path):
+    class Counting(ff.Strategy):
+        name = "counting"
+
+        def mix(self, uploads, names):
+            uploads.memory["calls"] = uploads.memory.get("calls", torch.zeros(1)) + 1
+            return {n: t + uploads.memory["calls"] for n, t in super().mix(uploads, names).items()}
+
+    straight, first = make(method=Counting()), make(method=Counting())
+    straight.fit(4)
+    first.fit(2, tmp_path / "run")
+    resumed = ff.Federation.load(tmp_path / "run", method=Counting(), clients=make.clients())
+    resumed.fit(2)
+    assert same(straight, resumed) and resumed.memory["calls"].item() == 3

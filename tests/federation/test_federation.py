@@ -1,0 +1,513 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fastfact as ff
+from fastfact.federation.state import tensors_of
+
+# One for each kind of round; tests/methods has what holds for every method.
+METHODS = ["clustered-fl", "factorized-fl-alpha", "factorized-fl-beta", "fedamp", "fedavg", "fedfac-dynamic", "simfed"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_runs_give_the_same_bits(make, same, method):
+    first, second = (make(make.cnn, (1, 6, 6), method=method) for _ in range(2))
+    first.fit(3)
+    torch.rand(7)  # The global generator plays no part.
+    second.fit(3)
+    assert same(first, second)
+    other = make(make.cnn, (1, 6, 6), method=method, seed=4)
+    other.fit(3)
+    assert not same(first, other)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_order_in_which_clients_run_does_not_matter(make, same, method, monkeypatch):
+    plain = make(method=method)
+    plain.fit(3)
+    turned = make(method=method, cohort=1)
+    original = ff.Federation._train
+
+    def backwards(self, round, clients, work, on_client):
+        flipped = {name: tensor.flip(0) for name, tensor in work.items()}
+        losses, seconds = original(self, round, clients[::-1], flipped, on_client)
+        for name, tensor in flipped.items():
+            work[name].copy_(tensor.flip(0))
+        return losses[::-1], seconds[::-1]
+
+    monkeypatch.setattr(ff.Federation, "_train", backwards)
+    turned.fit(3)
+    assert same(plain, turned)
+
+
+def test_global_generator_is_left_alone(make):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    make().fit(1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_stand_alone_is_plain_sgd_on_each_client(make):
+    """Against torch.optim.SGD and autograd on models of their own, on the same batches."""
+    fed = make(make.cnn, (1, 6, 6), method="stand-alone", sizes=(10, 9, 4))
+    start = [copy.deepcopy(model) for model in fed.models]
+    fed.fit(2)
+    for k, model in enumerate(start):
+        model.train()
+        x, y = fed.clients[k].train
+        for round in (1, 2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+            order = ff.federation.cohort.generator_for(3, round, k, "order")
+            losses = []
+            for _ in range(2):
+                permutation = torch.randperm(len(y), generator=order)
+                # A last batch of one joins the one before it: 9 samples in batches of 4 are 4 and 5.
+                for batch in permutation.split(4) if len(y) % 4 != 1 else permutation.split([4, 5]):
+                    optimizer.zero_grad()
+                    loss = nn.functional.cross_entropy(model(x[batch]), y[batch])
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.item() * len(batch))
+            row = next(row for row in fed.history if (row["round"], row["client"]) == (round, k))
+            assert math.isclose(row["loss"], sum(losses) / (2 * len(y)), rel_tol=1e-9)
+        for name, tensor in tensors_of(model).items():
+            torch.testing.assert_close(fed.states.state[name][k], tensor.detach(), rtol=1e-10, atol=1e-12)
+        model.eval()
+        accuracy = (model(fed.clients[k].test[0]).argmax(1) == fed.clients[k].test[1]).double().mean().item()
+        assert row["accuracy"] == pytest.approx(accuracy)
+    assert fed.ledger.up == fed.ledger.down == 0
+    assert {row["accuracy_before"] for row in fed.history} == {None}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (10, 7, 12, 1), (5, 9, 6)])
+def test_a_cohort_computes_what_one_client_at_a_time_does(make, method, sizes):
+    """Different numbers of samples: batches of 4, of 2, of 3, a merged one of 5, clients that finish early."""
+    runs = {}
+    for cohort in (1, 2, len(sizes)):
+        fed = runs[cohort] = make(make.mlp, method=method, sizes=sizes, cohort=cohort, augment=jitter)
+        fed.fit(3)
+    for cohort in (2, len(sizes)):
+        for name, tensor in runs[1].states.state.items():
+            torch.testing.assert_close(runs[cohort].states.state[name], tensor, rtol=1e-10, atol=1e-10)
+        for row, other in zip(runs[1].history, runs[cohort].history, strict=True):
+            assert math.isclose(row["loss"], other["loss"], rel_tol=1e-9)
+
+
+def jitter(x, generator):
+    return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+def test_a_cohort_keeps_batch_norm_statistics_apart(make):
+    runs = [make(make.cnn, (1, 6, 6), sizes=(10, 7, 5), method="factorized-fl-alpha", cohort=n) for n in (1, 3)]
+    for fed in runs:
+        fed.fit(2)
+    one, three = (fed.states.state for fed in runs)
+    assert not torch.equal(one["1.running_mean"][0], one["1.running_mean"][1])
+    # Two rounds of two epochs of 10, 7 and 5 samples in batches of 4; 5 = 4 + 1 is one merged batch.
+    assert one["1.num_batches_tracked"].tolist() == [12, 8, 4]
+    for name, tensor in one.items():
+        torch.testing.assert_close(three[name], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_participation(make):
+    fed = make(sizes=(6,) * 10, participation=0.3)
+    fed.fit(8)
+    drawn = [sorted(row["client"] for row in fed.history.of(r)) for r in fed.history.rounds()]
+    assert all(len(clients) == 3 for clients in drawn)
+    assert len({tuple(clients) for clients in drawn}) > 1
+    assert [make(sizes=(6,) * 10, participation=0.3).select(r) for r in range(1, 9)] == drawn
+    assert len(make(sizes=(6,) * 10, participation=0.01).select(1)) == 1
+
+
+def test_a_client_that_does_not_take_part_does_not_change(make):
+    fed = make(sizes=(6,) * 6, participation=0.5)
+    before = {name: tensor.clone() for name, tensor in fed.states.state.items()}
+    fed.fit(1)
+    took_part = {row["client"] for row in fed.history}
+    for k in range(6):
+        same = all(torch.equal(tensor[k], fed.states.state[name][k]) for name, tensor in before.items())
+        assert same == (k not in took_part)
+
+
+def test_who_missed_the_last_round_starts_from_its_average(make):
+    """FedAvg with partial participation: everybody of a round starts it from one and the same model."""
+    fed = make(sizes=(4, 5, 6, 7, 8), participation=0.4)
+    fed.fit(2)
+    last, n = fed.last.clients, torch.tensor([4.0, 5, 6, 7, 8], dtype=torch.float64)
+    missed = next(k for k in range(5) if k not in last)
+    mixed = fed.mixed()
+    for name, tensor in fed.states.state.items():
+        average = sum(n[k] * tensor[k] for k in last) / n[last].sum()
+        for k in (missed, last[0]):
+            torch.testing.assert_close(tensors_of(mixed[k])[name].detach(), average, rtol=1e-12, atol=1e-12)
+
+
+class Poison:
+    """An augmentation that puts NaN into the batches of the client whose first number it knows."""
+
+    def __init__(self, mark):
+        self.mark, self.on = mark, True
+
+    def __call__(self, x, generator):
+        return torch.where(torch.tensor(self.on) & (x == self.mark).any(), torch.nan, x)
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_a_client_with_nan_is_left_out_of_the_round(make, caplog, cohort):
+    clients = make.clients(sizes=(4, 4, 4))
+    poison = Poison(clients[1].train[0][0, 0])
+    poison.on = False
+    fed = make(clients=clients, augment=poison, cohort=cohort)
+    fed.fit(1)
+    poison.on = True
+    before = {name: tensor[1].clone() for name, tensor in fed.states.state.items()}
+    fed.fit(1)
+    bad = fed.history.of(2)[1]
+    assert "NaN" in bad["left_out"] and bad["loss"] is None and bad["bytes_up"] > 0
+    assert [row["left_out"] for row in fed.history.of(2)][::2] == [None, None]
+    assert "client 1 is left out" in caplog.text
+    for name, tensor in fed.states.state.items():
+        assert torch.equal(tensor[1], before[name]), name
+        assert tensor.isfinite().all()
+    # The next download is the average of the two others, for all three.
+    poison.on = False
+    mixed = fed.mixed()
+    for name, tensor in fed.states.state.items():
+        for k in range(3):
+            torch.testing.assert_close(tensors_of(mixed[k])[name].detach(), (tensor[0] + tensor[2]) / 2)
+    fed.fit(1)
+    assert [row["left_out"] for row in fed.history.of(3)] == [None] * 3
+
+
+def test_a_client_with_a_huge_upload_is_left_out(make):
+    plain = make()
+    plain.fit(1)
+    norms = [sum(t[k].square().sum() for t in plain.states.state.values()).sqrt().item() for k in range(3)]
+    worst = max(range(3), key=norms.__getitem__)
+    fed = make(max_norm=sorted(norms)[1] + 1e-9)
+    fed.fit(1)
+    assert ["upload" in (row["left_out"] or "") for row in fed.history] == [k == worst for k in range(3)]
+
+
+def test_a_round_without_any_good_client_changes_nothing(make):
+    fed = make(max_norm=1e-9)
+    before = {name: tensor.clone() for name, tensor in fed.states.state.items()}
+    fed.fit(2)
+    assert all(row["left_out"] for row in fed.history)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fed.states.state.items())
+
+
+def test_an_interrupted_round_has_not_happened(make, same):
+    fed, straight = make(), make()
+    straight.fit(2)
+    fed.fit(1)
+
+    def stop(round, client, done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fed.fit(1, on_client=stop)
+    fed.fit(1)
+    assert same(fed, straight)
+
+
+def test_callbacks_see_every_client_row_and_round(make):
+    seen = []
+    fed = make()
+    fed.fit(
+        2,
+        on_client=lambda *a: seen.append(("client", *a)),
+        on_row=lambda row: seen.append(("row", row["round"], row["client"])),
+        on_round=lambda round, rows: seen.append(("round", round, len(rows))),
+    )
+    one = lambda r: [("client", r, k, k + 1, 3) for k in range(3)] + [("row", r, k) for k in range(3)]  # noqa: E731
+    assert seen == [*one(1), ("round", 1, 3), *one(2), ("round", 2, 3)]
+
+
+def test_history_rows_and_helpers(make):
+    fed = make(method="factorized-fl-beta", l1=0.005)
+    history = fed.fit(2)
+    keys = {"round", "client", "loss", "accuracy", "density", "bytes_up", "bytes_down", "seconds"}
+    assert all(keys <= set(row) for row in history)
+    assert history.rounds() == [1, 2] and [row["client"] for row in history.last()] == [0, 1, 2]
+    (_, mean, std), (_, last, _) = history.curve()
+    first = [row["accuracy"] for row in history.of(1)]
+    assert mean == pytest.approx(sum(first) / 3)
+    assert std == pytest.approx(torch.tensor(first, dtype=torch.float64).std(correction=0).item())
+    assert last == pytest.approx(sum(row["accuracy"] for row in history.last()) / 3)
+    assert history.total("bytes_up") == fed.ledger.up and history.total("bytes_down") == fed.ledger.down
+    mu = [name for name in fed.states.state if name.endswith("mu")]
+    nonzeros = sum((fed.states.state[name][2] != 0).sum().item() for name in mu)
+    assert history[-1]["density"] == pytest.approx(nonzeros / (6 * 8 + 8 * 5 + 5 * 3))
+    assert 0 < history[-1]["density"] < 1
+    assert set(fed.density()) == {"0", "2", "4"}
+    assert fed.density()["2"][2] == pytest.approx((fed.states.state["2.mu"][2] != 0).double().mean().item())
+    assert {row["density"] for row in make().fit(1)} == {None}
+
+
+def test_models_are_copies(make):
+    fed = make(make.cnn, (1, 6, 6))
+    fed.fit(1)
+    assert len(fed.models) == 3 and len(fed.models[:2]) == 2
+    model = fed.models[-1]
+    assert not model.training
+    for name, tensor in tensors_of(model).items():
+        assert torch.equal(tensor, fed.states.state[name][2])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert fed.states.state["0.weight"].abs().sum() > 0 and fed.models[2][0].weight.abs().sum() > 0
+    with pytest.raises(IndexError):
+        fed.models[3]
+
+
+def test_similarity(make):
+    fed = make(method="factorized-fl-alpha")
+    fed.fit(1)
+    v = fed.states.state["2.v"].flatten(1)
+    expected = [[torch.nn.functional.cosine_similarity(a, b, dim=0).item() for b in v] for a in v]
+    torch.testing.assert_close(fed.similarity(), torch.tensor(expected, dtype=torch.float64))
+    u = fed.states.state["0.u"].flatten(1)
+    expected = torch.nn.functional.cosine_similarity(u[0], u[1], dim=0)
+    torch.testing.assert_close(fed.similarity("u", layer=1)[0, 1], expected)
+    with pytest.raises(ValueError, match="name='w', layer=2"):
+        fed.similarity("w")
+    dense = make()
+    assert torch.allclose(dense.similarity(), torch.ones(3, 3, dtype=torch.float64))
+
+
+def test_a_map_style_dataset_is_the_same_as_its_tensors(make, same):
+    class Pairs:
+        def __init__(self, x, y):
+            self.x, self.y = x.numpy(), y
+
+        def __len__(self):
+            return len(self.y)
+
+        def __getitem__(self, i):
+            return self.x[i], int(self.y[i])
+
+    tensors = make.clients()
+    datasets = [ff.Client(train=Pairs(*c.train), test=Pairs(*c.test)) for c in tensors]
+    first, second = make(clients=tensors), make(clients=datasets)
+    first.fit(1)
+    second.fit(1)
+    assert same(first, second)
+
+
+def test_dropout_draws_from_the_clients_own_stream(make, same):
+    def model():
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+    first, second = (make(model, method="stand-alone") for _ in range(2))
+    first.fit(1)
+    torch.manual_seed(99)
+    second.fit(1)
+    assert same(first, second)
+
+
+BAD = [
+    ({"epochs": 0}, r"epochs=0.*at least 1"),
+    ({"epochs": 1.5}, r"epochs=1.5"),
+    ({"batch_size": 0}, r"batch_size=0"),
+    ({"batch_size": -3}, r"batch_size=-3"),
+    ({"lr": 0.0}, r"lr=0.0.*above 0"),
+    ({"lr": math.nan}, r"lr=nan"),
+    ({"momentum": 1.0}, r"momentum=1.0"),
+    ({"weight_decay": -1.0}, r"weight_decay=-1.0"),
+    ({"participation": 0.0}, r"participation=0.0.*at most 1"),
+    ({"participation": 1.5}, r"participation=1.5"),
+    ({"lr": True}, r"lr=True"),
+    ({"seed": "x"}, r"seed='x'"),
+    ({"seed": True}, r"seed=True"),
+    ({"cohort": True}, r"cohort=True"),
+    ({"max_norm": "much"}, r"max_norm='much'"),
+    ({"store": 3}, r"store=3.*a directory"),
+    ({"device": "gpu"}, r"device='gpu': must be cpu, cuda"),
+    ({"device": "cuda:99"}, r"device='cuda:99': PyTorch sees \d+ CUDA devices"),
+    ({"cohort": 0}, r"cohort=0"),
+    ({"cohort": "some"}, r"cohort='some'"),
+    ({"wire": "int4"}, r"wire='int4'.*exact, bfloat16, int8"),
+    ({"max_norm": 0}, r"max_norm=0"),
+    ({"augment": 3}, r"augment=3"),
+    ({"method": "fedsomething"}, r"method='fedsomething': unknown.*factorized-fl-alpha.*stand-alone"),
+    ({"method": 7}, r"method=7"),
+    ({"l1": -0.1}, r"l1=-0.1"),
+    ({"model": nn.Linear(6, 3)}, r"model=Linear.*function"),
+    ({"model": lambda: 3}, r"returned int"),
+    ({"model": lambda: nn.Flatten()}, r"no parameter"),
+    ({"model": lambda: nn.Linear(9, 3).double()}, r"does not take samples torch.float64 \[6\]"),
+    ({"model": lambda: nn.Sequential(nn.Linear(6, 3), nn.Unflatten(1, (3, 1))).double()}, r"gives \[2, 3, 1\]"),
+    ({"clients": []}, r"at least one client"),
+    ({"clients": [3]}, r"client 0 is int"),
+    ({"clients": iter([3])}, r"clients=list_iterator\): must be a sequence"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[m for _, m in BAD])
+def test_bad_settings_name_the_argument_and_the_value(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_bad_clients():
+    x, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 1])
+    good = (x, y)
+    for train, message in [
+        ((x[:0], y[:0]), "train has no samples"),
+        (([]), "train has no samples"),
+        ((x, y[:3]), "4 samples x but 3 labels"),
+        ((x, y.double()), "y is torch.float64"),
+        ((x, y - 1), "label -1"),
+        ((torch.where(x == x[2, 3], torch.nan, x), y), "sample 2 of x has NaN"),
+        (3, "train is int"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ff.Client(train=train, test=good)
+    with pytest.raises(ValueError, match="test has no samples"):
+        ff.Client(train=good, test=(x[:0], y[:0]))
+    with pytest.raises(ValueError, match=r"train samples have shape \[6\], test samples \[5\]"):
+        ff.Client(train=good, test=(x[:, :5], y))
+
+
+def test_clients_that_do_not_fit_together(make):
+    clients = make.clients()
+    with pytest.raises(ValueError, match="client 1 has label 3, the model has 3 outputs"):
+        x, y = clients[1].train
+        make(clients=[clients[0], ff.Client(train=(x, y + 1), test=clients[1].test)])
+    with pytest.raises(ValueError, match=r"samples of client 2 have shape \[4\], of client 0 \[6\]"):
+        make(clients=[*clients[:2], *make.clients(shape=(4,), sizes=(5,))])
+
+
+def flat_cnn():
+    return nn.Sequential(nn.Conv2d(1, 4, 6), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3)).double()
+
+
+def test_batches_of_one_and_batch_norm(make):
+    """1×1 feature maps: batch-norm needs two samples. 9 samples in batches of 4 train; a single sample cannot."""
+    make(flat_cnn, (1, 6, 6), sizes=(9, 5)).fit(1)
+    with pytest.raises(ValueError, match="client 1 has a single training sample"):
+        make(flat_cnn, (1, 6, 6), sizes=(9, 1))
+    with pytest.raises(ValueError, match="batch_size=1"):
+        make(flat_cnn, (1, 6, 6), sizes=(9, 5), batch_size=1)
+    make(sizes=(9, 1), batch_size=1).fit(1)
+
+
+def test_fit_arguments(make):
+    with pytest.raises(ValueError, match="rounds=-1"):
+        make().fit(-1)
+    with pytest.raises(ValueError, match="checkpoint_every=0"):
+        make().fit(1, checkpoint_every=0)
+    assert make().fit(0) == []
+
+
+def test_phases_losses_extra_tensors_and_own_downloads(make):
+    """The hooks the five methods leave at their defaults, in one method of a few lines.
+
+    The body trains first, the head after it; the loss pulls towards the start of the round (FedProx); the download does
+    not overwrite the model but is kept beside it (FedAMP), and the next round starts from half of it.
+    """
+    seen = []
+
+    class Odd(ff.Strategy):
+        name = "odd"
+
+        def phases(self, epochs):
+            def proximal(net, x, y):
+                seen.append(set(net.params))
+                pull = sum((p - net.start[n]).square().sum() for n, p in net.params.items())
+                return nn.functional.cross_entropy(net(x), y) + 5.0 * pull
+
+            return [
+                ff.Phase(epochs, lambda info: not info.classifier, proximal),
+                ff.Phase(1, lambda info: info.classifier, proximal),
+            ]
+
+        def extra(self, state):
+            return {"cloud/0.weight": torch.zeros_like(state["0.weight"])}
+
+        def receive(self, state, mixed):
+            return {"cloud/0.weight": mixed["0.weight"], "0.weight": (state["0.weight"] + mixed["0.weight"]) / 2}
+
+    runs = []
+    for cohort in (1, 3):
+        fed = make(method=Odd(), cohort=cohort, momentum=0.0, weight_decay=0.0)
+        fed.fit(1)
+        assert fed.states.state["cloud/0.weight"].abs().sum() == 0
+        first = {name: tensor.clone() for name, tensor in fed.states.state.items()}
+        n = torch.tensor([10, 7, 12], dtype=torch.float64)
+        average = (first["0.weight"] * n[:, None, None]).sum(0) / n.sum()
+        mixed = fed.mixed()[1]
+        torch.testing.assert_close(mixed[0].weight.detach(), (first["0.weight"][1] + average) / 2)
+        torch.testing.assert_close(mixed[2].weight.detach(), first["2.weight"][1])
+        fed.fit(1)
+        torch.testing.assert_close(fed.states.state["cloud/0.weight"][2], average)
+        runs.append(fed.states.state)
+    head = {"4.weight", "4.bias"}
+    assert {frozenset(s) for s in seen} == {frozenset(head), frozenset(set(runs[0]) - head - {"cloud/0.weight"})}
+    for name, tensor in runs[0].items():
+        torch.testing.assert_close(runs[1][name], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_layers_and_roles():
+    model = ff.factorize(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3)), ff.Rank1()
+    )
+    model.add_module("scale", nn.LayerNorm(3))
+    infos = ff.federation.cohort.describe(model)
+    assert {n: (i.role, i.layer, i.classifier, i.norm, i.statistic) for n, i in infos.items()} == {
+        "0.u": ("u", 1, False, False, False),
+        "0.v": ("v", 1, False, False, False),
+        "0.mu": ("mu", 1, False, False, False),
+        "0.bias": ("bias", 1, False, False, False),
+        "1.weight": ("weight", 1, False, True, False),
+        "1.bias": ("bias", 1, False, True, False),
+        "1.running_mean": ("running_mean", 1, False, True, True),
+        "1.running_var": ("running_var", 1, False, True, True),
+        "1.num_batches_tracked": ("num_batches_tracked", 1, False, True, True),
+        "3.u": ("u", 2, True, False, False),
+        "3.v": ("v", 2, True, False, False),
+        "3.mu": ("mu", 2, True, False, False),
+        "3.bias": ("bias", 2, True, False, False),
+        "scale.weight": ("weight", 2, False, True, False),
+        "scale.bias": ("bias", 2, False, True, False),
+    }
+    turned = ff.federation.cohort.describe(model, classifier="0")
+    assert turned["0.u"].classifier and turned["0.u"].layer == 2 and turned["3.u"].layer == 1
+    with pytest.raises(ValueError, match="classifier='1'"):
+        ff.federation.cohort.describe(model, classifier="1")
+
+
+@pytest.mark.parametrize("method", ["fedavg", "factorized-fl-beta"])
+def test_channels_last_where_the_model_runs_that_way(make, method):
+    class View(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(2, 4, 3), nn.Linear(64, 3)
+
+        def forward(self, x):
+            return self.head(self.flatten(torch.relu(self.conv(x))))
+
+        def flatten(self, x):
+            return x.view(len(x), -1)
+
+    class Reshape(View):
+        def flatten(self, x):
+            return x.reshape(len(x), -1)
+
+    runs = {}
+    for model in (View, Reshape):
+        fed = runs[model] = make(lambda model=model: model().double(), (2, 6, 6), method=method, cohort=1)
+        fed.fit(2)
+    name = "conv.weight" if method == "fedavg" else "conv.mu"
+    view, reshape = (fed.states.state[name][0] for fed in runs.values())
+    assert view.is_contiguous() and not reshape.is_contiguous()
+    assert reshape.is_contiguous(memory_format=torch.channels_last)
+    for name, tensor in runs[View].states.state.items():
+        torch.testing.assert_close(runs[Reshape].states.state[name], tensor, rtol=1e-9, atol=1e-11)

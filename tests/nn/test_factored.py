@@ -1,0 +1,385 @@
+"""The factored convolution against float64 PyTorch on the dense weight, forward and backward, on every backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastfact as ff
+from fastfact import formats, ops
+from fastfact.ops import reference
+
+ATOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+NAMES = ("x", "u", "v", "values", "bias")
+ORDER = ("x", "u", "v", "values", "index", "bias")
+
+
+def draw(n, size, h, w, rank, density, dtype, groups=1, clients=(), seed=0):
+    g = torch.Generator().manual_seed(seed)
+    o, i, kh, kw = size
+    randn = lambda *shape: torch.randn(*clients, *shape, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+    nnz = round(density * o * i * kh * kw)
+    rows = [torch.randperm(o * i * kh * kw, generator=g)[:nnz].sort().values for _ in range(max(1, sum(clients)))]
+    index = torch.stack(rows).reshape(*clients, nnz).int()
+    return {
+        "x": randn(n, groups * i, h, w),
+        "u": randn(rank, kh, kw) if rank else None,
+        "v": randn(rank, o, i) if rank else None,
+        "values": randn(nnz),
+        "index": index,
+        "bias": randn(o),
+    }
+
+
+def dense(t, size, dtype, how):
+    """Plain PyTorch in `dtype`: output, and gradients of everything but the index."""
+    leaves = {name: t[name].detach().to(dtype).requires_grad_() for name in NAMES if t[name] is not None}
+    mu = torch.zeros(size, dtype=dtype).flatten().index_put((t["index"].long(),), leaves["values"]).reshape(size)
+    weight = mu if t["u"] is None else mu + torch.einsum("rhw,roi->oihw", leaves["u"], leaves["v"])
+    return F.conv2d(leaves["x"], weight, leaves["bias"], **how), leaves
+
+
+def run(t, size, how):
+    leaves = {name: t[name].detach().requires_grad_() for name in NAMES if t[name] is not None}
+    return ops.factored_conv2d(**{**t, **leaves}, size=size, **how), leaves
+
+
+def close(got, truth, plain, dtype, scale=0.0):
+    assert got.shape == truth.shape and got.dtype == dtype and not torch.isnan(got).any()
+    if got.numel():
+        allowed = 2 * (plain.double() - truth).abs().max() + ATOL[dtype] * max(truth.abs().max(), scale, 1e-30)
+        assert (got.double() - truth).abs().max() <= allowed
+
+
+def compare(t, size, how):
+    dtype = t["x"].dtype
+    (y, leaves), (truth, exact), (plain, rough) = (
+        run(t, size, how),
+        dense(t, size, torch.float64, how),
+        dense(t, size, dtype, how),
+    )
+    close(y, truth, plain, dtype)
+    grad = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=truth.dtype).to(dtype)
+    if t["x"].is_contiguous(memory_format=torch.channels_last) and not t["x"].is_contiguous():
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        grad = grad.contiguous(memory_format=torch.channels_last)
+    y.backward(grad)
+    truth.backward(grad.double())
+    plain.backward(grad)
+    # The terms of du may cancel, so what is small is judged by the largest gradient.
+    scale = max(leaf.grad.abs().max() for leaf in exact.values() if leaf.numel())
+    for name, leaf in leaves.items():
+        close(leaf.grad, exact[name].grad, rough[name].grad, dtype, scale)
+
+
+CASES = [
+    # n, size, h, w, rank, density, how
+    (64, (24, 16, 3, 3), 8, 8, 1, 0.1, {"padding": 1}),
+    (16, (65, 3, 3, 3), 16, 16, 1, 0.3, {"padding": 1}),
+    (8, (20, 17, 5, 5), 11, 9, 2, 0.1, {"padding": 2, "stride": 2}),
+    (1, (8, 8, 3, 3), 16, 16, 1, 0.2, {"padding": 1}),
+    (1, (3, 5, 3, 3), 7, 5, 0, 0.5, {}),
+    (3, (12, 4, 3, 3), 10, 10, 1, 0.2, {"padding": 2, "dilation": 2, "groups": 3}),
+    (17, (6, 5, 1, 1), 6, 6, 1, 0.4, {}),
+    (5, (6, 5, 2, 3), 9, 12, 1, 0.4, {"padding": (1, 3), "stride": (3, 2), "dilation": (1, 2)}),
+    (2, (7, 6, 1, 1), 9, 9, 1, 0.4, {"stride": 2}),
+    (20, (9, 40, 3, 3), 4, 4, 1, 0.0, {"padding": 1}),
+    (4, (5, 4, 3, 3), 6, 6, 3, 1.0, {"padding": 4}),
+    (2, (4, 4, 3, 3), 20, 40, 1, 0.3, {"padding": 1}),
+    # Blocks of input channels of which some rows have nothing; neither factors nor nonzeros.
+    (2, (10, 42, 3, 3), 16, 16, 1, 0.01, {"padding": 1}),
+    (1, (9, 70, 3, 3), 64, 32, 0, 0.02, {"padding": 1}),
+    (3, (20, 17, 5, 5), 32, 32, 1, 0.0, {"padding": 2, "stride": 2}),
+    (2, (8, 5, 3, 3), 16, 16, 0, 0.0, {"padding": 1}),
+]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=[f"{c[1]}-{i}" for i, c in enumerate(CASES)])
+def test_matches_the_dense_convolution(case, channels_last):
+    n, size, h, w, rank, density, how = case
+    t = draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1))
+    if channels_last:
+        t["x"] = t["x"].contiguous(memory_format=torch.channels_last)
+    compare(t, size, how)
+
+
+# Without μ channels_last images have kernels of their own: few channels, more than a panel of v, bands of an image.
+IN_LANES = [
+    (3, (48, 3, 3, 3), 21, 10, 1, 0.0, {"padding": 1}),
+    (2, (70, 33, 3, 3), 9, 9, 2, 0.0, {"padding": 1}),
+    (3, (130, 64, 5, 5), 12, 11, 1, 0.0, {"padding": 2, "stride": 2}),
+    (1, (16, 130, 3, 3), 40, 41, 1, 0.0, {"padding": 1}),
+    (2, (32, 8, 3, 3), 48, 70, 2, 0.0, {"padding": (5, 0), "stride": (2, 1), "groups": 2}),
+]
+
+
+@pytest.mark.parametrize("case", [(*c[:4], max(c[4], 1), 0.0, c[6]) for c in CASES] + IN_LANES, ids=str)
+def test_channels_last_without_mu(case):
+    n, size, h, w, rank, density, how = case
+    t = draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1))
+    t["x"] = t["x"].contiguous(memory_format=torch.channels_last)
+    compare(t, size, how)
+
+
+# And so have contiguous ones that keep their size: rows of one and two registers, two and four rows to a register,
+# bands of an image, several images at once in the backward pass, kernels of other sizes, groups and ranks.
+PLANES = [
+    (2, (13, 7, 3, 3), 16, 16, 1, 0.0, {"padding": 1}),
+    (5, (8, 9, 3, 3), 8, 8, 2, 0.0, {"padding": 1, "groups": 2}),
+    (1, (5, 70, 3, 3), 96, 64, 1, 0.0, {"padding": 1}),
+    (3, (6, 5, 5, 3), 16, 32, 1, 0.0, {"padding": (4, 1), "dilation": (2, 1)}),
+    (9, (70, 4, 5, 5), 16, 4, 2, 0.0, {"padding": 2}),
+    (2, (8, 3, 1, 1), 4, 16, 1, 0.0, {}),
+]
+
+
+@pytest.mark.parametrize("case", PLANES, ids=str)
+def test_planes_without_mu(case):
+    n, size, h, w, rank, density, how = case
+    compare(draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1)), size, how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_planes_in_other_dtypes(dtype):
+    for n, size, h, w, rank, density, how in PLANES:
+        compare(draw(n, size, h, w, rank, density, dtype, how.get("groups", 1)), size, how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_other_dtypes(dtype, backend):
+    with ff.use_backend(backend):
+        for n, size, h, w, rank, density, how in (CASES[0], CASES[5], CASES[7], *IN_LANES[:3]):
+            t = draw(n, size, h, w, rank, density, dtype, how.get("groups", 1))
+            if density == 0:
+                t["x"] = t["x"].contiguous(memory_format=torch.channels_last)
+            compare(t, size, how)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_shape(data):
+    integer = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    groups, kh, kw = integer(1, 2), integer(1, 4), integer(1, 4)
+    size = (groups * integer(1, 9), integer(1, 9), kh, kw)
+    how = {
+        "stride": (integer(1, 3), integer(1, 3)),
+        "padding": (integer(0, 3), integer(0, 3)),
+        "dilation": (integer(1, 2), integer(1, 2)),
+        "groups": groups,
+    }
+    h, w = integer(2 * kh, 2 * kh + 9), integer(2 * kw, 2 * kw + 20)
+    density = data.draw(st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+    t = draw(integer(1, 20), size, h, w, integer(0, 2), density, torch.float64, groups, seed=integer(0, 99))
+    if data.draw(st.booleans()):
+        t["x"] = t["x"].contiguous(memory_format=torch.channels_last)
+    compare(t, size, how)
+
+
+def test_one_part_only():
+    t = draw(4, (6, 5, 3, 3), 8, 8, 1, 0.2, torch.float64)
+    y, leaves = run(t | {"values": None, "index": None, "bias": None}, (6, 5, 3, 3), {})
+    weight = torch.einsum("rhw,roi->oihw", t["u"], t["v"])
+    assert torch.allclose(y, F.conv2d(t["x"], weight))
+    y.sum().backward()
+    assert set(leaves) == {"x", "u", "v"} and all(leaf.grad is not None for leaf in leaves.values())
+
+
+@pytest.mark.parametrize("needed", [("x",), ("u",), ("v",), ("values",), ("u", "values", "bias")])
+def test_partial_gradients(needed):
+    size, how = (6, 5, 3, 3), {"padding": 1}
+    t = draw(4, size, 8, 8, 1, 0.2, torch.float64)
+    _, exact = dense(t, size, torch.float64, how)
+    leaves = {name: t[name].clone().requires_grad_(name in needed) for name in NAMES}
+    grads = torch.autograd.grad(
+        ops.factored_conv2d(**{**t, **leaves}, size=size, **how).sum(), [leaves[n] for n in needed]
+    )
+    exact_y, exact = dense(t, size, torch.float64, how)
+    expected = torch.autograd.grad(exact_y.sum(), [exact[n] for n in needed])
+    assert all(torch.allclose(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def test_clients_vmap_and_func_grad():
+    size, how = (6, 5, 3, 3), {"padding": 1, "stride": 2}
+    t = draw(4, size, 9, 9, 1, 0.2, torch.float64, clients=(3,))
+
+    def loss(x, u, v, values, index, bias):
+        return ops.factored_conv2d(x, u, v, values, index, bias, size=size, **how).square().sum()
+
+    args = [t[n] for n in ORDER]
+    looped = [torch.func.grad(loss, (0, 1, 2, 3, 5))(*(a[k] for a in args)) for k in range(3)]
+    mapped = torch.func.vmap(torch.func.grad(loss, (0, 1, 2, 3, 5)))(*args)
+    batched = torch.func.grad(loss, (0, 1, 2, 3, 5))(*args)
+    for j in range(5):
+        expected = torch.stack([one[j] for one in looped])
+        assert torch.allclose(mapped[j], expected) and torch.allclose(batched[j], expected)
+    with ff.use_backend("reference"):
+        assert torch.allclose(loss(*args), torch.stack([loss(*(a[k] for a in args)) for k in range(3)]).sum())
+
+
+def test_shared_over_clients_and_views():
+    size = (6, 5, 3, 3)
+    t = draw(4, size, 8, 8, 1, 0.2, torch.float64)
+    x = torch.randn(3, 4, 8, 8, 10, dtype=torch.float64)[..., ::2].movedim(-1, 2)
+    y = ops.factored_conv2d(**{**t, "x": x}, size=size)
+    expected = [dense({**t, "x": x[k]}, size, torch.float64, {})[0] for k in range(3)]
+    assert torch.allclose(y, torch.stack(expected))
+
+
+def test_compile_fullgraph():
+    size = (6, 5, 3, 3)
+    t = draw(4, size, 8, 8, 1, 0.2, torch.float32)
+    compiled = torch.compile(
+        lambda *a: ops.factored_conv2d(*a, size=size, padding=1).relu(), fullgraph=True, backend="aot_eager"
+    )
+    args = [t[n] for n in ORDER]
+    leaves = [a.clone().requires_grad_() if a.is_floating_point() else a for a in args]
+    y = compiled(*leaves)
+    y.sum().backward()
+    expected = [a.clone().requires_grad_() if a.is_floating_point() else a for a in args]
+    z = ops.factored_conv2d(*expected, size=size, padding=1).relu()
+    z.sum().backward()
+    assert torch.allclose(y, z, atol=1e-6)
+    assert all(
+        torch.allclose(a.grad, b.grad, atol=1e-5)
+        for a, b in zip(leaves, expected, strict=True)
+        if a.is_floating_point()
+    )
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_opcheck(channels_last):
+    size = (6, 5, 3, 3)
+    t = draw(4, size, 8, 8, 1, 0.2, torch.float32, clients=(2,))
+    if channels_last:
+        t["x"] = formats.to_format(t["x"], True)
+    settings = (size, (2, 2), (1, 1), (1, 1), 1)
+    factors = (t["u"], t["v"], t["values"], t["index"])
+    y = torch.ops.fastfact.factored_conv2d(t["x"], *factors, t["bias"], *settings)
+    torch.library.opcheck(torch.ops.fastfact.factored_conv2d.default, (t["x"], *factors, t["bias"], *settings))
+    order = torch.ops.fastfact.factored_conv2d_order(t["x"], *factors, *settings)
+    ordered = (t["x"], *factors, t["bias"], order, *settings)
+    torch.library.opcheck(torch.ops.fastfact.ordered_factored_conv2d.default, ordered)
+    torch.library.opcheck(torch.ops.fastfact.factored_conv2d_order.default, (t["x"], *factors, *settings))
+    for needs in (15, 1, 8):
+        torch.library.opcheck(
+            torch.ops.fastfact.factored_conv2d_backward.default, (y, t["x"], *factors, *settings, needs)
+        )
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("case", [c for c in CASES if c[5]], ids=str)
+@torch.no_grad()
+def test_an_order_serves_all_calls_with_the_same_index(case, channels_last):
+    n, size, h, w, rank, density, how = case
+    t = draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1), clients=(2,))
+    if channels_last:
+        t["x"] = formats.to_format(t["x"], True)
+    order = ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=size, **how)
+    assert order.shape[0] == 2 and order.dtype == torch.int32
+    t |= {"x": 2 * t["x"], "values": t["values"] + 1}
+    got = ops.factored_conv2d(**t, size=size, order=order, **how)
+    assert torch.equal(got, ops.factored_conv2d(**t, size=size, **how))
+    one = {name: None if tensor is None else tensor[0] for name, tensor in t.items()}
+    assert torch.equal(ops.factored_conv2d(**one, size=size, order=order[0], **how), got[0])
+    with ff.use_backend("reference"):
+        assert torch.allclose(ops.factored_conv2d(**t, size=size, order=order, **how), got, rtol=1e-3, atol=1e-3)
+        assert ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=size, **how).numel() == 0
+
+
+def test_an_order_of_another_index_is_refused():
+    size, how = (6, 5, 3, 3), {"padding": 1}
+    t = draw(2, size, 8, 8, 1, 0.2, torch.float32)
+    few = draw(2, size, 8, 8, 1, 0.1, torch.float32)
+    order = ops.factored_conv2d_order(*(few[name] for name in ORDER[:-1]), size=size, **how)
+    with torch.no_grad(), pytest.raises(ValueError, match="order is of another index"):
+        ops.factored_conv2d(**t, size=size, order=order, **how)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"u": torch.zeros(1, 3, 2)}, "u has shape"), ({"values": torch.zeros(3)}, "values has shape")],
+)
+def test_bad_input_of_an_order(change, message):
+    t = draw(2, (6, 5, 3, 3), 8, 8, 1, 0.2, torch.float32) | change
+    with pytest.raises(ValueError, match=message):
+        ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=(6, 5, 3, 3))
+
+
+def test_an_order_leaves_gradients_alone():
+    size, how = (6, 5, 3, 3), {"padding": 1}
+    t = draw(2, size, 8, 8, 1, 0.2, torch.float32)
+    order = ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=size, **how)
+    t["values"].requires_grad_()
+    assert ops.factored_conv2d(**t, size=size, order=order, **how).requires_grad
+
+
+@pytest.mark.parametrize("shape", [(5, 33), (2, 3, 33), (33,), (64, 33)])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_linear(shape, rank):
+    o, i = 12, 33
+    t = draw(1, (o, i, 1, 1), 1, 1, rank, 0.2, torch.float64)
+    u, v = (torch.randn(rank, n, dtype=torch.float64) if rank else None for n in (i, o))
+    weight = torch.zeros(o * i, dtype=torch.float64)
+    weight[t["index"].long()] = t["values"]
+    weight = weight.reshape(o, i) + (0 if u is None else torch.einsum("ri,ro->oi", u, v))
+    x = torch.randn(shape, dtype=torch.float64)
+    y = ops.factored_linear(x, u, v, t["values"], t["index"], t["bias"], size=(o, i))
+    assert torch.allclose(y, F.linear(x, weight, t["bias"]))
+
+
+@pytest.mark.parametrize("density", [0.0, 0.3])
+@pytest.mark.parametrize("clients", [(), (3,)])
+@pytest.mark.parametrize("how", [{}, {"groups": 2, "stride": (2, 3), "padding": (1, 2), "dilation": (2, 1)}])
+def test_separable(how, clients, density):
+    size, rank = (8, 5, 3, 4), 2
+    t = draw(4, size, 9, 10, 0, density, torch.float64, how.get("groups", 1), clients)
+    t |= {"u": torch.randn(*clients, rank, 5, 3).double(), "v": torch.randn(*clients, rank, 8, 4).double()}
+    if not density:
+        t |= {"values": None, "index": None}
+    settings = [size, *(how.get(n, d) for n, d in (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1)))]
+    expected = ops.common.call(reference.separable_conv2d, bool(clients), [t[n] for n in ORDER], *settings)
+    got = ops.separable_conv2d(**t, size=size, **how)
+    assert torch.allclose(got, expected)
+    lowrank = {"B": t["u"].flatten(-2).mT, "A": t["v"].flatten(-2)}
+    if not clients and not density:
+        weight = ops.lowrank_weight(None, lowrank["A"], lowrank["B"], layout="separable", size=size)
+        assert torch.allclose(got, F.conv2d(t["x"], weight, t["bias"], **how))
+
+
+def test_separable_checks_its_factors():
+    t = draw(2, (6, 5, 3, 3), 8, 8, 0, 0.2, torch.float32)
+    with pytest.raises(ValueError, match="u and v must be given"):
+        ops.separable_conv2d(**t, size=(6, 5, 3, 3))
+    with pytest.raises(ValueError, match="v has shape"):
+        ops.separable_conv2d(**t | {"u": torch.zeros(2, 5, 3), "v": torch.zeros(2, 3, 6)}, size=(6, 5, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": (6, 5, 3)}, "size"),
+        ({"size": (6, 4, 3, 3)}, "x has 5 channels"),
+        ({"v": None}, "u and v go together"),
+        ({"index": None}, "values and index"),
+        ({"u": torch.zeros(1, 3, 2)}, "u has shape"),
+        ({"values": torch.zeros(3)}, "values has shape"),
+        ({"bias": torch.zeros(6, dtype=torch.float64)}, "bias is torch.float64"),
+        ({"stride": 0}, "stride=0"),
+        ({"dilation": 9}, "too small"),
+    ],
+)
+def test_bad_input(change, message):
+    t = draw(2, (6, 5, 3, 3), 8, 8, 1, 0.2, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        ops.factored_conv2d(**{**t, "size": (6, 5, 3, 3), **change})
+
+
+@pytest.mark.parametrize("index", [[3, 3], [5, 2], [0, 270], [-1, 4]])
+def test_positions_must_ascend_within_the_weight(index):
+    t = draw(2, (6, 5, 3, 3), 8, 8, 1, 0.2, torch.float32)
+    t |= {"index": torch.tensor(index), "values": torch.ones(2)}
+    with pytest.raises((ValueError, RuntimeError), match="index"):
+        ops.factored_conv2d(**t, size=(6, 5, 3, 3))
