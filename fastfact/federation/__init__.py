@@ -10,7 +10,7 @@ from fastfact.federation.history import History
 from fastfact.federation.server.strategy import Phase, Strategy, Uploads
 from fastfact.federation.state import TensorInfo
 from fastfact.federation.storage.run_directory import RunDirectoryError
-from fastfact.federation.wire.format import Ledger
+from fastfact.federation.wire.ledger import Ledger
 
 __all__ = [
     "Client",

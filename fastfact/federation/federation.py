@@ -35,8 +35,9 @@ from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import Models, State, describe, generator_for, stack, take, tensors_of
 from fastfact.federation.storage import checkpoint
 from fastfact.federation.storage import run_directory as files
-from fastfact.federation.storage.states import MEMORY, Codec, Database, Records, Stacked, States
-from fastfact.federation.wire.format import Ledger, Wire
+from fastfact.federation.storage.states import MEMORY, Codec, Database, PackedStates, Stacked, States
+from fastfact.federation.wire.format import Wire
+from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import must_be
 from fastfact.nn.sparsity import Schedule, penalized
 
@@ -261,7 +262,7 @@ class Federation:
         codec = Codec(initial, self.infos, self.sparse, values)
         if place != MEMORY:
             return Database(initial, k, codec, Path(place))
-        return Records(initial, k, codec) if codec.packs() else Stacked(initial, k)
+        return PackedStates(initial, k, codec) if codec.packs() else Stacked(initial, k)
 
     @property
     def shared(self) -> list[str]:

@@ -14,7 +14,7 @@ from fastfact.federation.server.exchange import Downloads
 from fastfact.federation.server.strategy import Phase
 from fastfact.federation.state import Models, State, take
 from fastfact.federation.storage.states import Stacked
-from fastfact.federation.wire.format import Ledger
+from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import must_be
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _ensemble(fed: "Federation", data: setup.Data) -> Newcomers:
     size, model = 0, fed._trainer.model.eval()
     for k in range(len(fed)):
         state = fed.states.load([k], names=list(fed.infos))
-        size += sum(one[0] for one in fed.wire.send(state, list(fed.infos))[1].bytes.values())
+        size += sum(one[0] for one in fed.wire.roundtrip(state, list(fed.infos))[1].bytes.values())
         fed._trainer.bind(state, 0)
         for row, (x, _) in enumerate(tests):
             sums[row] += torch.cat([model(some).softmax(1) for some in x.split(train.EVALUATION_BATCH)])

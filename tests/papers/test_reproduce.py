@@ -13,7 +13,7 @@ from fastfact.experiment import probes as record
 from fastfact.experiment import report
 from fastfact.experiment import run as experiment
 from fastfact.federation.server.strategy import STRATEGIES
-from fastfact.federation.wire.format import Ledger
+from fastfact.federation.wire.ledger import Ledger
 from fastfact.papers import figures as pictures
 from fastfact.papers import measures, recipes, reproduce
 

@@ -11,7 +11,8 @@ from fastfact.federation.client.train import Encoder
 from fastfact.federation.server.processes import Shard
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, TensorInfo, index_of
-from fastfact.federation.wire.format import Ledger, Wire, reply
+from fastfact.federation.wire.format import Wire, reply
+from fastfact.federation.wire.ledger import Ledger
 
 
 @dataclasses.dataclass
@@ -80,13 +81,13 @@ class Exchange:
 
     def upload(self, round: int, clients: list[int], state: State, memory: State, ledger: Ledger) -> State:
         """What arrives of the clients' states [k, …] at the server, by name; its bytes go into `ledger`."""
-        sent, sizes = self.wire.send(self.keyed(state), self.uploaded, self.rows("up", memory))
+        sent, sizes = self.wire.roundtrip(self.keyed(state), self.uploaded, self.rows("up", memory))
         ledger.add(round, "up", clients, sizes)
         return sent
 
     def uploads(self, report: Report, state: State, memory: State, shard: Shard) -> Uploads:
         """What the server has of a round: what its clients sent is what they hold, `state` of those in `shard`."""
-        sent = shard.stacked(self.wire.send(self.keyed(state), self.uploaded)[0], report.clients)
+        sent = shard.stacked(self.wire.roundtrip(self.keyed(state), self.uploaded)[0], report.clients)
         uploads = Uploads(
             report.round, report.clients, sent, report.samples, report.losses, self.keys, memory, self.seed
         )
@@ -109,7 +110,7 @@ class Exchange:
 
     def first_download(self, round: int, clients: list[int], work: State, ledger: Ledger) -> None:
         """Everybody has the initial model, as if sent: the papers count this download too."""
-        ledger.add(round, "down", clients, self.wire.send(work, self.shared)[1])
+        ledger.add(round, "down", clients, self.wire.roundtrip(work, self.shared)[1])
 
     def unusable(
         self, clients: list[int], sent: State, limit: float | None, known: Mapping[int, str]
@@ -158,7 +159,7 @@ class Downloads:
 
     def _fetch(self, client: int, places: list[int]) -> State:
         exchange = self.exchange
-        state, sizes = exchange.wire.send(
+        state, sizes = exchange.wire.roundtrip(
             {name: self.uploads.state[name][places] for name in exchange.shared}, exchange.shared
         )
         self.ledger.add(self.round, "down", [client] * len(places), sizes)
@@ -191,7 +192,7 @@ class Downloads:
         missed = [clients[row] for row in rows]
         if not missed:
             return
-        sent, sizes = exchange.wire.send(
+        sent, sizes = exchange.wire.roundtrip(
             exchange.keyed({name: tensor[rows] for name, tensor in work.items()}), exchange.uploaded
         )
         samples, losses = [self.samples(client) for client in missed], [math.nan] * len(missed)
@@ -212,7 +213,7 @@ class Downloads:
         if exchange.method.clients_mix:
             received = dict(mixed)
         else:
-            received, sizes = exchange.wire.send(mixed, exchange.shared, some)
+            received, sizes = exchange.wire.roundtrip(mixed, exchange.shared, some)
             self.ledger.add(self.round, "down", clients, sizes)
         whole = rows == list(range(len(next(iter(work.values())))))
         state = work if whole else {name: tensor[rows] for name, tensor in work.items()}

@@ -20,9 +20,9 @@ from fastfact.federation.server.processes import Group
 from fastfact.federation.state import State
 from fastfact.federation.storage import run_directory as store
 from fastfact.federation.storage.run_directory import RunDirectoryError
-from fastfact.federation.storage.states import DATABASE, Database, Records, about_database, rows_of, totals
+from fastfact.federation.storage.states import DATABASE, Database, PackedStates, about_database, rows_of, totals
 from fastfact.federation.storage.states import MEMORY as IN_MEMORY
-from fastfact.federation.wire.format import Ledger
+from fastfact.federation.wire.ledger import Ledger
 
 if TYPE_CHECKING:
     from fastfact.federation.federation import Federation
@@ -94,7 +94,7 @@ def save(fed: "Federation", directory: Path | None) -> None:
     if directory is None:
         return
     metadata = _metadata(fed)
-    if isinstance(fed.states, Records):
+    if isinstance(fed.states, PackedStates):
         packed, table = fed.states.packed()
         tensors = {RECORDS + name: tensor for name, tensor in packed.items()}
         metadata["records"] = json.dumps(table)
@@ -192,7 +192,7 @@ def _restore_checkpoint(fed: "Federation", directory: Path, round: int, path: Pa
         fed.states.commit()
         return
     try:
-        if not isinstance(fed.states, Records) or json.loads(about["records"]) != fed.states.codec.table:
+        if not isinstance(fed.states, PackedStates) or json.loads(about["records"]) != fed.states.codec.table:
             raise ValueError("its records are those of another model")
         fed.states.unpack({name: tensors[RECORDS + name] for name in ("client", "length", "nonzeros", "records")}, here)
     except (KeyError, ValueError) as error:

@@ -4,7 +4,7 @@
     DIR/metrics.jsonl                      a row for each round and client
     DIR/ledger.jsonl                       a row for each round and direction
     DIR/checkpoints/round-000010.safetensors   the clients' states after that round, stacked ("client/<name>" [m, …]) or
-                                           as records ("records/…", see `states.Records`), of those that have trained
+                                           packed ("records/…", see `states.PackedStates`), of those that have trained
                                            (`clients` names them if not all), and what the server keeps ("server/…")
 
 Clients in a store of their own (`Federation(store=DIR)`) are not copied into checkpoints: the store is one after each

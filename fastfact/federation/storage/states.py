@@ -3,8 +3,8 @@
 A client that has never trained has no record: it is in the initial state, so registering clients costs nothing. What a
 round writes is visible after `commit`, all of it or nothing.
 
-`Stacked` keeps tensors as they are; `Records` keeps a client as one message of the wire format (μ as a bitmap and its
-values, see `wire`), in a dict or in a `Database`. The database is SQLite: it is in the standard library, its
+`Stacked` keeps tensors as they are; `PackedStates` keeps a client as one message of the wire format (μ as a bitmap and
+its values, see `wire`), in a dict, `Database` in a file. The database is SQLite: it is in the standard library, its
 transactions are what keeps a client from being half-written, readers on other threads see the last committed round
 while one is being written, and a round larger than memory spills to its log. LMDB, twice as fast at reading 1 MB
 records, is a dependency and wants the size of the file in advance; memory-mapped safetensors have neither transactions
@@ -245,7 +245,7 @@ class Codec:
             out[name][row].copy_(tensor)
 
 
-class Records:
+class PackedStates:
     """States as records, see `Codec`, in memory; `Database` has them in a file."""
 
     def __init__(self, initial: State, k: int, codec: Codec):
@@ -364,7 +364,13 @@ class Database:
     def __len__(self) -> int:
         return self.k
 
-    state, load, read, work, reserve = Records.state, Records.load, Records.read, Records.work, Records.reserve
+    state, load, read, work, reserve = (
+        PackedStates.state,
+        PackedStates.load,
+        PackedStates.read,
+        PackedStates.work,
+        PackedStates.reserve,
+    )
 
     def _read(self, clients: Sequence[int]) -> dict[int, bytes]:
         if self.coming is not None and self.coming[0] == list(clients):

@@ -12,9 +12,9 @@ from fastfact import models
 from fastfact.federation import LazyClients, RunDirectoryError
 from fastfact.federation import federation as loop
 from fastfact.federation.server.exchange import not_finite
-from fastfact.federation.state import evenly
+from fastfact.federation.state import describe, evenly, stack, tensors_of
 from fastfact.federation.storage import checkpoint
-from fastfact.federation.storage.states import Codec, Database, Records, Stacked
+from fastfact.federation.storage.states import Codec, Database, PackedStates, Stacked
 
 # test_a_killed_run_goes_on starts this file as a program.
 ROUNDS, DIES_IN = 3, 2
@@ -140,7 +140,7 @@ def test_every_way_to_keep_states_gives_the_same_bits(same, tmp_path, monkeypatc
     monkeypatch.setattr(Codec, "packs", lambda self: False)
     runs["stacked"] = federation(participation=participation)
     kinds = [type(fed.states) for fed in runs.values()]
-    assert kinds == [Database, Records, Stacked]
+    assert kinds == [Database, PackedStates, Stacked]
     for fed in runs.values():
         fed.fit(4)
     assert all(same(runs["stacked"], fed) for fed in runs.values())
@@ -200,8 +200,8 @@ def test_bfloat16_rounds_what_trains_and_nothing_else():
 def test_a_resident_resnet9_with_a_tenth_of_mu():
     """Dense float32 is 10.3 MB. Bitmap 0.32, values of 2 bytes 0.51, u and v of 2 bytes 0.54."""
     template = ff.factorize(models.build("resnet9", (3, 32, 32), 10), ff.Rank1())
-    initial = ff.federation.cohort.stack(ff.federation.cohort.tensors_of(template), 1)
-    infos = ff.federation.cohort.describe(template)
+    initial = stack(tensors_of(template), 1)
+    infos = describe(template)
     sparse = [name for name in infos if name.endswith("mu")]
     for name in sparse:
         ff.sparsity.prune_(initial[name].normal_(), 0.1)

@@ -4,7 +4,8 @@ from torch import nn
 
 import fastfact as ff
 from fastfact.federation.state import describe, stack, tensors_of
-from fastfact.federation.wire.format import ENTRY, FRAME, HEADER, Entry, Ledger, Sizes, Wire
+from fastfact.federation.wire.format import ENTRY, HEADER, Wire
+from fastfact.federation.wire.ledger import FRAME, Entry, Ledger, Sizes
 
 
 def model(dtype=torch.float32) -> nn.Module:
@@ -39,7 +40,7 @@ def client_states(dtype=torch.float32, k=4):
 def test_sizes_and_numbers_are_those_of_the_real_message(values, dtype):
     """What `send` says arrives, and how long the message is, against encoding and decoding every message."""
     states, line = client_states(dtype), wire(values, dtype)
-    received, sizes = line.send(states, list(states))
+    received, sizes = line.roundtrip(states, list(states))
     for row in range(4):
         message = line.encode({name: tensor[row] for name, tensor in states.items()})
         assert len(message) == sizes.total(row)
@@ -61,8 +62,8 @@ def test_some_rows_of_a_tensor(values):
     mask = torch.tensor([True, False, False, True, True, False, True, False])
     rows = {"0.mu": mask, "0.bias": mask, "1.weight": torch.zeros(8, dtype=torch.bool)}
     names = ["0.u", "0.mu", "0.bias", "1.weight"]
-    received, sizes = line.send(states, names, rows)
-    whole, _ = line.send(states, names)
+    received, sizes = line.roundtrip(states, names, rows)
+    whole, _ = line.roundtrip(states, names)
     for row in range(4):
         own = {name: states[name][row] for name in names}
         message = line.encode(own, rows)
@@ -80,7 +81,7 @@ def test_some_rows_of_a_tensor(values):
 
 def test_sizes_by_hand():
     states, line = client_states(), wire("exact")
-    _, sizes = line.send(states, ["0.u", "0.mu", "1.num_batches_tracked"])
+    _, sizes = line.roundtrip(states, ["0.u", "0.mu", "1.num_batches_tracked"])
     assert sizes.bytes[FRAME] == [8] * 4 and HEADER.size == 8 and ENTRY.size == 7
     assert sizes.bytes["0.u"] == [7 + 9 * 4] * 4
     assert sizes.bytes["1.num_batches_tracked"] == [7 + 8] * 4
@@ -95,7 +96,7 @@ def test_sizes_by_hand():
 @pytest.mark.parametrize(("values", "bound"), [("bfloat16", 2**-8), ("int8", 0.5 / 127)])
 def test_lossy_numbers_are_near(values, bound):
     states, line = client_states(), wire(values)
-    received, _ = line.send(states, list(states))
+    received, _ = line.roundtrip(states, list(states))
     for name in ("0.v", "3.v", "0.mu"):
         rows = states[name].flatten(2) if states[name].dim() > 2 else states[name].unsqueeze(1)
         got = received[name].reshape(rows.shape)
@@ -165,10 +166,10 @@ def test_the_server_computes_with_what_arrives(make):
     for name, tensor in exact.states.state.items():
         assert torch.equal(tensor, lossy.states.state[name])
     name = "0.weight"
-    sent = lossy.wire.send(lossy.states.state, [name])[0][name]
+    sent = lossy.wire.roundtrip(lossy.states.state, [name])[0][name]
     n = torch.tensor([10, 7, 12], dtype=torch.float64)
     average = (sent * n[:, None, None]).sum(0, keepdim=True) / n.sum()
-    expected = lossy.wire.send({name: average}, [name])[0][name][0]
+    expected = lossy.wire.roundtrip({name: average}, [name])[0][name][0]
     got = tensors_of(lossy.mixed()[0])[name].detach()
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
     assert not torch.allclose(got, tensors_of(exact.mixed()[0])[name].detach(), rtol=1e-6, atol=1e-9)
