@@ -14,7 +14,7 @@ _NAMES = {
 }
 
 
-def must_be(value: Any, kind: Any) -> str | None:
+def type_error(value: Any, kind: Any) -> str | None:
     """What `value` must be for the annotation `kind`, in words; None if it is that, or `kind` is none of these types
     or a union of them. An integer is a number, True is not an integer.
     """
@@ -28,9 +28,12 @@ def must_be(value: Any, kind: Any) -> str | None:
     return None if fits else " or ".join(_NAMES[one] for one in allowed)
 
 
+must_be = type_error
+
+
 def check_kinds(settings: Any, name: str) -> None:
     """Raise ValueError for a field of the dataclass `settings`, called `name`, whose value is of another type."""
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if rule := must_be(value, field.type):
+        if rule := type_error(value, field.type):
             raise ValueError(f"{name}({field.name}={value!r}): must be {rule}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 
 import fastfact as ff
-from fastfact.kinds import check_kinds, must_be
+from fastfact.kinds import check_kinds, type_error
 from fastfact.methods import FactorizedFLAlpha, FedDecomp, FedPer, FedRep
 
 
@@ -21,8 +21,8 @@ from fastfact.methods import FactorizedFLAlpha, FedDecomp, FedPer, FedRep
     ids=str,
 )
 def test_kinds(kind, good, bad, words):
-    assert all(must_be(value, kind) is None for value in good)
-    assert all(must_be(value, kind) == words for value in bad)
+    assert all(type_error(value, kind) is None for value in good)
+    assert all(type_error(value, kind) == words for value in bad)
 
 
 def test_a_field_of_another_type_is_named():

@@ -4,15 +4,16 @@ Imports nothing of the package. Read `scenarios.py` first.
 """
 
 from fastfact.data.augment import Augment, color_jitter, random_flip, random_resized_crop, random_shift
+from fastfact.data.client import Client
 from fastfact.data.datasets import DATASETS, Dataset, load
-from fastfact.data.scenarios import SCENARIOS, ClientData, groups_of, label_permutation, make_clients
+from fastfact.data.scenarios import SCENARIOS, groups_of, label_permutation, make_clients
 from fastfact.data.simulation import Simulation, fedfac_simulation
 
 __all__ = [
     "DATASETS",
     "SCENARIOS",
     "Augment",
-    "ClientData",
+    "Client",
     "Dataset",
     "Simulation",
     "color_jitter",

@@ -10,28 +10,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from fastfact.data.client import Client
 from fastfact.data.datasets import Dataset, Groups, load
 
 PERMUTATION_SEED = 1234
 MIN_SAMPLES = 10
-
-
-class ClientData(NamedTuple):
-    """One client: `train` and `test` as (x [n, …], y [n]), and how many labels its classifier tells apart.
-
-    vocabulary: how many tokens there are, where x is tokens.
-    """
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    num_classes: int
-    vocabulary: int | None = None
 
 
 @dataclass(frozen=True)
@@ -280,7 +267,7 @@ def make_clients(
     classes_per_client: int = 2,
     samples: int | None = None,
     root: str | Path | None = None,
-) -> list[ClientData]:
+) -> list[Client]:
     """The clients of `scenario` on `dataset`, the same for the same arguments everywhere.
 
     `seed` draws the partition and the held-out samples; the label permutations are the paper's and do not depend on it.
@@ -338,11 +325,11 @@ def make_clients(
         parts = hold_out(stratum, test_fraction, np.random.default_rng([seed, 1, client]))
         train, test = (torch.from_numpy(share[part]) for part in parts)
         made.append(
-            ClientData(
+            Client(
                 (data.inputs(train), new[data.y[train]]),
                 (data.inputs(test), new[data.y[test]]),
-                outputs,
-                data.vocabulary,
+                num_classes=outputs,
+                vocabulary=data.vocabulary,
             )
         )
     return made

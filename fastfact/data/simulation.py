@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastfact.data.scenarios import ClientData
+from fastfact.data.client import Client
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class Simulation:
     layer of m units (`mlp1`) nothing ties its units to these by number.
     """
 
-    clients: list[ClientData]
+    clients: list[Client]
     weight: Tensor
     output: Tensor
     shared: Tensor
@@ -85,7 +85,7 @@ def fedfac_simulation(
         y = score > (np.median(score) if balanced else 0)
         weights.append(weight)
         x, y = torch.from_numpy(x).float(), torch.from_numpy(y).long()
-        made.append(ClientData((x[test:], y[test:]), (x[:test], y[:test]), 2))
+        made.append(Client((x[test:], y[test:]), (x[:test], y[:test]), num_classes=2))
     return Simulation(
         made,
         torch.from_numpy(np.stack(weights)).float(),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastfact.federation import Federation
 from fastfact.federation.client.data import placed
 from fastfact.federation.state import generator_for, tensors_of
-from fastfact.kinds import must_be
+from fastfact.kinds import type_error
 from fastfact.nn.convert import factorized_layers
 
 Gradients = dict[str, Tensor]
@@ -135,7 +135,7 @@ def leakage(
     if knows not in ("shared", "all"):
         raise ValueError(f"leakage(knows={knows!r}): must be shared or all")
     for name, value in (("images", images), ("steps", steps), ("tries", tries)):
-        if must_be(value, int) or value < 1:
+        if type_error(value, int) or value < 1:
             raise ValueError(f"leakage({name}={value!r}): must be an integer of at least 1")
     known = range(len(federation))
     if clients is not None and (bad := [k for k in clients if k not in known]):

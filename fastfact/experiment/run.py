@@ -39,7 +39,7 @@ from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import STRATEGIES
 from fastfact.federation.storage import run_directory as store
 from fastfact.federation.storage.states import DATABASE, MEMORY, about_database
-from fastfact.kinds import must_be
+from fastfact.kinds import type_error
 from fastfact.methods.fedfac import communalities, shared_mask
 from fastfact.nn.choice import processor
 from fastfact.nn.sparsity import Schedule
@@ -144,7 +144,7 @@ class Config:
                 object.__setattr__(self, item.name, float(value))
             elif item.name == "cohort" and type(value) is int:
                 object.__setattr__(self, item.name, str(value))
-            elif rule := must_be(value, item.type):
+            elif rule := type_error(value, item.type):
                 raise ValueError(f"{item.name}={value!r}, must be {rule.removesuffix(' or None')}")
         for name, known in (
             ("dataset", (*data.DATASETS, SIMULATION)),
@@ -291,7 +291,7 @@ def _parts(config: Config) -> dict[str, Any]:
     here = config.kept() or list(range(len(made)))
     order = np.random.default_rng([config.seed, 3]).permutation(here)
     late = sorted(order[: round(config.newcomers * len(here))].tolist())
-    clients = {k: Client(train=made[k].train, test=made[k].test) for k in here}
+    clients = {k: made[k] for k in here}
     model = functools.partial(models.build, config.model, shape, classes, config.width, **words)
     trained = [clients[k] for k in here if k not in late]
     if not trained:
@@ -321,7 +321,7 @@ def _pretrained(build: Callable[[], nn.Module], clients: Sequence[Client], confi
     return model
 
 
-def _simulated(config: Config, method: Strategy) -> tuple[list[data.ClientData], Strategy]:
+def _simulated(config: Config, method: Strategy) -> tuple[list[Client], Strategy]:
     """FedFac's clients, and the method: shared_channels "true" of FedSplit are those of the network that made the
     labels, "oracle" those that factor analysis finds in its weights (§4.3.1), units of the hidden layer of mlp1."""
     units = models.build("mlp1", (1,), 2, config.width).fc1.out_features

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fastfact as ff
 from fastfact import data
 from fastfact.data.datasets import _cifar100_groups
 
@@ -138,6 +139,13 @@ def test_digits_are_the_real_ones_normalised(digits):
     assert abs(digits.x.mean()) < 1e-3 and abs(digits.x.std() - 1) < 1e-3
     assert torch.bincount(digits.y).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert digits.classes == tuple("0123456789")
+
+
+def test_clients_go_into_a_federation_as_they_are():
+    made = data.make_clients("digits", "domains", 5, seed=0)
+    assert all(isinstance(client, ff.Client) and client.num_classes == 2 for client in made)
+    model = lambda: ff.models.build("mlp", (1, 8, 8), made[0].num_classes, width=0.1)  # noqa: E731
+    assert len(ff.Federation(model, made, "stand-alone", cohort=1)) == 5
 
 
 ON_DIGITS = [name for name in data.SCENARIOS if name not in ("superclasses", "natural", "twins")]

@@ -1,41 +1,12 @@
-"""A client's data, brought into tensors once."""
+"""Clients that are made when they are asked for, and samples as the model takes them."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fastfact.kinds import must_be
-
-Samples = tuple[Tensor, Tensor]
-
-
-class Client:
-    """One client: `train` and `test`, each (x [n, …], y [n]) or a map-style dataset of (x, y) samples.
-
-    x may be float (cast to the model's dtype) or integer (tokens); y are labels from 0. Sizes and label sets may differ
-    from client to client. A dataset is read once, here; augmentation belongs into `Federation(augment=)`.
-
-    Raises ValueError for an empty set, lengths that differ, labels that are no integers or negative, NaN or inf in x.
-    """
-
-    def __init__(self, train, test, name: str | None = None):
-        label = "Client" if name is None else f"Client {name}"
-        self.name = name
-        self.train = _samples(f"{label}: train", train)
-        self.test = _samples(f"{label}: test", test)
-        if self.train[0].shape[1:] != self.test[0].shape[1:]:
-            raise ValueError(
-                f"{label}: train samples have shape {list(self.train[0].shape[1:])},"
-                f" test samples {list(self.test[0].shape[1:])}: must be the same"
-            )
-
-    def __len__(self) -> int:
-        """The number of training samples."""
-        return len(self.train[1])
-
-    def __repr__(self) -> str:
-        return f"Client(train={len(self)} × {list(self.train[0].shape[1:])}, test={len(self.test[1])})"
+from fastfact.data.client import Client, Samples
+from fastfact.kinds import type_error
 
 
 class LazyClients(Sequence[Client]):
@@ -47,7 +18,7 @@ class LazyClients(Sequence[Client]):
     def __init__(self, make: Callable[[int], Client], k: int):
         if not callable(make):
             raise ValueError(f"LazyClients(make={make!r}): must be a function client → Client")
-        if must_be(k, int) or k < 1:
+        if type_error(k, int) or k < 1:
             raise ValueError(f"LazyClients(k={k!r}): must be an integer of at least 1")
         self.make, self.k = make, k
 
@@ -58,38 +29,6 @@ class LazyClients(Sequence[Client]):
         if not 0 <= client < self.k:
             raise IndexError(f"LazyClients[{client}]: there are {self.k}")
         return self.make(client)
-
-
-def _samples(what: str, data) -> Samples:
-    if isinstance(data, tuple | list) and len(data) == 2 and not _is_sample(data[0]):
-        x, y = (torch.as_tensor(part) for part in data)
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        if len(data) == 0:
-            raise ValueError(f"{what} has no samples, must have at least one")
-        pairs = [data[i] for i in range(len(data))]
-        if any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"{what}: every sample of a dataset must be a pair (x, y)")
-        x = torch.stack([torch.as_tensor(pair[0]) for pair in pairs])
-        y = torch.stack([torch.as_tensor(pair[1]) for pair in pairs])
-    else:
-        raise ValueError(f"{what} is {type(data).__name__}, must be a pair of tensors (x, y) or a map-style dataset")
-    if y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise ValueError(f"{what}: y is {y.dtype} {list(y.shape)}, must be integer labels [n]")
-    if x.dim() < 1 or len(x) != len(y):
-        raise ValueError(f"{what}: {len(x) if x.dim() else 0} samples x but {len(y)} labels y, must be as many")
-    if len(y) == 0:
-        raise ValueError(f"{what} has no samples, must have at least one")
-    if int(y.min()) < 0:
-        raise ValueError(f"{what}: label {int(y.min())} in y, must be 0 or more")
-    if x.is_floating_point() and not torch.isfinite(x).all():
-        at = int((~torch.isfinite(x.flatten(1) if x.dim() > 1 else x[:, None])).any(1).nonzero()[0])
-        raise ValueError(f"{what}: sample {at} of x has NaN or inf")
-    return x, y.long()
-
-
-def _is_sample(first) -> bool:
-    """Whether a list of two is a dataset of two (x, y) samples rather than the pair of tensors."""
-    return isinstance(first, tuple)
 
 
 def placed(data: Samples, device, dtype: torch.dtype) -> Samples:
