@@ -1,5 +1,7 @@
 """What the reference and the kernels agree on: layouts of factors, memory formats, types and scales of values."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,45 @@ LAYOUTS = {"linear": 0, "spatial": 1, "kernel": 2, "view": 3, "separable": 4}
 VALUE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 LINEAR, SPATIAL, KERNEL, VIEW, SEPARABLE = range(5)
+
+_RANK1_AXES = {LINEAR: ((1,), (0,)), SPATIAL: ((2, 3), (0, 1)), KERNEL: ((1, 2), (0, 3)), VIEW: ((2, 3), (0, 1))}
+"""The axes of W (o, i, kh, kw) or (o, i) that u and v of a rank-1 weight have in each layout, after their rank."""
+_LOWRANK_AXES = {SEPARABLE: ((1, 2), (0, 3)), VIEW: ((0, 2), (1, 3))}
+"""The axes of W that are the rows of B and the columns of A."""
+
+
+def rank1_shapes(layout: int, size: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of u and v, without their rank, of a weight of `size`."""
+    u, v = _RANK1_AXES[layout]
+    return tuple(size[axis] for axis in u), tuple(size[axis] for axis in v)
+
+
+def rank1_size(layout: int, u: Sequence[int], v: Sequence[int]) -> tuple[int, ...]:
+    """The size of the weight whose factors have these shapes, without their rank: the inverse of `rank1_shapes`."""
+    u_axes, v_axes = _RANK1_AXES[layout]
+    return tuple(extent for _, extent in sorted(zip((*u_axes, *v_axes), (*u, *v), strict=True)))
+
+
+def rank1_equation(layout: int) -> str:
+    """The einsum equation of W [k, o, i, kh, kw] from u and v, which for `VIEW` is that of W before it is read anew."""
+    u, v = ("".join("oihw"[axis] for axis in axes) for axes in _RANK1_AXES[layout])
+    return f"kr{u},kr{v}->k{u + v if layout == VIEW else ''.join(sorted(u + v, key='oihw'.index))}"
+
+
+def lowrank_shape(layout: int, size: Sequence[int]) -> tuple[int, int]:
+    """(rows of B, columns of A): the shape of the product B A for a low-rank weight of `size`."""
+    size = (*size, 1, 1)[:4]
+    (a, b), (c, d) = _LOWRANK_AXES[layout]
+    return size[a] * size[b], size[c] * size[d]
+
+
+def empty_weight(like: Tensor, size: Sequence[int], channels_last: bool) -> Tensor:
+    """An uninitialised weight [k, *size] in the memory format asked for, k the clients of `like`, of its dtype."""
+    k = like.shape[0]
+    if channels_last and len(size) == 4:
+        o, i, kh, kw = size
+        return like.new_empty(k, o, kh, kw, i).permute(0, 1, 4, 2, 3)
+    return like.new_empty(k, *size)
 
 
 def to_format(weight: Tensor, channels_last: bool) -> Tensor:

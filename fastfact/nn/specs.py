@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
-from fastfact.formats import LAYOUTS
+from fastfact.formats import LAYOUTS, lowrank_shape, rank1_shapes
 from fastfact.kinds import check_kinds
 from fastfact.ops.weights import How, follows_channels_last, weight
 
@@ -111,14 +111,8 @@ class Rank1(Spec):
 
     def shapes(self, size: Size) -> dict[str, Size]:
         self.check(size)
-        r, (o, i) = self.rank, size[:2]
-        if len(size) == 2:
-            u, v = (r, i), (r, o)
-        elif self.layout == "kernel":
-            u, v = (r, i, size[2]), (r, o, size[3])
-        else:
-            u, v = (r, *size[2:]), (r, o, i)
-        return {"u": u, "v": v} | ({"mu": size} if self.sparse else {})
+        u, v = rank1_shapes(LAYOUTS[self._op_layout(size)], size)
+        return {"u": (self.rank, *u), "v": (self.rank, *v)} | ({"mu": size} if self.sparse else {})
 
     def init(self, size, dense, how="random", generator=None):
         _check_choice("Rank1", "init", how, INITS)
@@ -200,7 +194,7 @@ class LowRank(Spec):
 
     def shapes(self, size: Size) -> dict[str, Size]:
         self.check(size)
-        rows, columns = ops.lowrank_sides(size, self.layout)
+        rows, columns = lowrank_shape(LAYOUTS[self.layout], size)
         rank = self.rank(size)
         return {"sigma": size, "A": (rank, columns), "B": (rows, rank)}
 

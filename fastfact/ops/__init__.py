@@ -3,12 +3,14 @@
 Imports the Triton kernels and what stands below them. Read `reference.py` first.
 """
 
-from fastfact.ops import schema  # noqa: F401  registers the ops
+from fastfact.ops import backends, reference  # noqa: F401  the reference declares the ops
 from fastfact.ops.conv import factored_conv2d, factored_conv2d_order, factored_linear, fused_conv2d, separable_conv2d
 from fastfact.ops.mixing import mix, similarity_mix, srht
 from fastfact.ops.rows import Rows, cross_entropy, gather_rows
 from fastfact.ops.sparse import pack_bitmap, prox_sgd_step, unpack_bitmap
-from fastfact.ops.weights import hadamard_weight, lowrank_sides, lowrank_weight, rank1_weight
+from fastfact.ops.weights import hadamard_weight, lowrank_weight, rank1_weight
+
+backends.load()
 
 __all__ = [
     "Rows",
@@ -19,7 +21,6 @@ __all__ = [
     "fused_conv2d",
     "gather_rows",
     "hadamard_weight",
-    "lowrank_sides",
     "lowrank_weight",
     "mix",
     "pack_bitmap",

@@ -18,48 +18,11 @@ from pathlib import Path
 
 import torch
 
-from fastfact import formats
-from fastfact.ops import reference
+from fastfact.ops.registry import BACKENDS, OPS, with_kernels
 
 log = logging.getLogger("fastfact")
 
-OPS = (
-    "rank1_weight",
-    "rank1_weight_backward",
-    "compact_weight",
-    "compact_weight_backward",
-    "lowrank_weight",
-    "lowrank_weight_backward",
-    "hadamard_weight",
-    "hadamard_weight_backward",
-    "prox_sgd_step",
-    "pack_bitmap",
-    "unpack_bitmap",
-    "similarity_sums",
-    "srht",
-)
-# Ops of cohorts that train on the CPU and of layers that are evaluated there, without kernels for other devices.
-CPU_OPS = (
-    "gather_rows",
-    "rows_linear",
-    "rows_linear_backward",
-    "softmax_loss",
-    "rows_softmax_loss",
-    "ordered_factored_conv2d",
-    "factored_conv2d_order",
-)
-# Ops without CUDA C++ kernels: Triton serves CUDA tensors, and the reference where neither it nor the CPU library does.
-TRITON_OPS = (
-    "factored_conv2d",
-    "factored_conv2d_backward",
-    "fused_conv2d",
-    "fused_conv2d_dx",
-    "fused_conv2d_dw",
-)
-NAMES = ("reference", "cpu", "cuda", "triton")
-# Ops, and their backward ones, of which the CPU library takes tensors without the client axis too: the views that add
-# it and take it off take longer than a small weight.
-_ONE_CLIENT_OPS = ("rank1_weight", "compact_weight")
+NAMES = ("reference", *BACKENDS)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -77,32 +40,28 @@ def library_file(name: str) -> Path | None:
 
 
 def _load_library(name: str) -> Backend:
-    found = library_file(name)
-    if found is None:
+    file = library_file(name)
+    if file is None:
         return Backend(False, f"not built: no fastfact/_{name}*.so beside the package")
     try:
-        torch.ops.load_library(str(found))
+        torch.ops.load_library(str(file))
     except OSError as error:
-        return Backend(False, f"{found.name} does not load: {error}")
-    lacking = _without_kernel(name.upper(), OPS + (CPU_OPS if name == "cpu" else ()))
+        return Backend(False, f"{file.name} does not load: {error}")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    lacking = [op for op in with_kernels(name) if not has_kernel(f"fastfact::{op}", name.upper())]
     if not lacking:
-        return Backend(True, found.name)
-    detail = f"{found.name}, older than this package: without {', '.join(lacking)}, build it anew"
+        return Backend(True, file.name)
+    detail = f"{file.name} is older than this package and has no {', '.join(lacking)}: build it again"
     if name == "cpu":
         # That of a device that may not be here is told when asked for.
         log.warning("%s", detail)
     return Backend(True, detail)
 
 
-def _without_kernel(key: str, ops: tuple[str, ...]) -> list[str]:
-    """Those of `ops`, which a compiled library should have registered under a dispatch key, that have no kernel."""
-    return [op for op in ops if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastfact::{op}", key)]
-
-
 _LIBRARIES: dict[str, Backend] = {}
 _dispatched: dict[str, Callable] = {}
 _serving = _dispatched
-_one_client: tuple[str, ...] = ()
+_one_client: frozenset[str] = frozenset()
 _library = torch.library.Library("fastfact", "IMPL")
 
 
@@ -112,26 +71,19 @@ def loaded(name: str) -> bool:
 
 
 def load() -> None:
-    """Load the compiled libraries; called once, after the op schemas are defined."""
-    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS + CPU_OPS + TRITON_OPS})
+    """Load the compiled libraries; called once, after the ops are declared."""
     global _one_client
+    _dispatched.update({op: getattr(torch.ops.fastfact, op).default for op in OPS})
     _LIBRARIES["cpu"] = _load_library("cpu")
-    _one_client = _ONE_CLIENT_OPS if _LIBRARIES["cpu"].available and _library_takes_one() else ()
+    if loaded("cpu"):
+        _one_client = frozenset(op for op, declared in OPS.items() if declared.one_client)
     _LIBRARIES["cuda"] = (
         _load_library("cuda") if torch.version.cuda else Backend(False, "this build of PyTorch has no CUDA")
     )
     if torch.version.cuda and _triton_can_compile():
-        for op in TRITON_OPS if _LIBRARIES["cuda"].available else OPS + TRITON_OPS:
-            _library.impl(op, _triton_op(op), "CUDA")
-
-
-def _library_takes_one() -> bool:
-    """Whether the CPU library takes tensors without the client axis; an older one refuses them."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        factor = torch.ones(1, 1, 1, device="cpu")
-        _dispatched["rank1_weight"](None, factor, factor, formats.SPATIAL, False)
-        return True
-    return False
+        for op in with_kernels("triton"):
+            if not (loaded("cuda") and "cuda" in OPS[op].kernels):
+                _library.impl(op, _triton_op(op), "CUDA")
 
 
 def _triton_can_compile() -> bool:
@@ -196,12 +148,12 @@ def use_backend(name: str) -> Iterator[None]:
     state = backends()[name]
     if not state.available:
         raise RuntimeError(f"use_backend({name!r}): {state.detail}")
-    if name in ("cpu", "cuda"):
-        table = _dispatched
-    else:
-        module = reference if name == "reference" else importlib.import_module("fastfact.kernels")
-        table = {op: getattr(module, op) for op in OPS + TRITON_OPS}
-        table |= {op: getattr(reference, op) for op in CPU_OPS}
+    table = _dispatched
+    if name in ("reference", "triton"):
+        table = {op: declared.reference for op, declared in OPS.items()}
+    if name == "triton":
+        kernels = importlib.import_module("fastfact.kernels")
+        table |= {op: getattr(kernels, op) for op in with_kernels("triton")}
     before, _serving = _serving, table
     try:
         yield

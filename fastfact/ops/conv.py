@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastfact import formats
-from fastfact.formats import LAYOUTS
+from fastfact.formats import LAYOUTS, rank1_shapes
 from fastfact.ops import reference
 from fastfact.ops.backends import implementation
 from fastfact.ops.common import (
@@ -163,12 +163,17 @@ def _checked(op, x, u, v, mu, index, bias, size, stride, padding, dilation, grou
     return size, *pairs, groups, clients, (x, u, v, mu, index, bias)
 
 
+def _check_factors(op, layout, u, v, size, clients, x) -> None:
+    rank = u.shape[clients]
+    for name, factor, shape in zip(("u", "v"), (u, v), rank1_shapes(LAYOUTS[layout], size), strict=True):
+        check(op, name, factor, (rank, *shape), clients, x)
+
+
 def _checked_factored(x, u, v, values, index, bias, size, *settings):
     """What `_checked` gives for factors in the spatial layout, which are checked too."""
     checked = size, *_, clients, (x, u, v, *_) = _checked(OP, x, u, v, values, index, bias, size, *settings)
     if u is not None:
-        check(OP, "u", u, (u.shape[clients], *size[2:]), clients, x)
-        check(OP, "v", v, (u.shape[clients], *size[:2]), clients, x)
+        _check_factors(OP, "spatial", u, v, size, clients, x)
     return checked
 
 
@@ -272,10 +277,7 @@ def fused_conv2d(
         FUSED, x, u, v, mu, index, bias, size, stride, padding, dilation, groups, dense=True
     )
     if u is not None:
-        o, i, kh, kw = size
-        sides = ((i, kh), (o, kw)) if layout == "kernel" else ((kh, kw), (o, i))
-        check(FUSED, "u", u, (u.shape[clients], *sides[0]), clients, x)
-        check(FUSED, "v", v, (u.shape[clients], *sides[1]), clients, x)
+        _check_factors(FUSED, layout, u, v, size, clients, x)
     last = index is None and follows_channels_last(mu)
     return _apply(FUSED, clients, (LAYOUTS[layout], size, last, *how), x, u, v, mu, index, bias)
 
@@ -309,8 +311,7 @@ def separable_conv2d(
     )
     if u is None:
         raise ValueError(f"{op}: u and v must be given")
-    check(op, "u", u, (u.shape[clients], size[1], size[2]), clients, x)
-    check(op, "v", v, (u.shape[clients], size[0], size[3]), clients, x)
+    _check_factors(op, "kernel", u, v, size, clients, x)
     (sy, sx), (py, px), (dy, dx) = stride, padding, dilation
     if groups == 1 and values is None and x.is_cuda and not must_be_plain() and (clients or is_mapped(u)):
         rank, (o, i, kh, kw) = u.shape[clients], size

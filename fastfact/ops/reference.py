@@ -10,18 +10,31 @@ Layouts are small integers in the op schemas (`formats.LAYOUTS` maps the names).
 import torch
 from torch import Tensor
 
-from fastfact.formats import KERNEL, LINEAR, SPATIAL, VALUE_TYPES, VIEW, is_channels_last, quantized, to_format, unit
+from fastfact.formats import (
+    KERNEL,
+    SPATIAL,
+    VALUE_TYPES,
+    VIEW,
+    empty_weight,
+    is_channels_last,
+    quantized,
+    rank1_equation,
+    rank1_size,
+    to_format,
+    unit,
+)
+from fastfact.ops.registry import BACKENDS, op
 
 
-def _rank1_equation(layout: int) -> str:
-    return {
-        LINEAR: "kri,kro->koi",
-        SPATIAL: "krhw,kroi->koihw",
-        KERNEL: "krih,krow->koihw",
-        VIEW: "krhw,kroi->khwoi",
-    }[layout]
+def _fake_rank1_weight(mu, u, v, layout, channels_last):
+    return empty_weight(u, rank1_size(layout, u.shape[2:], v.shape[2:]), channels_last)
 
 
+def _fake_gradients(needs, *tensors):
+    return tuple(t.new_empty(t.shape if needs >> bit & 1 else (0,)) for bit, t in enumerate(tensors))
+
+
+@op(_fake_rank1_weight, kernels=BACKENDS, one_client=True)
 def rank1_weight(mu: Tensor | None, u: Tensor, v: Tensor, layout: int, channels_last: bool) -> Tensor:
     """W = Σ_r u_r ⊗ v_r + μ.
 
@@ -30,7 +43,7 @@ def rank1_weight(mu: Tensor | None, u: Tensor, v: Tensor, layout: int, channels_
     kernel  u [k, r, i, kh],  v [k, r, o, kw],  W[o, i, ky, kx] = u[i, ky] v[o, kx]
     view    u [k, r, kh, kw], v [k, r, o, i],   the [kh·kw, o·i] outer product read as [o, i, kh, kw]
     """
-    weight = torch.einsum(_rank1_equation(layout), u, v)
+    weight = torch.einsum(rank1_equation(layout), u, v)
     if layout == VIEW:
         weight = weight.reshape(v.shape[0], *v.shape[2:], *u.shape[2:])
     if mu is not None:
@@ -38,17 +51,23 @@ def rank1_weight(mu: Tensor | None, u: Tensor, v: Tensor, layout: int, channels_
     return to_format(weight, channels_last)
 
 
+@op(lambda grad, u, v, layout, needs: _fake_gradients(needs, u, v), kernels=BACKENDS, one_client=True)
 def rank1_weight_backward(grad: Tensor, u: Tensor, v: Tensor, layout: int, needs: int) -> tuple[Tensor, Tensor]:
     """(du, dv) from `grad` = dW; dμ is dW itself. Bit 0 of `needs` asks for du, bit 1 for dv (else no elements)."""
     if layout == VIEW:
         grad = grad.reshape(u.shape[0], *u.shape[2:], *v.shape[2:])
-    terms, out = _rank1_equation(layout).split("->")
+    terms, out = rank1_equation(layout).split("->")
     u_index, v_index = terms.split(",")
     du = torch.einsum(f"{out},{v_index}->{u_index}", grad, v) if needs & 1 else u.new_empty(0)
     dv = torch.einsum(f"{out},{u_index}->{v_index}", grad, u) if needs & 2 else v.new_empty(0)
     return du.contiguous(), dv.contiguous()
 
 
+@op(
+    lambda u, v, values, index, layout, channels_last: _fake_rank1_weight(values, u, v, layout, channels_last),
+    kernels=BACKENDS,
+    one_client=True,
+)
 def compact_weight(u: Tensor, v: Tensor, values: Tensor, index: Tensor, layout: int, channels_last: bool) -> Tensor:
     """W = Σ_r u_r ⊗ v_r + μ as `rank1_weight` has it, μ given as values [k, nnz] at ascending flat positions `index`
     [k, nnz] in W.
@@ -58,6 +77,11 @@ def compact_weight(u: Tensor, v: Tensor, values: Tensor, index: Tensor, layout: 
     return to_format(weight, channels_last)
 
 
+@op(
+    lambda grad, u, v, values, index, layout, needs: _fake_gradients(needs, u, v, values),
+    kernels=BACKENDS,
+    one_client=True,
+)
 def compact_weight_backward(
     grad: Tensor, u: Tensor, v: Tensor, values: Tensor, index: Tensor, layout: int, needs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,6 +110,10 @@ def _weight_to_product(weight: Tensor, layout: int, size: list[int]) -> Tensor:
     return weight.permute(0, 2, 3, 1, 4).reshape(k, i * kh, o * kw)
 
 
+@op(
+    lambda sigma, a, b, layout, size, scaling, channels_last: empty_weight(a, size, channels_last),
+    kernels=BACKENDS,
+)
 def lowrank_weight(
     sigma: Tensor | None, a: Tensor, b: Tensor, layout: int, size: list[int], scaling: float, channels_last: bool
 ) -> Tensor:
@@ -100,6 +128,7 @@ def lowrank_weight(
     return to_format(weight, channels_last)
 
 
+@op(lambda grad, a, b, layout, size, scaling, needs: _fake_gradients(needs, a, b), kernels=BACKENDS)
 def lowrank_weight_backward(
     grad: Tensor, a: Tensor, b: Tensor, layout: int, size: list[int], scaling: float, needs: int
 ) -> tuple[Tensor, Tensor]:
@@ -110,6 +139,7 @@ def lowrank_weight_backward(
     return da.contiguous(), db.contiguous()
 
 
+@op(lambda x1, y1, x2, y2, size, personalized, channels_last: empty_weight(x1, size, channels_last), kernels=BACKENDS)
 def hadamard_weight(
     x1: Tensor, y1: Tensor, x2: Tensor, y2: Tensor, size: list[int], personalized: bool, channels_last: bool
 ) -> Tensor:
@@ -122,6 +152,7 @@ def hadamard_weight(
     return to_format(weight.reshape(x1.shape[0], *size), channels_last)
 
 
+@op(lambda grad, x1, y1, x2, y2, size, personalized, needs: _fake_gradients(needs, x1, y1, x2, y2), kernels=BACKENDS)
 def hadamard_weight_backward(
     grad: Tensor, x1: Tensor, y1: Tensor, x2: Tensor, y2: Tensor, size: list[int], personalized: bool, needs: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -138,6 +169,7 @@ def hadamard_weight_backward(
     )
 
 
+@op(lambda *_: None, kernels=BACKENDS, mutates=("params", "momenta"))
 def prox_sgd_step(
     params: list[Tensor],
     grads: list[Tensor],
@@ -171,6 +203,18 @@ def prox_sgd_step(
         param.copy_(p)
 
 
+def _fake_pack_bitmap(x, value_type):
+    k, rows, n = x.shape
+    nonzeros = torch.library.get_ctx().new_dynamic_size()
+    dtype = next(t for t, code in VALUE_TYPES.items() if code == value_type)
+    return (
+        x.new_empty(k, rows, (n + 7) // 8, dtype=torch.uint8),
+        x.new_empty(nonzeros, dtype=dtype),
+        x.new_empty((k, rows) if dtype == torch.int8 else (0,), dtype=torch.float32),
+    )
+
+
+@op(_fake_pack_bitmap, kernels=BACKENDS)
 def pack_bitmap(x: Tensor, value_type: int) -> tuple[Tensor, Tensor, Tensor]:
     """(bits, values, scale) of the nonzeros of `x` [k, rows, n].
 
@@ -192,6 +236,7 @@ def pack_bitmap(x: Tensor, value_type: int) -> tuple[Tensor, Tensor, Tensor]:
     return bits, values, scale
 
 
+@op(lambda bits, values, scale, n: bits.new_empty(*bits.shape[:2], n, dtype=torch.float32), kernels=BACKENDS)
 def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor:
     """x float32 [k, rows, n] from what `pack_bitmap` made."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
@@ -223,6 +268,17 @@ def _images(parts: list[Tensor], channels_last: bool) -> Tensor:
     return to_format(torch.stack(parts), channels_last)
 
 
+def _fake_conv2d(x, size, stride, padding, dilation):
+    h, w = ((x.shape[3 + d] + 2 * padding[d] - dilation[d] * (size[2 + d] - 1) - 1) // stride[d] + 1 for d in range(2))
+    return empty_weight(x, (x.shape[1], size[0], h, w), is_channels_last(x))
+
+
+@op(
+    lambda x, u, v, mu, index, bias, layout, size, channels_last, stride, padding, dilation, groups: _fake_conv2d(
+        x, size, stride, padding, dilation
+    ),
+    kernels=("triton",),
+)
 def fused_conv2d(
     x: Tensor,
     u: Tensor | None,
@@ -253,6 +309,10 @@ def fused_conv2d(
     return _images(out, is_channels_last(x))
 
 
+@op(
+    lambda grad, u, v, mu, index, image, image_channels_last, *_: empty_weight(grad, image, image_channels_last),
+    kernels=("triton",),
+)
 def fused_conv2d_dx(
     grad: Tensor,
     u: Tensor | None,
@@ -276,6 +336,16 @@ def fused_conv2d_dx(
     return _images(parts, image_channels_last)
 
 
+def _fake_fused_conv2d_dw(grad, x, u, v, index, layout, size, channels_last, *settings):
+    *_, needs = settings
+    factors = (x.new_empty(0) if t is None else t for t in (u, v))
+    dmu = x.new_empty(0)
+    if needs & 4:
+        dmu = empty_weight(x, size, channels_last) if index is None else x.new_empty(index.shape)
+    return *_fake_gradients(needs, *factors), dmu
+
+
+@op(_fake_fused_conv2d_dw, kernels=("triton",))
 def fused_conv2d_dw(
     grad: Tensor,
     x: Tensor,
@@ -304,23 +374,93 @@ def fused_conv2d_dw(
     return du, dv, dmu
 
 
-def factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups) -> Tensor:
+@op(
+    lambda x, u, v, values, index, bias, size, stride, padding, dilation, groups: _fake_conv2d(
+        x, size, stride, padding, dilation
+    ),
+    kernels=("cpu", "triton"),
+)
+def factored_conv2d(
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    values: Tensor | None,
+    index: Tensor | None,
+    bias: Tensor | None,
+    size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
     """`fused_conv2d` in the spatial layout, μ in compact form: values [k, nnz] and index [k, nnz], or neither."""
     return fused_conv2d(x, u, v, values, index, bias, SPATIAL, size, False, stride, padding, dilation, groups)
 
 
-def ordered_factored_conv2d(x, u, v, values, index, bias, order, *settings) -> Tensor:
+@op(
+    lambda x, u, v, values, index, bias, order, size, stride, padding, dilation, groups: _fake_conv2d(
+        x, size, stride, padding, dilation
+    ),
+    kernels=("cpu",),
+)
+def ordered_factored_conv2d(
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    values: Tensor | None,
+    index: Tensor | None,
+    bias: Tensor | None,
+    order: Tensor | None,
+    size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
     """`factored_conv2d`; `order`, what `factored_conv2d_order` gives, spares compiled kernels to find it."""
-    return factored_conv2d(x, u, v, values, index, bias, *settings)
+    return factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups)
 
 
-def factored_conv2d_order(x, u, v, values, index, *settings) -> Tensor:
+@op(
+    lambda x, u, v, values, index, *_: index.new_empty(len(index), torch.library.get_ctx().new_dynamic_size()),
+    kernels=("cpu",),
+)
+def factored_conv2d_order(
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    values: Tensor,
+    index: Tensor,
+    size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
     """The order [k, m], int32, in which the kernels that serve x take the nonzeros: of no use here, m = 0."""
     return index.new_empty(len(index), 0)
 
 
+def _fake_factored_conv2d_backward(grad, x, u, v, values, index, *settings):
+    *_, needs = settings
+    dx = empty_weight(x, x.shape[1:], is_channels_last(x)) if needs & 1 else x.new_empty(0)
+    return dx, *_fake_gradients(needs >> 1, *(x.new_empty(0) if t is None else t for t in (u, v, values)))
+
+
+@op(_fake_factored_conv2d_backward, kernels=("cpu", "triton"))
 def factored_conv2d_backward(
-    grad, x, u, v, values, index, size, stride, padding, dilation, groups, needs
+    grad: Tensor,
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    values: Tensor | None,
+    index: Tensor | None,
+    size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, du, dv, dvalues) of `factored_conv2d`, dx in x's memory format. Bits 0–3 of `needs` ask for them; one not
     asked for has no elements.
@@ -339,6 +479,12 @@ def separable_conv2d(x, u, v, values, index, bias, size, stride, padding, dilati
     return fused_conv2d(x, u, v, values, index, bias, KERNEL, size, False, stride, padding, dilation, groups)
 
 
+def _fake_similarity_sums(keys, uploads, valid, first, rows, epsilon, tau, count):
+    counts = keys.new_empty(rows if count else 0, dtype=torch.int64)
+    return [x.new_empty(rows, x.shape[1]) for x in uploads], counts
+
+
+@op(_fake_similarity_sums, kernels=BACKENDS)
 def similarity_sums(
     keys: Tensor,
     uploads: list[Tensor],
@@ -372,6 +518,13 @@ def similarity_sums(
     return sums, counts
 
 
+def _fake_srht(x, signs, rows, quantize):
+    dtype = torch.int8 if quantize else torch.promote_types(x.dtype, torch.float32)
+    scale = x.new_empty(len(x) if quantize else 0, dtype=torch.float32)
+    return x.new_empty(len(x), len(rows), dtype=dtype), scale
+
+
+@op(_fake_srht, kernels=BACKENDS)
 def srht(x: Tensor, signs: Tensor, rows: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
     """(S x for each x of [k, d], scale): the subsampled randomized Hadamard transform S = (1 / √m) P H D.
 
@@ -391,21 +544,37 @@ def srht(x: Tensor, signs: Tensor, rows: Tensor, quantize: bool) -> tuple[Tensor
     return quantized(y) if quantize else (y, x.new_empty(0, dtype=torch.float32))
 
 
+@op(
+    lambda samples, index: samples[0].new_empty(*index.shape, *samples[0].shape[1:]),
+    kernels=("cpu",),
+)
 def gather_rows(samples: list[Tensor], index: Tensor) -> Tensor:
     """x [k, b, …], x[k, n] = samples[k][index[k, n]]: rows of each client's samples [any number, …]."""
     return torch.stack([some[rows] for some, rows in zip(samples, index, strict=True)])
 
 
+@op(
+    lambda samples, index, weight: weight.new_empty(*index.shape, weight.shape[1]),
+    kernels=("cpu",),
+)
 def rows_linear(samples: list[Tensor], index: Tensor, weight: Tensor) -> Tensor:
     """y [k, b, o] = x Wᵀ of the rows x [k, b, i] of `gather_rows`, flattened; weight [k, o, i]."""
     return gather_rows(samples, index).flatten(2) @ weight.transpose(1, 2)
 
 
+@op(
+    lambda samples, index, grad: grad.new_empty(len(index), grad.shape[2], samples[0].shape[1:].numel()),
+    kernels=("cpu",),
+)
 def rows_linear_backward(samples: list[Tensor], index: Tensor, grad: Tensor) -> Tensor:
     """dW [k, o, i] = dyᵀ x of the rows x [k, b, i] of `gather_rows`, flattened; grad dy [k, b, o]."""
     return grad.transpose(1, 2) @ gather_rows(samples, index).flatten(2)
 
 
+@op(
+    lambda logits, labels: (logits.new_empty(len(logits)), torch.empty_like(logits)),
+    kernels=("cpu",),
+)
 def softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The mean cross-entropy [k] of logits [k, b, c] and labels int64 [k, b], 0 … c − 1, and its gradient [k, b, c]."""
     logs = logits.log_softmax(2)
@@ -414,6 +583,14 @@ def softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return losses, grad / labels.shape[1]
 
 
+@op(
+    lambda samples, index, weight, bias, labels: (
+        weight.new_empty(len(weight)),
+        weight.new_empty(*index.shape, weight.shape[1]),
+        weight.new_empty(weight.shape),
+    ),
+    kernels=("cpu",),
+)
 def rows_softmax_loss(
     samples: list[Tensor], index: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

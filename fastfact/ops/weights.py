@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastfact import formats
-from fastfact.formats import LAYOUTS
+from fastfact.formats import LAYOUTS, LINEAR, lowrank_shape, rank1_size
 from fastfact.ops import reference
 from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (
@@ -201,19 +200,13 @@ def rank1_weight(
     if index is not None and mu is None:
         raise ValueError(f"{op}: index goes together with the values of mu, which are None")
     code = _layout(op, layout, ("linear", "spatial", "kernel", "view"))
-    dims = 2 if code == formats.LINEAR else 3
-    weight_dims = 2 if code == formats.LINEAR else 4
+    dims, weight_dims = (2, 2) if code == LINEAR else (3, 4)
     mu_dims = weight_dims if index is None else 1
     named = {"mu": (mu, mu_dims), "index": (index, 1), "u": (u, dims), "v": (v, dims)}
     clients, (mu, index, u, v) = with_clients(op, named)
     us, vs = u.shape[clients:], v.shape[clients:]
     check(op, "v", v, (us[0], *vs[1:]), clients, u)
-    if code == formats.LINEAR:
-        size = (vs[1], us[1])
-    elif code == formats.KERNEL:
-        size = (vs[1], us[1], us[2], vs[2])
-    else:
-        size = (*vs[1:], *us[1:])
+    size = rank1_size(code, us[1:], vs[1:])
     check(op, "mu", mu, size if index is None else index.shape[clients:], clients, u)
     if index is not None:
         how = How("compact_weight", clients, (code,), bool(channels_last))
@@ -246,7 +239,7 @@ def lowrank_weight(
     if len(size) not in (2, 4):
         raise ValueError(f"{op}: size={size}, must be (o, i) or (o, i, kh, kw)")
     clients, (sigma, a, b) = with_clients(op, {"sigma": (sigma, len(size)), "a": (a, 2), "b": (b, 2)})
-    rows, columns = lowrank_sides(size, layout)
+    rows, columns = lowrank_shape(code, size)
     rank = a.shape[-2]
     check(op, "a", a, (rank, columns), clients, a)
     check(op, "b", b, (rows, rank), clients, a)
@@ -254,12 +247,6 @@ def lowrank_weight(
     if channels_last is None:
         channels_last = follows_channels_last(sigma)
     return weight(How(op, clients, (code, size, float(scaling)), channels_last), sigma, a, b)
-
-
-def lowrank_sides(size: tuple[int, ...], layout: str) -> tuple[int, int]:
-    """The rows and columns of the matrix B A for a weight of `size` (see `lowrank_weight`)."""
-    o, i, kh, kw = (*size, 1, 1)[:4]
-    return (i * kh, o * kw) if layout == "separable" else (o * kh, i * kw)
 
 
 def hadamard_weight(

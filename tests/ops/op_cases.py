@@ -77,14 +77,7 @@ def variants(tensor, how):
 
 
 def rank1_factors(layout, size, k, rank, dtype, device):
-    o, i, kh, kw = (*size, 1, 1)[:4]
-    u, v = {
-        LINEAR: ((i,), (o,)),
-        SPATIAL: ((kh, kw), (o, i)),
-        KERNEL: ((i, kh), (o, kw)),
-        VIEW: ((kh, kw), (o, i)),
-    }[layout]
-    return tuple(draw(k, rank, *shape, dtype=dtype, device=device) for shape in (u, v))
+    return tuple(draw(k, rank, *shape, dtype=dtype, device=device) for shape in formats.rank1_shapes(layout, size))
 
 
 def rank1(impl, shape, layout, dtype, device, rank, channels_last, how):
@@ -141,10 +134,7 @@ def compact(impl, case, dtype, device):
 
 def lowrank(impl, shape, layout, dtype, device, rank, channels_last, how):
     k, *size = shape
-    o, i, kh, kw = (*size, 1, 1)[:4]
-    rows, columns = (i * kh, o * kw) if layout == SEPARABLE else (o * kh, i * kw)
-    if len(size) == 2 and layout == VIEW:
-        rows, columns = o, i
+    rows, columns = formats.lowrank_shape(layout, size)
     sigma = None if how == "none" else variants(draw(k, *size, dtype=dtype, device=device), how)
     a = draw(k, rank, columns, dtype=dtype, device=device)
     b = draw(k, rows, rank, dtype=dtype, device=device)

@@ -52,8 +52,8 @@ def emulated(tmp_path_factory):
     paths = [f"-L{path}" for path in cpp_extension.library_paths()]
     run(compiler[0], "-shared", "-o", library, *folder.glob("*.o"), *paths, "-ltorch_cpu", "-lc10")
     emulated.definitions = torch.library.Library("fastfact_emulated", "DEF")
-    for name, schema in ops.schema.SCHEMAS.items():
-        emulated.definitions.define(name + schema)
+    for name, op in ops.registry.OPS.items():
+        emulated.definitions.define(name + op.schema)
     torch.ops.load_library(str(library))
     return torch.ops.fastfact_emulated
 
@@ -182,11 +182,11 @@ def test_the_library_loads_without_a_gpu(objects, tmp_path):
     load = """
 import sys, torch
 import fastfact.ops
-from fastfact.backends import OPS
+from fastfact.ops.registry import with_kernels
 library = torch.library.Library("fastfact_loaded", "DEF")
 torch.ops.load_library(sys.argv[1])
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-assert all(has(f"fastfact::{op}", "CUDA") for op in OPS)
+assert all(has(f"fastfact::{op}", "CUDA") for op in with_kernels("cuda"))
 """
     run(sys.executable, "-W", "error", "-c", load, library)
     if readelf := shutil.which("readelf"):

@@ -7,6 +7,7 @@ import torch
 
 import fastfact as ff
 from fastfact import ops
+from fastfact.ops.registry import with_kernels
 
 K, R, OUT, IN, H, W = 3, 2, 5, 4, 3, 2
 D = torch.float64
@@ -319,6 +320,8 @@ def test_a_library_that_lacks_kernels_is_told(monkeypatch):
     module = importlib.import_module("fastfact.ops.backends")
     before, name = module._load_library("cpu"), module.library_file("cpu").name
     assert before.detail == name
-    monkeypatch.setattr(module, "OPS", (*module.OPS, "fused_conv2d"))
+    monkeypatch.setattr(module, "with_kernels", lambda name: [*with_kernels(name), "fused_conv2d"])
     state = module._load_library("cpu")
-    assert state.available and state.detail == f"{name}, older than this package: without fused_conv2d, build it anew"
+    assert (
+        state.available and state.detail == f"{name} is older than this package and has no fused_conv2d: build it again"
+    )
