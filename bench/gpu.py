@@ -244,8 +244,8 @@ def check_weight_op(name: str, implementations: dict, op: str, args: tuple) -> N
     if op in ("prox_sgd_step", "pack_bitmap", "unpack_bitmap"):
         return  # in place or exact: tests/test_cuda_gpu.py
     args = tuple(a[:2] if isinstance(a, Tensor) else a for a in args)
-    truth = tensors(getattr(ff.reference, op)(*map(double, args)))
-    plain = tensors(getattr(ff.reference, op)(*args))
+    truth = tensors(getattr(ff.ops.reference, op)(*map(double, args)))
+    plain = tensors(getattr(ff.ops.reference, op)(*args))
     for key, implementation in implementations.items():
         check(f"{name} ({key})", tensors(getattr(implementation, op)(*args)), truth, plain)
 
