@@ -3,6 +3,7 @@ sketches that stand for long keys. Not differentiable.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,8 +32,9 @@ def similarity_mix(
     v: the keys [m, …] of m clients, float or int8 (see `srht`); σ_ki is their cosine, σ_kk = 1 whatever the key.
     uploads: one tensor [m, …] or several, of any widths and dtypes. Matched: σ_ki ≥ τ, and k itself. Fewer than
     `min_matches` matched (k counts) are filled up with the most similar (the official code's `minimum_aggr`), ties by
-    the lower index. valid: bool [m]; the others are matched by no client but themselves, and what stands in their
-    uploads does not matter to anybody else. rows: the clients whose mix is wanted, by default all.
+    the lower index. At the ends of τ's interval rounding decides nothing, see `threshold`. valid: bool [m]; the others
+    are matched by no client but themselves, and what stands in their uploads does not matter to anybody else. rows:
+    the clients whose mix is wanted, by default all.
 
     Returns [len(rows), …] for each upload in its dtype, integers rounded to the nearest: one tensor, or a list if
     `uploads` is a list. A key of norm 0 has cosine 0 with all others, one that is not finite matches itself only. Keys
@@ -53,7 +55,15 @@ def similarity_mix(
         keys = keys.to(compute)
     groups, matrices = _matrices(stacked, compute, valid, v.new_ones(m, 1, dtype=compute))
     sums, counts = implementation("similarity_sums")(
-        keys, matrices, valid, rows.start, len(rows), epsilon, tau, min_matches > 1
+        keys,
+        matrices,
+        valid,
+        rows.start,
+        len(rows),
+        epsilon,
+        # Products of int8 are exact: what is rounded is their scale.
+        threshold(tau, compute, 1 if keys.dtype == torch.int8 else keys.shape[1]),
+        min_matches > 1,
     )
     if min_matches > 1:
         short = (counts + 1 < min(min_matches, m)).nonzero().flatten()
@@ -69,6 +79,19 @@ def similarity_mix(
             at += own.shape[1]
     mixed = [_as(out, x) for out, x in zip(mixed, stacked, strict=True)]
     return mixed[0] if single else mixed
+
+
+def threshold(tau: float, dtype: torch.dtype, numbers: int = 1 << 20) -> float:
+    """What a cosine of keys of so many `numbers` that was computed in `dtype` must reach to count as σ ≥ τ.
+
+    That is τ but at the ends of its interval, which must hold for cosines with rounding errors: at τ = −1 every pair of
+    finite keys matches, at τ = 1 every pair of equal ones. There the threshold lies below τ by more than the error of
+    the cosine. Sums run in 16 lanes or more, so it is at most n/16 u or so, for numbers that are all alike; for others
+    λ √n u is a bound whatever the order, but for a probability of 2 exp(−λ²/2) (Higham and Mary, 2019, Theorem 2.4),
+    here with λ = 8.
+    """
+    slack = (4 * (math.sqrt(numbers) + 1) + numbers / 16) * torch.finfo(dtype).eps
+    return -2.0 if tau - slack <= -1 else min(tau, 1 - slack)
 
 
 def _check(op, v, stacked, epsilon, tau, min_matches, valid, rows) -> None:

@@ -498,7 +498,8 @@ def similarity_sums(
     """(Σ_i e_ki x_i for each x [m, n] of `uploads`, the number of i that clients k = first … first + rows − 1 match).
 
     keys [m, d], σ_ki = cos(keys_k, keys_i), which is 0 for a key of norm 0 and NaN for one that is not finite;
-    e_ki = exp(ε (σ_ki − 1)) for the i ≠ k with σ_ki ≥ τ, else 0. Sums [rows, n] in the dtype of the uploads, counts
+    e_ki = exp(ε (σ_ki − 1)) for the i ≠ k with σ_ki ≥ τ, else 0; τ is compared as it is with cosines that are rounded
+    (`mixing.threshold` allows for that). Sums [rows, n] in the dtype of the uploads, counts
     int64 [rows] (of the `valid` i, bool [m]; without elements unless asked for).
     """
     own = torch.arange(first, first + rows, device=keys.device)

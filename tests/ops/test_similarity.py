@@ -124,6 +124,48 @@ def test_min_matches_takes_the_lower_index_of_equals():
     assert (mixed[1] > 0).tolist() == [False, True, True, True, False]
 
 
+def pairs(d, dtype):
+    """100 keys and their opposites."""
+    v = torch.randn(100, d)
+    if dtype == torch.int8:
+        v = (40 * v).round().clamp(-127, 127)
+        v[v == 0] = 1
+    v = v.to(dtype)
+    return torch.stack([v, -v], 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("d", [1, 3, 37, 2000])
+def test_the_ends_of_the_interval_hold_exactly(dtype, d):
+    """τ = −1 matches every pair, τ = 1 every pair of equal keys, whatever the rounding of the cosines."""
+    opposite = pairs(d, dtype)
+    everybody = ops.similarity_mix(opposite, torch.eye(len(opposite)), 1.0, -1.0)
+    assert (everybody > 0).all()
+    for sketched in (False, True) if d == 2000 and dtype != torch.int8 else (False,):
+        equal = opposite[::2].repeat_interleave(2, 0)
+        equal = ops.srht(equal, 64)[0] if sketched else equal
+        matched = ops.similarity_mix(equal, torch.eye(len(equal)), 1.0, 1.0) > 0
+        twins = torch.eye(len(equal) // 2, dtype=torch.bool).repeat_interleave(2, 0).repeat_interleave(2, 1)
+        assert matched[twins].all()
+        # Of one number all keys have the same direction or the opposite one, and 37 int8 may repeat; else only twins.
+        if d > 37:
+            assert torch.equal(matched, twins)
+    matrix = softmax_matrix(cosine(opposite), 1.0, -1.0)
+    assert (matrix > 0).all() and (softmax_matrix(cosine(equal), 1.0, 1.0)[twins] > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("d", [50, 100_000])
+def test_the_ends_hold_for_keys_of_equal_numbers(dtype, d):
+    """Where the rounding errors of a sum do not cancel."""
+    for number in (0.1, 3.7, -7e-3):
+        key = torch.full((3, d), number, dtype=dtype)
+        both = torch.cat([key, -key])
+        assert (ops.similarity_mix(key, torch.eye(3), 1.0, 1.0) > 0).all()
+        assert (ops.similarity_mix(both, torch.eye(6), 1.0, -1.0) > 0).all()
+        assert (softmax_matrix(cosine(key), 1.0, 1.0) > 0).all()
+
+
 @pytest.mark.parametrize("scale", [1e30, 1e-30])
 def test_keys_whose_products_float32_cannot_hold(scale):
     v, x = keys(40, dtype=F32), torch.eye(40)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastfact import ops
 from fastfact.federation.state import State
+from fastfact.ops.mixing import threshold
 
 
 def fedavg_matrix(samples: Sequence[int] | Tensor, rows: int | None = None) -> Tensor:
@@ -60,16 +61,17 @@ def choose(similarity: Tensor, how: str, count: int, generators: Sequence[torch.
 def softmax_matrix(similarity: Tensor, epsilon: float, tau: float = -1.0, min_matches: int = 1) -> Tensor:
     """w[k, i] = exp(ε σ_ki) / Σ_j exp(ε σ_kj) over the matched clients (Factorized-FL eq. 4 and 5), 0 for the others.
 
-    similarity [k, m], m ≥ k, whose first k columns are the same clients as the rows; their σ_kk is taken as 1
-    whatever stands there. Matched: σ_ki ≥ τ, and k itself. Fewer than `min_matches` matched (k counts) are filled up
-    with the most similar clients (the official code's `minimum_aggr`), ties by the lower index.
+    similarity [k, m], m ≥ k, whose first k columns are the same clients as the rows; their σ_kk is taken as 1 whatever
+    stands there. Matched: σ_ki ≥ τ (see `ops.mixing.threshold` for its ends), and k itself. Fewer than `min_matches`
+    matched (k counts) are filled up with the most similar clients (the official code's `minimum_aggr`), ties by the
+    lower index.
 
     Eq. 4 drops clients below τ from the set, the text below it says their score is "set to zero" (which would leave
     them a weight of exp(0)): the set is what is meant here. exp(ε (σ − 1)) cannot overflow: no running maximum.
     """
     sigma = similarity.double().clone()
     sigma.diagonal().fill_(1)
-    matched = sigma >= tau
+    matched = sigma >= threshold(tau, sigma.dtype)
     if min_matches > 1:
         matched |= choose(sigma, "best", min_matches - 1)
     weights = torch.where(matched, torch.exp(epsilon * (sigma - 1)), 0.0)
