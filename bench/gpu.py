@@ -46,9 +46,11 @@ from bench.gpu_check import save
 from fastfact import models
 from fastfact.bench.common import RESNET9
 from fastfact.experiment.run import provenance
-from fastfact.federation.client.train import Settings, Trainer
-from fastfact.federation.server.strategy import Phase
-from fastfact.federation.state import State, describe, stack, tensors_of
+from fastfact.federation.client.phase import Phase
+from fastfact.federation.client.step import Settings
+from fastfact.federation.client.train import Trainer
+from fastfact.federation.state import State, stack
+from fastfact.federation.tensors import describe, tensors_of
 from fastfact.formats import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
 from fastfact.nn.convert import factorized_layers
 

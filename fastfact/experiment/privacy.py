@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastfact.federation import Federation
-from fastfact.federation.client.data import placed
-from fastfact.federation.state import generator_for, tensors_of
+from fastfact.federation.client.placement import placed
+from fastfact.federation.state import generator_for
+from fastfact.federation.tensors import tensors_of
 from fastfact.kinds import type_error
 from fastfact.nn.convert import factorized_layers
 

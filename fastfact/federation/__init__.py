@@ -4,12 +4,14 @@
 `nn`, `ops` and what stands below them. Read `federation.py` first.
 """
 
-from fastfact.federation.client.data import Client, LazyClients
+from fastfact.data.client import Client
+from fastfact.federation.client.data import LazyClients
+from fastfact.federation.client.phase import Phase
 from fastfact.federation.federation import Federation
 from fastfact.federation.history import History
-from fastfact.federation.server.strategy import Phase, Strategy, Uploads
-from fastfact.federation.state import TensorInfo
+from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.storage.run_directory import RunDirectoryError
+from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.ledger import Ledger
 
 __all__ = [

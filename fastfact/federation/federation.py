@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastfact.data.client import Client
 from fastfact.federation import newcomers, setup
 from fastfact.federation.client import compact as sparse
 from fastfact.federation.client import memory, train
-from fastfact.federation.client.data import Client
-from fastfact.federation.client.executor import BATCHED, ONE, THREADS, Executor, Plan, choose
+from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan, Executor, choose
+from fastfact.federation.client.placement import Placement, formatted
+from fastfact.federation.client.step import Settings
 from fastfact.federation.config import check_settings, name_of, record, round_half_up
 from fastfact.federation.history import History
 from fastfact.federation.newcomers import Newcomers
@@ -32,10 +34,11 @@ from fastfact.federation.server import mixing, strategy
 from fastfact.federation.server.exchange import Downloads, Exchange, Report, not_finite
 from fastfact.federation.server.processes import Group, Shard
 from fastfact.federation.server.strategy import Strategy, Uploads
-from fastfact.federation.state import Models, State, describe, generator_for, stack, take, tensors_of
+from fastfact.federation.state import State, generator_for, stack, take
 from fastfact.federation.storage import checkpoint
 from fastfact.federation.storage import run_directory as files
-from fastfact.federation.storage.states import MEMORY, Codec, Database, PackedStates, Stacked, States
+from fastfact.federation.storage.states import MEMORY, Codec, Database, Models, PackedStates, Stacked, States
+from fastfact.federation.tensors import describe, tensors_of
 from fastfact.federation.wire.format import Wire
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import must_be
@@ -193,7 +196,7 @@ class Federation:
     def _setup_clients(self, clients) -> None:
         self.clients = list(clients) if isinstance(clients, list | tuple) else clients
         like = next(self.template.parameters())
-        self._data = setup.Data(self.clients, like, self.method, self.settings["seed"])
+        self._data = Placement(self.clients, like, self.method.validation, self.settings["seed"])
         self.classes = setup.classes_of(self.template, self._data, self.settings["batch_size"])
         self._data.set_classes(self.classes)
         self._draws = setup.draws_of(self.template, self._data)
@@ -203,18 +206,18 @@ class Federation:
         """How clients are put on the machine, and the memory format that goes with it."""
         cohort, last = self.settings["cohort"], setup.channels_last_of(self.template, self._data)
         if isinstance(cohort, int):
-            self.plan = Plan(ONE) if cohort == 1 else Plan(BATCHED, cohort)
+            self.plan = ExecutionPlan(ONE) if cohort == 1 else ExecutionPlan(BATCHED, cohort)
         elif cohort == THREADS:
             if self._draws == "globally" or self.device.type != "cpu":
                 raise ValueError(
                     'Federation(cohort="threads"): the model must run on the CPU, and draw from no generator of PyTorch'
                     " but in nn.Dropout or F.dropout (nn.MultiheadAttention draws its dropout itself)"
                 )
-            self.plan = Plan(THREADS)
+            self.plan = ExecutionPlan(THREADS)
         elif self.plan is None:
             sample = self._data[0].train
             sides = {
-                ONE: (self._make_trainer(last or self.template), setup.formatted(sample, last is not None)),
+                ONE: (self._make_trainer(last or self.template), formatted(sample, last is not None)),
                 BATCHED: (self._make_trainer(self.template), sample),
             }
             trainers, data = ({how: side[n] for how, side in sides.items()} for n in range(2))
@@ -230,7 +233,7 @@ class Federation:
         self.initial = self._initial()
         """The state [1, …] every client starts from."""
         if self.schedule is not None:
-            sparse.check(self.schedule, self.method, self.template, self.initial)
+            setup.check_sparsity(self.schedule, self.method, self.template, self.initial)
         self._exchange = Exchange(
             self.method,
             self.infos,
@@ -293,7 +296,7 @@ class Federation:
         return train.Trainer(
             template,
             self.infos,
-            train.Settings(
+            Settings(
                 batch_size=s["batch_size"],
                 lr=s["lr"],
                 momentum=s["momentum"],

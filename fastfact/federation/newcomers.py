@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastfact.data.client import Client
 from fastfact.federation import setup
-from fastfact.federation.client import train
-from fastfact.federation.client.data import Client
+from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase, cross_entropy
+from fastfact.federation.client.placement import Placement
 from fastfact.federation.server.exchange import Downloads
-from fastfact.federation.server.strategy import Phase
-from fastfact.federation.state import Models, State, take
-from fastfact.federation.storage.states import Stacked
+from fastfact.federation.state import State, take
+from fastfact.federation.storage.states import Models, Stacked
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import must_be
 
@@ -45,7 +45,7 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
     if fed.last is None:
         raise ValueError("join: the federation has not run a round yet, there is nothing to get from it")
     clients = list(clients)
-    data = setup.Data(clients, next(fed.template.parameters()), fed.method, fed.settings["seed"])
+    data = Placement(clients, next(fed.template.parameters()), fed.method.validation, fed.settings["seed"])
     if list(data.sample().shape) != fed.identity["sample"][0]:
         raise ValueError(
             f"join(clients=): samples of shape {list(data.sample().shape)}, those of the federation have"
@@ -82,7 +82,7 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
     )
 
 
-def _download(fed: "Federation", round: int, places: list[int], work: State, ledger: Ledger, data: setup.Data) -> State:
+def _download(fed: "Federation", round: int, places: list[int], work: State, ledger: Ledger, data: Placement) -> State:
     """Give the newcomers what `Strategy.arrival` says. Returns the server's memory after it, which is thrown away."""
     memory = dict(fed.memory)
     if not fed.shared:
@@ -106,7 +106,7 @@ def _download(fed: "Federation", round: int, places: list[int], work: State, led
 def _train(
     fed: "Federation",
     work: State,
-    data: setup.Data,
+    data: Placement,
     round: int,
     places: Sequence[int],
     phases: list[Phase],
@@ -126,13 +126,13 @@ def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Te
         def trains(info, phase=phase):
             return phase.trains(info) and (info.name not in shared or info.name in masks)
 
-        def loss(net, x, y, objective=phase.loss or train.cross_entropy):
+        def loss(net, x, y, objective=phase.loss or cross_entropy):
             fixed = {
                 name: torch.where(mask.view(-1, *[1] * (net.params[name].dim() - 1)), net.start[name], net.params[name])
                 for name, mask in masks.items()
                 if name in net.params
             }
-            return objective(train.Net(net.model, net.params | fixed, net.start, net.rest or {}), x, y)
+            return objective(Net(net.model, net.params | fixed, net.start, net.rest or {}), x, y)
 
         if any(trains(fed.infos[name]) for name in fed._trainer.trainable):
             kept.append(replace(phase, trains=trains, loss=loss if masks else phase.loss))
@@ -147,7 +147,7 @@ def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Te
 
 
 @torch.no_grad()
-def _ensemble(fed: "Federation", data: setup.Data) -> Newcomers:
+def _ensemble(fed: "Federation", data: Placement) -> Newcomers:
     """The mean of the probabilities that all clients' models give."""
     tests = [client.test for client in data]
     sums: list = [0.0] * len(tests)
@@ -157,6 +157,6 @@ def _ensemble(fed: "Federation", data: setup.Data) -> Newcomers:
         size += sum(one[0] for one in fed.wire.roundtrip(state, list(fed.infos))[1].bytes.values())
         fed._trainer.bind(state, 0)
         for row, (x, _) in enumerate(tests):
-            sums[row] += torch.cat([model(some).softmax(1) for some in x.split(train.EVALUATION_BATCH)])
+            sums[row] += torch.cat([model(some).softmax(1) for some in x.split(EVALUATION_BATCH)])
     accuracy = [(p.argmax(1) == y).double().mean().item() for p, (_, y) in zip(sums, tests, strict=True)]
     return Newcomers("ensemble", accuracy, [0] * len(sums), [size] * len(sums))

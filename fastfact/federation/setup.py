@@ -2,17 +2,17 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from fastfact.federation.client.data import Client, Samples, channels_last, placed
+from fastfact.federation.client.compact import mu_layers
 from fastfact.federation.client.dropout import Streams
-from fastfact.federation.config import round_half_up
+from fastfact.federation.client.placement import Placement, channels_last
 from fastfact.federation.server.strategy import Strategy
-from fastfact.federation.state import generator_for, seed_for, seeded
+from fastfact.federation.state import State, seed_for, seeded
+from fastfact.nn.sparsity import Schedule
 
 log = logging.getLogger("fastfact")
 
@@ -48,110 +48,7 @@ def _device_of(device: str | torch.device) -> torch.device:
     return found
 
 
-class Data:
-    """The clients' samples as the model takes them, on its device: `train`, `test` and `held_out` of each.
-
-    clients: a list or tuple is checked and placed at once, any other sequence client by client as rounds ask for them
-    (and forgotten again, see `keep`). validation: the fraction of the training samples that is held out of training,
-    for a method that evaluates on it; without one `held_out` is `train`.
-    """
-
-    def __init__(self, clients: Sequence[Client], like: Tensor, method: Strategy, seed: int):
-        if not isinstance(clients, Sequence):
-            raise ValueError(f"Federation(clients={type(clients).__name__}): must be a sequence of ff.Client")
-        if not len(clients):
-            raise ValueError("Federation(clients=[]): must be at least one client")
-        self.clients, self.method, self.seed = clients, method, seed
-        self.device, self.dtype, self.last = like.device, like.dtype, False
-        self.lazy = not isinstance(clients, list | tuple)
-        self.classes: int | None = None
-        self.placed: dict[int, Placed] = {}
-        self.shape = self._checked(0).train[0].shape[1:]
-        for k in range(1 if self.lazy else len(clients)):
-            self.placed[k] = self._place(k)
-
-    def __getitem__(self, client: int) -> "Placed":
-        if client not in self.placed:
-            self.placed[client] = self._place(client)
-        return self.placed[client]
-
-    def __len__(self) -> int:
-        return len(self.clients)
-
-    def __iter__(self) -> Iterator["Placed"]:
-        return (self[client] for client in range(len(self)))
-
-    def keep(self, clients: Sequence[int]) -> None:
-        """Of clients that are made when asked for, keep only these in memory."""
-        if self.lazy:
-            self.placed = {client: self.placed[client] for client in clients if client in self.placed}
-
-    def _checked(self, k: int) -> Client:
-        client = self.clients[k]
-        if not isinstance(client, Client):
-            raise ValueError(f"Federation(clients=): client {k} is {type(client).__name__}, must be ff.Client")
-        return client
-
-    def _place(self, k: int) -> "Placed":
-        client = self._checked(k)
-        if client.train[0].shape[1:] != self.shape:
-            raise ValueError(
-                f"Federation(clients=): samples of client {k} have shape {list(client.train[0].shape[1:])}, of client 0"
-                f" {list(self.shape)}: must be the same"
-            )
-        self._check_labels(k, client)
-        train, test = (
-            formatted(placed(data, self.device, self.dtype), self.last) for data in (client.train, client.test)
-        )
-        if not self.method.validation:
-            return Placed(train, train, test)
-        return Placed(*self._held_out(k, train), test)
-
-    def _held_out(self, k: int, train: Samples) -> tuple[Samples, Samples]:
-        """The training samples split into those the client trains on and those it evaluates others on."""
-        x, y = train
-        if len(y) < 2:
-            raise ValueError(f"{self.method.name}: client {k} has a single training sample and must hold out one")
-        order = torch.randperm(len(y), generator=generator_for(self.seed, 0, k, "validation"))
-        count = min(max(1, round_half_up(self.method.validation * len(y))), len(y) - 1)
-        trained, held_out = order[count:].sort().values.to(self.device), order[:count].sort().values.to(self.device)
-        return (x[trained], y[trained]), (x[held_out], y[held_out])
-
-    def sample(self) -> Tensor:
-        """x of one sample, without the batch axis."""
-        return self[0].train[0][0]
-
-    def to_channels_last(self) -> None:
-        """Keep the images in channels_last from here on."""
-        self.last = True
-        self.placed = {k: Placed(*(formatted(part, True) for part in data)) for k, data in self.placed.items()}
-
-    def set_classes(self, classes: int) -> None:
-        """Raise ValueError, now or when it comes, for a client with a label the model has no output for."""
-        self.classes = classes
-        for k in self.placed:
-            self._check_labels(k, self.clients[k])
-
-    def _check_labels(self, k: int, client: Client) -> None:
-        if self.classes is None:
-            return
-        top = max(int(client.train[1].max()), int(client.test[1].max()))
-        if top >= self.classes:
-            raise ValueError(
-                f"Federation(clients=): client {k} has label {top}, the model has {self.classes} outputs:"
-                f" labels must be 0 … {self.classes - 1}"
-            )
-
-
-class Placed(NamedTuple):
-    """One client's samples, see `Data`."""
-
-    train: Samples
-    held_out: Samples
-    test: Samples
-
-
-def channels_last_of(template: nn.Module, data: Data) -> nn.Module | None:
+def channels_last_of(template: nn.Module, data: Placement) -> nn.Module | None:
     """The model in channels_last, if it has images on the CPU to convolve and runs that way (one that flattens with
     `view` does not): one client at a time, convolutions are faster in it."""
     x = data[0].train[0][:2]
@@ -166,12 +63,7 @@ def channels_last_of(template: nn.Module, data: Data) -> nn.Module | None:
     return model
 
 
-def formatted(data: Samples, last: bool) -> Samples:
-    """The samples, images in channels_last if asked for."""
-    return (channels_last(data[0]), data[1]) if last else data
-
-
-def classes_of(template: nn.Module, data: Data, batch_size: int) -> int:
+def classes_of(template: nn.Module, data: Placement, batch_size: int) -> int:
     """Run the model on a sample: it must take the clients' x and give logits. Returns the number of classes."""
     x = data[0].train[0][:2]
     try:
@@ -197,8 +89,8 @@ def logits_of(model: nn.Module, x: Tensor, train: bool = False) -> Tensor:
         return copy.deepcopy(model).train(train)(x)
 
 
-def draws_of(template: nn.Module, data: Data) -> str:
-    """Where a training forward draws random numbers from, see `train.Settings.draws`."""
+def draws_of(template: nn.Module, data: Placement) -> str:
+    """Where a training forward draws random numbers from, see `step.Settings.draws`."""
     x, model = data[0].train[0][:2], copy.deepcopy(template).train()
     if len(x) < 2:
         x = x.repeat_interleave(2, 0)
@@ -209,3 +101,18 @@ def draws_of(template: nn.Module, data: Data) -> str:
     if x.device.type != "cpu" or globally:
         return "globally"
     return "own" if streams.used else "no"
+
+
+def check_sparsity(schedule: Schedule, method: Strategy, model: nn.Module, initial: State) -> None:
+    """Raise ValueError for a schedule that this model or method cannot follow."""
+    layers = mu_layers(model)
+    if schedule.warmup < 1:
+        raise ValueError("Federation(sparsity=): needs a warmup of at least 1, μ starts at zero")
+    if not layers:
+        raise ValueError(f"Federation(sparsity=): no layer of the model has a μ; {method.name} does not make any")
+    if any(layer.is_compact for layer in layers.values()):
+        raise ValueError("Federation(sparsity=): the model is compact already, must start with a dense μ")
+    if extra := sorted(method.extra(initial)):
+        raise ValueError(
+            f"Federation(sparsity=): {method.name} keeps tensors of its own ({extra[0]}), which may follow a dense μ"
+        )

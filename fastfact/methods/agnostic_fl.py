@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastfact.federation.client.phase import Phase
 from fastfact.federation.server import mixing
-from fastfact.federation.server.strategy import Phase, Strategy, Uploads, register
+from fastfact.federation.server.strategy import Strategy, Uploads, register
 from fastfact.federation.state import State
 
 

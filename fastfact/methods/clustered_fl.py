@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastfact.federation.server import mixing
 from fastfact.federation.server.strategy import Strategy, Uploads, register
-from fastfact.federation.state import State, TensorInfo
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo
 
 
 def bipartition(similarity: Tensor) -> tuple[list[int], list[int], float]:

@@ -7,7 +7,8 @@ import torch
 
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server.strategy import Strategy, register
-from fastfact.federation.state import State, TensorInfo
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo
 from fastfact.methods.matching import Matched
 from fastfact.nn.specs import Rank1, Spec
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastfact.federation.client.phase import Phase
 from fastfact.federation.server import mixing
-from fastfact.federation.server.strategy import Phase, Strategy, Uploads, register
-from fastfact.federation.state import State, TensorInfo
+from fastfact.federation.server.strategy import Strategy, Uploads, register
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo
 
 
 @register

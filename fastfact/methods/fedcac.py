@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastfact.federation.client.phase import Phase
 from fastfact.federation.server import mixing
-from fastfact.federation.server.strategy import Phase, Strategy, Uploads, register
-from fastfact.federation.state import State, TensorInfo
+from fastfact.federation.server.strategy import Strategy, Uploads, register
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo
 
 
 def pack_bits(mask: Tensor) -> Tensor:

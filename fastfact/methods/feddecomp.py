@@ -5,9 +5,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fastfact.federation.client.phase import Phase
 from fastfact.federation.server import mixing
-from fastfact.federation.server.strategy import Phase, Strategy, Uploads, register
-from fastfact.federation.state import State, TensorInfo
+from fastfact.federation.server.strategy import Strategy, Uploads, register
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo
 from fastfact.nn.specs import LowRank, Spec
 
 LOW_RANK = ("A", "B")

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastfact.federation.server.strategy import Phase, Strategy, register
-from fastfact.federation.state import State, TensorInfo, describe
+from fastfact.federation.client.phase import Phase
+from fastfact.federation.server.strategy import Strategy, register
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo, describe
 
 
 class Mixture(nn.Module):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fastfact.federation.server.strategy import Strategy, Uploads, register
-from fastfact.federation.state import State, TensorInfo, generator_for
+from fastfact.federation.state import State, generator_for
+from fastfact.federation.tensors import TensorInfo
 
 SPLIT = "split/"
 ROLES = ("weight", "in_proj_weight")

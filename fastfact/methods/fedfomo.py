@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fastfact.federation.server.strategy import Strategy, Uploads, register
-from fastfact.federation.state import State, TensorInfo, generator_for
+from fastfact.federation.state import State, generator_for
+from fastfact.federation.tensors import TensorInfo
 
 
 @register

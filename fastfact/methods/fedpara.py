@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fastfact.federation.server.strategy import Strategy, register
-from fastfact.federation.state import TensorInfo
+from fastfact.federation.tensors import TensorInfo
 from fastfact.nn.specs import Hadamard, Spec
 
 

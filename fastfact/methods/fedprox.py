@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastfact.federation.server.strategy import Phase, Strategy, register
-from fastfact.federation.state import TensorInfo
+from fastfact.federation.client.phase import Phase
+from fastfact.federation.server.strategy import Strategy, register
+from fastfact.federation.tensors import TensorInfo
 
 
 @register

@@ -12,8 +12,9 @@ FedBN: "FedBN: Federated Learning on Non-IID Features via Local Batch Normalizat
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastfact.federation.server.strategy import Phase, Strategy, register
-from fastfact.federation.state import TensorInfo
+from fastfact.federation.client.phase import Phase
+from fastfact.federation.server.strategy import Strategy, register
+from fastfact.federation.tensors import TensorInfo
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fastfact.federation.server.strategy import Strategy, register
-from fastfact.federation.state import TensorInfo, describe
+from fastfact.federation.tensors import TensorInfo, describe
 
 
 class Gate(nn.Module):

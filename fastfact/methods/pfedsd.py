@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastfact.federation.server.strategy import Phase, Strategy, register
-from fastfact.federation.state import State, TensorInfo
+from fastfact.federation.client.phase import Phase
+from fastfact.federation.server.strategy import Strategy, register
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo
 
 
 @register

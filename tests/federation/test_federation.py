@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact.federation.state import tensors_of
+from fastfact.federation.tensors import tensors_of
 
 # One for each kind of round; tests/methods has what holds for every method.
 METHODS = ["clustered-fl", "factorized-fl-alpha", "factorized-fl-beta", "fedamp", "fedavg", "fedfac-dynamic", "simfed"]

@@ -17,16 +17,16 @@ aten, fastfact = torch.ops.aten, torch.ops.fastfact
 
 Function = Callable[..., Sequence[Tensor]]
 PATIENCE = 4
-"""How many times as long as it has recorded a function must have run before it records another shape."""
+"""How many times as long as it has captured a function must have run before it captures another shape."""
 _CAN_BE_NOTHING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-class Recorded:
-    """`function` of tensors, which may change them, as operations recorded for each shape its tensors come in.
+class Captured:
+    """`function` of tensors, which may change them, as operations captured for each shape its tensors come in.
 
-    A shape is recorded when it comes again, but there is one recording in `interval` calls at most, and not before the
-    function has run `PATIENCE` times as long as the recordings took: one takes as long as many calls. Where the
+    A shape is captured when it comes again, but there is one capture in `interval` calls at most, and not before the
+    function has run `PATIENCE` times as long as the captures took: one takes as long as many calls. Where the
     operations are not the whole of what the function does, it runs as it is: see `remembers`, and the first replay must
     give what the function gives, bit for bit.
 
@@ -38,7 +38,7 @@ class Recorded:
         self.function, self.model, self.interval, self.last = function, model, interval, last
         self.calls, self.seen, self.replays = 0, set(), {}
         self.ran = self.spent = 0.0
-        """Seconds in calls and in recordings."""
+        """Seconds in calls and in captures."""
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         free = 0 if self.last is None else len(tensors) - self.last
@@ -48,7 +48,7 @@ class Recorded:
         due = self.calls >= self.interval * (len(self.replays) + 1) and self.ran >= PATIENCE * self.spent
         began = time.perf_counter()
         if replay is None and due and shapes in self.seen and shapes not in self.replays:
-            replay = self.replays[shapes] = record(self.function, self.model, tensors, free)
+            replay = self.replays[shapes] = capture(self.function, self.model, tensors, free)
             self.spent += time.perf_counter() - began
             began = time.perf_counter()
         self.seen.add(shapes)
@@ -61,7 +61,7 @@ class Recorded:
         return out
 
 
-def record(function: Function, model: nn.Module, tensors: Sequence[Tensor], free: int = 0) -> Function | None:
+def capture(function: Function, model: nn.Module, tensors: Sequence[Tensor], free: int = 0) -> Function | None:
     """The operations of `function` on such `tensors`, None where they are not all it does. The tensors stay as they
     are; the first `free` are known to be only read."""
 
@@ -77,7 +77,7 @@ def record(function: Function, model: nn.Module, tensors: Sequence[Tensor], free
         before = remembers(model)
         expected = function(*one)
         if before is None or before != remembers(model):
-            log.info("not recorded: the model's forward depends on more than tensors")
+            log.info("not captured: the model's forward depends on more than tensors")
             return None
         graph = make_fx(function)(*other)
         simplify(graph)
@@ -87,8 +87,8 @@ def record(function: Function, model: nn.Module, tensors: Sequence[Tensor], free
                 copy.copy_(tensor)
             found = graph.forward(*other)
     except Exception as error:
-        # Whatever is wrong with a recording, the function itself will tell if it is at fault.
-        log.info("not recorded: %s", (str(error).strip().splitlines() or [type(error).__name__])[0])
+        # Whatever is wrong with a capture, the function itself will tell if it is at fault.
+        log.info("not captured: %s", (str(error).strip().splitlines() or [type(error).__name__])[0])
         return None
     same = all(torch.equal(a, b) for a, b in zip([*expected, *one[free:]], [*found, *other[free:]], strict=True))
     return graph.forward if same else None

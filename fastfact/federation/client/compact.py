@@ -15,35 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastfact.federation.client.data import Samples
-from fastfact.federation.client.train import EVALUATION_BATCH, Settings, Trainer
-from fastfact.federation.server.strategy import Phase, Strategy
-from fastfact.federation.state import State, describe
+from fastfact.data.client import Samples
+from fastfact.federation.client.phase import EVALUATION_BATCH, Phase
+from fastfact.federation.client.step import Settings
+from fastfact.federation.client.train import Trainer
+from fastfact.federation.state import State
+from fastfact.federation.tensors import describe
 from fastfact.nn import sparsity
 from fastfact.nn.convert import factorized_layers
 from fastfact.nn.layers import INDEX, FactorizedLayer
 from fastfact.nn.sparsity import Schedule
 
 
-def layers_of(model: nn.Module) -> dict[str, FactorizedLayer]:
+def mu_layers(model: nn.Module) -> dict[str, FactorizedLayer]:
     """The name of each μ → its layer."""
     layers = {f"{path}.mu" if path else "mu": layer for path, layer in factorized_layers(model).items()}
     return {name: layer for name, layer in layers.items() if "mu" in layer._parameters}
-
-
-def check(schedule: Schedule, method: Strategy, model: nn.Module, initial: State) -> None:
-    """Raise ValueError for a schedule that this model or method cannot follow."""
-    layers = layers_of(model)
-    if schedule.warmup < 1:
-        raise ValueError("Federation(sparsity=): needs a warmup of at least 1, μ starts at zero")
-    if not layers:
-        raise ValueError(f"Federation(sparsity=): no layer of the model has a μ; {method.name} does not make any")
-    if any(layer.is_compact for layer in layers.values()):
-        raise ValueError("Federation(sparsity=): the model is compact already, must start with a dense μ")
-    if extra := sorted(method.extra(initial)):
-        raise ValueError(
-            f"Federation(sparsity=): {method.name} keeps tensors of its own ({extra[0]}), which may follow a dense μ"
-        )
 
 
 def prune_(state: State, names: Sequence[str], schedule: Schedule) -> None:
@@ -57,19 +44,19 @@ class CompactTrainer:
 
     def __init__(self, template: nn.Module, classifier: str | None, settings: Settings, schedule: Schedule):
         model = copy.deepcopy(template)
-        for layer in layers_of(model).values():
+        for layer in mu_layers(model).values():
             keep = 0 if schedule.target_density is None else schedule.kept(torch.Size(layer.size).numel())
             layer.set_support(layer.mu.new_zeros(keep), torch.arange(keep, dtype=torch.int32, device=layer.mu.device))
         l1 = schedule.penalty(schedule.warmup + 1, settings.l1)
         settings = dataclasses.replace(settings, l1=l1, graphs=False)
         self.inner, self.schedule = Trainer(model, describe(model, classifier), settings), schedule
-        self.layers = layers_of(model)
+        self.layers = mu_layers(model)
 
     def copy(self) -> "CompactTrainer":
         """See `Trainer.copy`."""
         other = copy.copy(self)
         other.inner = self.inner.copy()
-        other.layers = layers_of(other.inner.model)
+        other.layers = mu_layers(other.inner.model)
         return other
 
     @property

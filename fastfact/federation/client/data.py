@@ -1,11 +1,8 @@
-"""Clients that are made when they are asked for, and samples as the model takes them."""
+"""Clients that are made when they are asked for, and the batches of their samples."""
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
-from fastfact.data.client import Client, Samples
+from fastfact.data.client import Client
 from fastfact.kinds import type_error
 
 
@@ -29,17 +26,6 @@ class LazyClients(Sequence[Client]):
         if not 0 <= client < self.k:
             raise IndexError(f"LazyClients[{client}]: there are {self.k}")
         return self.make(client)
-
-
-def placed(data: Samples, device, dtype: torch.dtype) -> Samples:
-    """`data` on the model's device, float x in the model's dtype."""
-    x, y = data
-    return x.to(device, dtype if x.is_floating_point() else x.dtype), y.to(device)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """The images x [n, c, h, w] in channels_last; a copy unless they are."""
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 def batches(n: int, size: int) -> Sequence[tuple[int, int]]:

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from fastfact.federation.client.data import Samples
+from fastfact.data.client import Samples
+from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.train import Trainer, memory_cohort
-from fastfact.federation.server.strategy import Phase
-from fastfact.federation.state import State, evenly, stack, tensors_of
+from fastfact.federation.state import State, evenly, stack
+from fastfact.federation.tensors import tensors_of
 from fastfact.nn import choice as cost
 
 log = logging.getLogger("fastfact")
@@ -27,7 +28,7 @@ ONE, THREADS, BATCHED = "one", "threads", "batched"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExecutionPlan:
     """how: one of `ONE`, `THREADS`, `BATCHED`. cohort: how many clients train together; 1 unless batched."""
 
     how: str
@@ -47,7 +48,7 @@ def cores() -> int:
 class Executor:
     """Trains and evaluates the rows of a block as its plan says."""
 
-    def __init__(self, trainer: Trainer, plan: Plan):
+    def __init__(self, trainer: Trainer, plan: ExecutionPlan):
         self.trainer, self.plan = trainer, plan
         self.threads = cores() if plan.how == THREADS else 0
         if self.threads:
@@ -137,7 +138,7 @@ def _row(work: State, row: int) -> State:
     return {name: tensor[row : row + 1] for name, tensor in work.items()}
 
 
-def rule(trainer: Trainer, data: Samples) -> Plan:
+def rule(trainer: Trainer, data: Samples) -> ExecutionPlan:
     """What is likely to be fastest, without measuring.
 
     Measured on one thread, batching is 3–7 times faster for 650 to 13,000 parameters, 1.4–1.7 times for vectors
@@ -147,15 +148,15 @@ def rule(trainer: Trainer, data: Samples) -> Plan:
     if trainer.device.type == "cuda":
         # There it always pays, as far as half of the device's memory goes.
         most = torch.cuda.get_device_properties(trainer.device).total_memory // 2
-        return Plan(BATCHED, memory_cohort(trainer.model, data[0][0], trainer.settings.batch_size, most))
+        return ExecutionPlan(BATCHED, memory_cohort(trainer.model, data[0][0], trainer.settings.batch_size, most))
     parameters = sum(param.numel() for param in trainer.params.values())
     batch = data[0][0].numel() * min(trainer.settings.batch_size, len(data[1]))
     vectors = data[0][0].dim() == 1
     if parameters <= (40_000 if vectors else 20_000) and batch <= 1 << (18 if vectors else 16):
-        return Plan(BATCHED, min(64, max(2, (1 << (20 if vectors else 19)) // parameters)))
+        return ExecutionPlan(BATCHED, min(64, max(2, (1 << (20 if vectors else 19)) // parameters)))
     if cores() > 1 and trainer.settings.draws != "globally":
-        return Plan(THREADS)
-    return Plan(ONE)
+        return ExecutionPlan(THREADS)
+    return ExecutionPlan(ONE)
 
 
 SURE = 1.25
@@ -164,7 +165,9 @@ LONG_STEP = 0.05
 """Seconds of a step above which batching, which saves the cost of calls, is not tried."""
 
 
-def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int, most: int | None = None) -> Plan:
+def choose(
+    trainers: dict[str, Trainer], data: dict[str, Samples], clients: int, most: int | None = None
+) -> ExecutionPlan:
     """The fastest plan for this model, by a measurement of a few steps; what `rule` says where nothing is measured.
 
     It is made once on a machine (`cost.remembered`), so that a run that is repeated takes the same plan.
@@ -174,7 +177,7 @@ def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int,
     """
     expected = rule(trainers[ONE], data[ONE])
     if clients == 1 or trainers[ONE].device.type != "cpu":
-        chosen = expected if clients > 1 and expected.cohort > 1 else Plan(ONE)
+        chosen = expected if clients > 1 and expected.cohort > 1 else ExecutionPlan(ONE)
         log.info("cohort=auto: %s", chosen)
         return chosen
     settings, (x, y) = trainers[ONE].settings, data[ONE]
@@ -189,31 +192,31 @@ def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int,
         "recorded": settings.graphs,
     }
     found = cost.remembered(question, lambda: asdict(_fastest(trainers, data, clients, most, expected)))
-    chosen = Plan(**found) if found else expected
+    chosen = ExecutionPlan(**found) if found else expected
     log.info("cohort=auto: %s", chosen)
     return chosen
 
 
-def _fastest(trainers, data, clients: int, most: int | None, expected: Plan) -> Plan:
-    plans = {Plan(ONE), expected}
+def _fastest(trainers, data, clients: int, most: int | None, expected: ExecutionPlan) -> ExecutionPlan:
+    plans = {ExecutionPlan(ONE), expected}
     if cores() > 1 and trainers[ONE].settings.draws != "globally":
-        plans.add(Plan(THREADS))
+        plans.add(ExecutionPlan(THREADS))
     times = {}
     for plan in sorted(plans, key=lambda plan: plan.how == BATCHED):
         times[plan] = _measure(trainers, data, plan, clients, most)
-    if times[Plan(ONE)] < LONG_STEP and not any(plan.how == BATCHED for plan in times):
-        plan = Plan(BATCHED, min(16, clients, most or 16))
+    if times[ExecutionPlan(ONE)] < LONG_STEP and not any(plan.how == BATCHED for plan in times):
+        plan = ExecutionPlan(BATCHED, min(16, clients, most or 16))
         times[plan] = _measure(trainers, data, plan, clients, most)
     log.info("a step of a client: %s", ", ".join(f"{plan} {1e3 * seconds:.1f} ms" for plan, seconds in times.items()))
     best = min(times, key=times.get)
     return best if times[best] * SURE < times[expected] else expected
 
 
-def _measure(trainers, data, plan: Plan, clients: int, most: int | None) -> float:
+def _measure(trainers, data, plan: ExecutionPlan, clients: int, most: int | None) -> float:
     """Seconds a client for a step, infinite where the model cannot train that way."""
     trainer = trainers[BATCHED if plan.how == BATCHED else ONE].copy()
     x, y = data[BATCHED if plan.how == BATCHED else ONE]
-    trainer.interval = 1
+    trainer.steps.interval = 1
     n = min(trainer.settings.batch_size, len(y))
     together = plan.cohort if plan.how == BATCHED else cores()
     together = max(1, min(together, clients, most or together))

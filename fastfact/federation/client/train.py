@@ -10,105 +10,23 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.func import functional_call, vmap
 
 from fastfact import ops
-from fastfact.federation.client.capture import Recorded
-from fastfact.federation.client.data import Samples, batches
+from fastfact.data.client import Samples
+from fastfact.federation.client.capture import Captured
+from fastfact.federation.client.data import batches
 from fastfact.federation.client.dropout import Streams
-from fastfact.federation.server.strategy import Phase
-from fastfact.federation.state import State, TensorInfo, evenly, generator_for, seed_for, seeded, tensors_of
-from fastfact.nn.optim import step_l1
+from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase
+from fastfact.federation.client.step import Settings, Steps
+from fastfact.federation.state import State, evenly, generator_for, seed_for, seeded
+from fastfact.federation.tensors import TensorInfo, tensors_of
 
 log = logging.getLogger("fastfact")
-
-EVALUATION_BATCH = 1024
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How every client trains. `l1` is λ of the strategy; `penalized` names the tensors it is for (μ)."""
-
-    batch_size: int
-    lr: float
-    momentum: float
-    weight_decay: float
-    l1: float = 0.0
-    proximal: bool = True
-    penalized: frozenset[str] = frozenset()
-    augment: Callable | None = None
-    seed: int = 0
-    draws: str = "globally"
-    """Where a training forward of the model draws random numbers from: nowhere ("no"), the client's own stream ("own",
-    see `streams`), or PyTorch's generator of the process ("globally")."""
-    graphs: bool = True
-    """Whether a cohort's step is recorded and replayed in phases without a loss of their own: on a GPU as a CUDA graph,
-    on the CPU the operations of its gradient (see `recorded`)."""
-
-    def penalty(self, name: str) -> float:
-        """The l1 of `ops.prox_sgd_step` for a tensor."""
-        if name not in self.penalized:
-            return 0.0
-        return step_l1(self.l1, self.momentum, self.proximal)
-
-
-class Net:
-    """The model with one client's tensors, as a `Phase.loss` sees it (see there)."""
-
-    def __init__(self, model: nn.Module, params: dict[str, Tensor], start: State, rest: State | None):
-        self.model, self.params, self.start, self.rest = model, params, start, rest
-
-    def __call__(
-        self, x: Tensor, params: dict[str, Tensor] | None = None, *, evaluate: bool = False, **options
-    ) -> Tensor:
-        """The logits of x, with `params` in place of the model's tensors of those names if given.
-
-        evaluate: in eval mode, however the model stands. options: arguments of the model's forward.
-        """
-        if evaluate and self.model.training:
-            self.model.eval()
-            try:
-                return torch.cat([self(some, params, **options) for some in x.split(EVALUATION_BATCH)])
-            finally:
-                self.model.train()
-        if self.rest is None and params is None:
-            return self.model(x, **options)
-        return functional_call(self.model, {**(self.rest or {}), **self.params, **(params or {})}, (x,), options)
-
-    def gradient(self, x: Tensor, y: Tensor, differentiable: bool = False) -> dict[str, Tensor]:
-        """The gradient of the cross-entropy of net(x) and y for each tensor in `params`."""
-        if self.rest is not None:
-
-            def loss(params, rest):
-                return F.cross_entropy(functional_call(self.model, {**rest, **params}, (x,)), y)
-
-            grads = grad(loss)(self.params, self.rest)
-        else:
-            loss = F.cross_entropy(self(x), y)
-            grads = torch.autograd.grad(
-                loss,
-                list(self.params.values()),
-                create_graph=differentiable,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            grads = dict(zip(self.params, grads, strict=True))
-        return grads if differentiable else {name: g.detach() for name, g in grads.items()}
-
-
-def cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """The loss of a phase that says nothing else."""
-    return F.cross_entropy(net(x), y)
-
-
-def _batched_cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """The same for labels that are all classes, in few operations under `vmap`."""
-    return ops.cross_entropy(net(x), y)
 
 
 class Trainer:
@@ -124,26 +42,12 @@ class Trainer:
         self.shared_generator = True
         """Whether PyTorch's generator of the process may be set: not while other threads train."""
         self._orders: list[torch.Generator] = []
-        self._buffers: dict[int, Tensor] = {}
-        self._gradients: dict[tuple, Recorded] = {}
         self._counts_together = True
-        self.interval = 20
-        """After how many calls something may be recorded, see `Recorded`."""
+        self.steps = Steps(model, infos, settings)
 
     def copy(self) -> "Trainer":
         """A trainer of the same kind with a model of its own, for another thread."""
         return Trainer(copy.deepcopy(self.model), self.infos, self.settings)
-
-    def _buffer(self, key: int, like: Tensor, n: int) -> Tensor:
-        """A kept buffer [n or more, …] of the dtype and memory format of `like` [any number, …]."""
-        last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
-        kind, buffer = torch.channels_last if last else torch.contiguous_format, self._buffers.get(key)
-        fits = buffer is not None and len(buffer) >= n and buffer.shape[1:] == like.shape[1:]
-        if not fits or buffer.dtype != like.dtype or not buffer.is_contiguous(memory_format=kind):
-            shape = (n, *like.shape[1:])
-            buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kind)
-            self._buffers[key] = buffer
-        return buffer
 
     def bind(self, state: State, row: int) -> None:
         """Point the template at one row: its tensors alias the state from here on."""
@@ -221,7 +125,7 @@ class Trainer:
         steps = batches(len(y), settings.batch_size)
         total, seen = torch.zeros((), dtype=torch.float64, device=self.device), 0
         longest = max(end - begin for begin, end in steps)
-        xs, ys = self._buffer(0, x, longest), self._buffer(1, y, longest)
+        xs, ys = (self.steps.buffers.of(f"batch {n}", part, longest) for n, part in enumerate(data))
         start: State = {}
         if any(phase.loss is not None or phase.update is not None for phase in phases):
             start = {name: tensor[0].clone() for name, tensor in state.items()}
@@ -231,10 +135,9 @@ class Trainer:
             names = self.trained(phase)
             for name in self.trainable:
                 self.params[name].requires_grad_(name in names)
-            params = [self.params[name] for name in names]
-            buffers = [momenta[name] for name in names] if momenta else []
-            l1 = [settings.penalty(name) for name in names]
-            net = Net(model, dict(zip(names, params, strict=True)), start, None)
+            params = {name: self.params[name] for name in names}
+            moving = [momenta[name] for name in names] if momenta else []
+            net = Net(model, params, start, None)
             for _ in range(phase.epochs):
                 permutation = torch.randperm(len(y), generator=order).to(self.device)
                 for begin, end in steps[: phase.steps]:
@@ -245,17 +148,8 @@ class Trainer:
                     if settings.augment is not None:
                         xb = settings.augment(xb, augmentation)
                     loss = F.cross_entropy(model(xb), yb) if phase.loss is None else phase.loss(net, xb, yb)
-                    grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
-                    ops.prox_sgd_step(
-                        params,
-                        grads,
-                        buffers,
-                        l1,
-                        lr=settings.lr if phase.lr is None else phase.lr,
-                        momentum=settings.momentum,
-                        weight_decay=settings.weight_decay,
-                        proximal=settings.proximal,
-                    )
+                    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+                    settings.update_(phase, params, grads, moving)
                     total.add_(loss.detach(), alpha=end - begin)
                     seen += end - begin
         for name in self.trainable:
@@ -286,25 +180,12 @@ class Trainer:
         for phase in phases:
             for row in range(k if phase.update is not None else 0):
                 self._update(phase, state, row, {name: tensor[row] for name, tensor in start.items()}, data[row])
-            step = _Step(self, phase, state, momenta, start)
-            if settings.graphs and phase.loss is None:
-                step = self._recorded(step)
+            step = self.steps.of(phase, self.trained(phase), state, momenta, start)
             for _ in range(phase.epochs):
-                if step.reads_rows:
-                    order = self._order(sizes, orders)
-                else:
-                    xs, ys = self._shuffled(data, orders)
+                step.shuffle(data, self._order(sizes, orders))
                 for index in range(len(max(steps, key=len)[: phase.steps])):
                     for (begin, end), rows in _same_batch(steps, index).items():
-                        if step.reads_rows:
-                            batch = [data[row][part] for part in (0, 1) for row in rows]
-                            batch.append(_rows(order, rows)[:, begin:end])
-                        else:
-                            batch = [_rows(xs, rows)[:, begin:end], _rows(ys, rows)[:, begin:end]]
-                        if settings.augment is not None:
-                            batch[0] = torch.stack(
-                                [settings.augment(b, augmentations[row]) for b, row in zip(batch[0], rows, strict=True)]
-                            )
+                        batch = step.batch(rows, begin, end, augmentations)
                         if masks is not None:
                             masks.generators = [generators[row] for row in rows]
                         losses = step(rows, *batch)
@@ -315,44 +196,12 @@ class Trainer:
                 seen += 1
         return [loss / (n * max(seen, 1)) for loss, n in zip(total.tolist(), sizes, strict=True)]
 
-    @property
-    def _can_record(self) -> bool:
-        return self.device.type == "cuda"
-
-    def _recorded(self, step: "_Step") -> "_Step | _Replayed":
-        """The step, replayed where it can be."""
-        if self._can_record:
-            return _Replayed(step)
-        if self.device.type == "cpu" and self.settings.draws == "no":
-            # What is recorded serves all cohorts, and all rounds.
-            key = tuple(step.names), frozenset(step.common)
-            if key not in self._gradients:
-                others = 1 + len(step.names) + len(step.rest) + len(step.start)
-                self._gradients[key] = Recorded(
-                    step.gradients, self.model, self.interval, others if step.reads_rows else None
-                )
-            step.gradients = self._gradients[key]
-        return step
-
     def _order(self, sizes: Sequence[int], orders: Sequence[torch.Generator]) -> Tensor:
         """One epoch's order of every client's samples, int64 [k, longest]; the tail of shorter ones is unused."""
         order = torch.zeros(len(sizes), max(sizes), dtype=torch.long)
         for row, n, generator in zip(order.unbind(), sizes, orders, strict=True):
             torch.randperm(n, generator=generator, out=row if n == len(row) else row[:n])
         return order
-
-    def _shuffled(self, data: Sequence[Samples], orders: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
-        """One epoch's samples of every client in its own order, [k, longest, …]; the tail of shorter ones is unused."""
-        order = self._order([len(y) for _, y in data], orders).to(self.device)
-        k, longest = order.shape
-        x, y = data[0]
-        # Kept: new memory costs more than the samples that are copied into it.
-        xs = self._buffer(2, x, k * longest)[: k * longest].unflatten(0, (k, longest))
-        ys = self._buffer(3, y, k * longest)[: k * longest].unflatten(0, (k, longest))
-        for row, (x, y) in enumerate(data):
-            torch.index_select(x, 0, order[row, : len(y)], out=xs[row, : len(y)])
-            torch.index_select(y, 0, order[row, : len(y)], out=ys[row, : len(y)])
-        return xs, ys
 
     @torch.no_grad()
     def loss(self, state: State, data: Samples) -> Tensor:
@@ -419,119 +268,9 @@ class Trainer:
                 logits = batched(dict(zip(self.tensors, state, strict=True)), batch.x)
             return [(logits.argmax(2) == y).sum(1)]
 
-        records = self.settings.graphs and self.device.type == "cpu"
+        captures = self.settings.graphs and self.device.type == "cpu"
         # A call is one for four cohorts, and each trains once between two of them.
-        return Recorded(count, self.model, max(1, self.interval // 8), last) if records else count
-
-
-class _Step:
-    """A training step of a phase on some rows of `state` together: their losses; the rows and `momenta` move in place.
-
-    What does not train in the phase and is the same in all rows goes in once, without the client axis, so that layers
-    can serve all clients with it in one call (σ of FedDecomp while A and B train).
-    """
-
-    def __init__(self, trainer: Trainer, phase: Phase, state: State, momenta: State, start: State):
-        self.trainer, self.phase, self.state, self.momenta, self.start = trainer, phase, state, momenta, start
-        self.k = len(next(iter(state.values())))
-        self.names = trainer.trained(phase)
-        frozen = [name for name in trainer.params if name not in self.names]
-        self.common = {name for name in frozen if torch.equal(state[name], state[name][:1].expand_as(state[name]))}
-        self.rest = [name for name in trainer.tensors if name not in self.names]
-        objective = phase.loss or _batched_cross_entropy
-
-        def loss(params, rest, start, x, y):
-            return objective(Net(trainer.model, params, start, rest), x, y)
-
-        rest = {name: None if name in self.common else 0 for name in self.rest}
-        batched = vmap(grad_and_value(loss), in_dims=(0, rest, 0, 0, 0), randomness="different")
-        groups = [list(self.names), list(self.rest), list(start)]
-
-        def gradients(x: Tensor, y: Tensor, *tensors: Tensor) -> list[Tensor]:
-            each = iter(tensors)
-            params, rest, start = ({name: next(each) for name in names} for names in groups)
-            grads, losses = batched(params, rest, start, x, y)
-            return [losses, *(grads[name] for name in params)]
-
-        def gradients_of_rows(*tensors: Tensor) -> list[Tensor]:
-            k = (len(tensors) - sum(map(len, groups))) // 2
-            xs, ys, (index, *others) = tensors[:k], tensors[k : 2 * k], tensors[2 * k :]
-            with ops.Rows(xs, index) as batch:
-                return gradients(batch.x, ops.gather_rows(ys, index), *others)
-
-        settings = trainer.settings
-        self.reads_rows = (
-            trainer.device.type == "cpu"
-            and phase.loss is None
-            and settings.draws == "no"
-            and settings.augment is None
-            and not trainer._can_record
-        )
-        """Whether a batch is (x of each client, y of each client, the rows of it [k, b]) in place of (x, y) [k, b, …].
-        """
-        self.gradients = gradients_of_rows if self.reads_rows else gradients
-
-    def __call__(self, rows: list[int], *batch: Tensor) -> Tensor:
-        state, settings, phase = self.state, self.trainer.settings, self.phase
-        params = {name: _rows(state[name], rows) for name in self.names}
-        rest = {name: state[name][0] if name in self.common else _rows(state[name], rows) for name in self.rest}
-        moving = {name: _rows(self.momenta[name], rows) for name in self.names} if self.momenta else {}
-        start = {name: _rows(tensor, rows) for name, tensor in self.start.items()}
-        losses, *grads = self.gradients(*batch, *params.values(), *rest.values(), *start.values())
-        ops.prox_sgd_step(
-            list(params.values()),
-            grads,
-            list(moving.values()),
-            [settings.penalty(name) for name in self.names],
-            lr=settings.lr if phase.lr is None else phase.lr,
-            momentum=settings.momentum,
-            weight_decay=settings.weight_decay,
-            proximal=settings.proximal,
-        )
-        # Rows that were copied out go back: parameters, momenta, and the buffers the forward moved.
-        if len(rows) < self.k:
-            for name, tensor in {**params, **rest}.items():
-                if name in params or self.trainer.infos[name].buffer:
-                    state[name][rows] = tensor
-            for name, tensor in moving.items():
-                self.momenta[name][rows] = tensor
-        return losses
-
-
-class _Replayed:
-    """A `_Step` whose calls with all rows are recorded as a CUDA graph, one for each shape of batch, and replayed.
-
-    The first calls run as they are: what they initialise must not be initialised in a recording.
-    """
-
-    warm_up = 2
-
-    def __init__(self, step: _Step):
-        self.step, self.reads_rows = step, False
-        self.calls: dict[tuple, int] = {}
-        self.recorded: dict[tuple, tuple] = {}
-
-    def __call__(self, rows: list[int], x: Tensor, y: Tensor) -> Tensor:
-        shape = tuple(x.shape)
-        self.calls[shape] = self.calls.get(shape, 0) + 1
-        if len(rows) < self.step.k or self.calls[shape] <= self.warm_up:
-            return self.step(rows, x, y)
-        if shape not in self.recorded:
-            images, labels = x.clone(), y.clone()
-            self.recorded[shape] = images, labels, *_record(lambda: self.step(rows, images, labels))
-        images, labels, replay, losses = self.recorded[shape]
-        images.copy_(x)
-        labels.copy_(y)
-        replay()
-        return losses
-
-
-def _record(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """(replay, losses): `step` as a CUDA graph, which leaves its result in `losses` each time; nothing runs yet."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        losses = step()
-    return graph.replay, losses
+        return Captured(count, self.model, max(1, self.steps.interval // 8), last) if captures else count
 
 
 class Encoder:
@@ -575,11 +314,6 @@ def _same_batch(steps: Sequence[Sequence[tuple[int, int]]], index: int) -> dict[
         if index < len(client_steps):
             groups.setdefault(client_steps[index], []).append(row)
     return groups
-
-
-def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    """The tensor itself if all rows are asked for (to be stepped in place), else a copy of some."""
-    return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
 def memory_cohort(model: nn.Module, sample: Tensor, batch_size: int, memory: int) -> int:

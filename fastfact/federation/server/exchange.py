@@ -10,7 +10,8 @@ from torch import Tensor
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server.processes import Shard
 from fastfact.federation.server.strategy import Strategy, Uploads
-from fastfact.federation.state import State, TensorInfo, index_of
+from fastfact.federation.state import State, index_of
+from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.format import Wire, reply
 from fastfact.federation.wire.ledger import Ledger
 

@@ -3,44 +3,22 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastfact.federation.client import batchnorm as statistics
+from fastfact.federation.client.phase import Phase
+from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import mixing
-from fastfact.federation.state import State, TensorInfo
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo
 from fastfact.kinds import check_kinds
 from fastfact.nn.convert import factorize, factorized_layers
 from fastfact.nn.specs import Spec
 
-if TYPE_CHECKING:
-    from fastfact.federation.client.train import Encoder
-
 AFTER_MIX = ("none", "support", "threshold")
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of a client's local training: which tensors train, for how many epochs, with which loss.
-
-    loss(net, x, y) → scalar, by default the cross-entropy of net(x) and y. `net` is the model with the client's
-    tensors (see `train.Net`): `net(x)` are the logits, `net.params` its trained tensors by name, `net.start` everything
-    the client had at the start of the round (the download and what `Strategy.extra` added).
-    update(net, x, y) → tensors by name: computed before the epochs, without gradient, from all training samples of the
-    client at once; they take the place of its model's or extra tensors (those also in `net.start`).
-    lr: in place of the federation's. steps: at most so many batches in each epoch.
-    adapts: no part of training, but run before each evaluation on a copy that is evaluated and thrown away.
-    """
-
-    epochs: int
-    trains: Callable[[TensorInfo], bool] = lambda info: True
-    loss: Callable[[Any, Tensor, Tensor], Tensor] | None = None
-    update: Callable[[Any, Tensor, Tensor], State] | None = None
-    lr: float | None = None
-    steps: int | None = None
-    adapts: bool = False
 
 
 @dataclass
@@ -173,7 +151,7 @@ class Strategy:
         """Whether the tensor is part of the key that similarity is measured on."""
         return False
 
-    def key(self, state: State, encoder: "Encoder") -> State:
+    def key(self, state: State, encoder: Encoder) -> State:
         """What clients compute to be compared by, besides the tensors of `compares`: named tensors [k, …], uploaded.
 
         state [k, …]: the clients' tensors after their training, with `extra`; nothing else may decide the result, for

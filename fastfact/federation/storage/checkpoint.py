@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
-from fastfact.federation.client.executor import Plan
+from fastfact.federation.client.executor import ExecutionPlan
 from fastfact.federation.config import check_settings, resolve
 from fastfact.federation.history import History
 from fastfact.federation.server import strategy
@@ -131,7 +131,7 @@ def load(
     try:
         settings, k, samples, sample = config["settings"], config["clients"], config["samples"], config["sample"]
         recorded, name, options = config["model"], config["method"]["name"], config["method"]["settings"]
-        used, plan = config["augment"], Plan(**config["executor"])
+        used, plan = config["augment"], ExecutionPlan(**config["executor"])
         if place is not None:
             settings["store"] = str(place)
         if memory_limit is not None:

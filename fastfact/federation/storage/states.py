@@ -11,6 +11,7 @@ records, is a dependency and wants the size of the file in advance; memory-mappe
 nor records that change their length, as μ does.
 """
 
+import copy
 import json
 import sqlite3
 import threading
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastfact.federation.state import State, TensorInfo, like_rows
+from fastfact.federation.state import State, like_rows
 from fastfact.federation.storage.run_directory import RunDirectoryError
+from fastfact.federation.tensors import TensorInfo, tensors_of
 from fastfact.federation.wire.format import EXACT_BITMAP, Wire
 
 MEMORY, DATABASE = "memory", "clients.sqlite"
@@ -495,3 +497,24 @@ def _about(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
         return about
     except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
         raise RunDirectoryError(f"{path}: no store of clients: {error}") from error
+
+
+class Models(Sequence):
+    """The clients' models, each made when asked for (see `Federation.models`)."""
+
+    def __init__(self, template: nn.Module, states: States):
+        self._template, self._states = template, states
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, k):
+        if isinstance(k, slice):
+            return [self[i] for i in range(*k.indices(len(self)))]
+        if not -len(self) <= k < len(self):
+            raise IndexError(f"models[{k}]: there are {len(self)} clients")
+        model = copy.deepcopy(self._template)
+        state = self._states.load([k % len(self)])
+        for name, tensor in tensors_of(model).items():
+            tensor.data = state[name][0]
+        return model.eval()

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
-from fastfact.federation.state import State, TensorInfo
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.ledger import FRAME, Sizes
 
 HEADER = struct.Struct("<2sBBI")

@@ -1,4 +1,4 @@
-"""A cohort's gradient on the CPU is recorded once and replayed: same numbers, and only where nothing else is done."""
+"""A cohort's gradient on the CPU is captured once and replayed: same numbers, and only where nothing else is done."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import grad_and_value, vmap
 
 from fastfact import ops
-from fastfact.federation.client import capture as recorded
+from fastfact.federation.client import capture
 from fastfact.federation.server.exchange import not_finite
 from fastfact.ops.backends import _dispatched, implementation
 
@@ -18,9 +18,9 @@ from fastfact.ops.backends import _dispatched, implementation
 @pytest.fixture
 def replays(monkeypatch):
     """How often each recording was replayed, None for one that failed; one is allowed in every second call."""
-    counts, kept, begin = [], recorded.record, recorded.Recorded.__init__
+    counts, kept, begin = [], capture.capture, capture.Captured.__init__
     monkeypatch.setattr(
-        recorded.Recorded, "__init__", lambda self, function, model, _=2, *rest: begin(self, function, model, 2, *rest)
+        capture.Captured, "__init__", lambda self, function, model, _=2, *rest: begin(self, function, model, 2, *rest)
     )
 
     def record(function, model, *tensors):
@@ -34,13 +34,13 @@ def replays(monkeypatch):
 
         return counted if replay else None
 
-    monkeypatch.setattr(recorded, "record", record)
+    monkeypatch.setattr(capture, "capture", record)
     return counts
 
 
 @pytest.mark.parametrize("method, sizes", [("factorized-fl-beta", (16, 16, 16, 16)), ("feddecomp", (16, 13, 16, 16))])
 def test_replays_train_and_evaluate_as_the_function_does(make, same, replays, method, sizes):
-    """Batch-norm moves its statistics in the forward; cohorts share what was recorded."""
+    """Batch-norm moves its statistics in the forward; cohorts share what was captured."""
 
     def run(graphs):
         fed = make(make.cnn, (1, 6, 6), method=method, sizes=sizes, cohort=2, epochs=4, graphs=graphs)
@@ -108,7 +108,7 @@ def test_what_nobody_reads_is_left_out(make):
         with ops.Rows(tensors[:2], tensors[2]) as rows:
             return [rows.x @ tensors[3].transpose(1, 2)]
 
-    replay = recorded.record(function, model, [*x, torch.tensor([[0, 4], [3, 3]]), weight], 2)
+    replay = capture.capture(function, model, [*x, torch.tensor([[0, 4], [3, 3]]), weight], 2)
     targets = [str(node.target) for node in replay.__self__.graph.nodes]
     assert "fastfact.rows_linear.default" in targets and "fastfact.gather_rows.default" not in targets
     index, other = torch.tensor([[1, 2], [6, 0]]), torch.randn(7, 6, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_a_classifier_on_the_samples_is_one_operation(bias):
 
     for objective, joint in ((ops.cross_entropy, True), (penalized, False)):
         function = functools.partial(gradients, objective)
-        replay = recorded.record(function, nn.Linear(6, 3), [*samples, index, *state], 2)
+        replay = capture.capture(function, nn.Linear(6, 3), [*samples, index, *state], 2)
         targets = [node.target for node in replay.__self__.graph.nodes]
         assert (torch.ops.fastfact.rows_softmax_loss.default in targets) == joint
         assert (torch.ops.fastfact.rows_linear.default in targets) != joint
@@ -190,14 +190,14 @@ def hooked() -> nn.Module:
 
 
 @pytest.mark.parametrize("model", [Counting, Drawing, Keeping, Branching, hooked])
-def test_what_is_more_than_tensors_is_not_recorded(model):
+def test_what_is_more_than_tensors_is_not_captured(model):
     model, x = model(), torch.randn(2, 6, dtype=torch.float64)
 
     def function(x):
         return [model(x)]
 
-    assert recorded.record(function, model, [x]) is None
-    assert recorded.record(lambda x: [nn.functional.relu(x)], nn.ReLU(), [x]) is not None
+    assert capture.capture(function, model, [x]) is None
+    assert capture.capture(lambda x: [nn.functional.relu(x)], nn.ReLU(), [x]) is not None
 
 
 def test_a_recording_leaves_its_tensors_alone_and_changes_those_of_a_replay():
@@ -206,15 +206,15 @@ def test_a_recording_leaves_its_tensors_alone_and_changes_those_of_a_replay():
         return [x * y.sum()]
 
     tensors = [torch.arange(3.0), torch.ones(3)]
-    replay = recorded.record(function, nn.Identity(), tensors)
+    replay = capture.capture(function, nn.Identity(), tensors)
     assert tensors[1].tolist() == [1, 1, 1]
     (out,) = replay(torch.full((3,), 2.0), tensors[1])
     assert tensors[1].tolist() == [3, 3, 3] and out.tolist() == [18, 18, 18]
 
 
 def test_there_is_one_recording_in_so_many_calls(replays, monkeypatch):
-    monkeypatch.setattr(recorded, "PATIENCE", 0)
-    function = recorded.Recorded(lambda x: [x + 1], nn.Identity(), 2)
+    monkeypatch.setattr(capture, "PATIENCE", 0)
+    function = capture.Captured(lambda x: [x + 1], nn.Identity(), 2)
     for n in range(1, 9):
         for _ in range(2):
             assert function(torch.zeros(n))[0].shape == (n,)
@@ -239,9 +239,9 @@ def test_recordings_take_a_share_of_the_time(replays, monkeypatch):
         now += 5
         replays.append(arguments)
 
-    monkeypatch.setattr(recorded.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(recorded, "record", record)
-    function, made = recorded.Recorded(run, nn.Identity(), 1), []
+    monkeypatch.setattr(capture.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(capture, "capture", record)
+    function, made = capture.Captured(run, nn.Identity(), 1), []
     for call in range(60):
         function(torch.zeros(call % 8 + 1))
         made.append(len(replays))

@@ -14,7 +14,7 @@ from torch import nn
 import fastfact as ff
 from fastfact.federation import federation as loop
 from fastfact.federation.client import executor
-from fastfact.federation.client.executor import BATCHED, ONE, THREADS, Plan
+from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan
 
 # test_memory_stays_under_the_limit starts this file as a program.
 
@@ -140,7 +140,7 @@ def test_auto_takes_the_fastest_but_near_a_tie_what_the_rule_says(make, monkeypa
         assert fed.plan.how == expected and (fed.cohort > 1) == (expected == BATCHED)
     assert "cohort=auto: " in caplog.text and "batched 0.7 ms" in caplog.text
     # Nothing to measure: a single client, and a model too slow for a cohort to help.
-    assert make(sizes=(8,), cohort="auto").plan == Plan(ONE)
+    assert make(sizes=(8,), cohort="auto").plan == ExecutionPlan(ONE)
     times |= {ONE: 1.0, THREADS: 0.5, BATCHED: 1e-9}
     assert make(lambda: wide(6).double(), cohort="auto").plan.how == THREADS
 
@@ -148,12 +148,12 @@ def test_auto_takes_the_fastest_but_near_a_tie_what_the_rule_says(make, monkeypa
 def test_auto_measures_once_on_a_machine(make, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTFACT_COST", str(tmp_path))
     monkeypatch.setattr(executor, "_measure", lambda trainers, data, plan, *_: {ONE: 1e-3}.get(plan.how, 1.0))
-    assert make(cohort="auto").plan == Plan(ONE)
+    assert make(cohort="auto").plan == ExecutionPlan(ONE)
     monkeypatch.setattr(executor, "_measure", lambda trainers, data, plan, *_: {THREADS: 1e-3}.get(plan.how, 1.0))
-    assert make(cohort="auto").plan == Plan(ONE)
+    assert make(cohort="auto").plan == ExecutionPlan(ONE)
     (file,) = tmp_path.glob("answer-*.json")
     file.write_text("{")
-    assert make(cohort="auto").plan == Plan(THREADS)
+    assert make(cohort="auto").plan == ExecutionPlan(THREADS)
     monkeypatch.setenv("FASTFACT_COST", "builtin")
     monkeypatch.setattr(executor, "_measure", lambda *_: pytest.fail("measured"))
     assert make(cohort="auto").plan.how == BATCHED

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastfact as ff
-from fastfact.federation.client import train
+from fastfact.federation.client import step, train
 
 
 def recorder(seen):
@@ -32,8 +32,8 @@ def test_recorded_steps_train_as_the_steps_do(make, same, monkeypatch, sizes):
         return fed
 
     plain, seen = run(), []
-    monkeypatch.setattr(train.Trainer, "_can_record", True)
-    monkeypatch.setattr(train, "_record", recorder(seen))
+    monkeypatch.setattr(step.Steps, "_has_cuda_graphs", True)
+    monkeypatch.setattr(step, "cuda_graph", recorder(seen))
     recorded = run()
     assert same(plain, recorded)
     assert seen.count("replayed") > seen.count("recorded") >= 2
@@ -42,21 +42,21 @@ def test_recorded_steps_train_as_the_steps_do(make, same, monkeypatch, sizes):
 
 
 def test_a_phase_with_a_loss_of_its_own_is_not_recorded(make, monkeypatch):
-    monkeypatch.setattr(train.Trainer, "_can_record", True)
-    monkeypatch.setattr(train, "_record", lambda step: pytest.fail("recorded"))
+    monkeypatch.setattr(step.Steps, "_has_cuda_graphs", True)
+    monkeypatch.setattr(step, "cuda_graph", lambda run: pytest.fail("recorded"))
     fed = make(make.cnn, shape=(1, 6, 6), sizes=(16, 16, 16), method="fedprox", cohort=3, epochs=4)
     fed.fit(rounds=1)
 
 
 def test_what_is_frozen_and_shared_goes_in_once(make, monkeypatch):
     steps = []
-    kept = train._Step.__init__
+    kept = step.Step.__init__
 
     def watch(self, *args):
         kept(self, *args)
         steps.append((self.phase, self.common, self.names))
 
-    monkeypatch.setattr(train._Step, "__init__", watch)
+    monkeypatch.setattr(step.Step, "__init__", watch)
     fed = make(make.cnn, shape=(1, 6, 6), sizes=(8, 8, 8), method="feddecomp", cohort=3, epochs=2)
     fed.fit(rounds=2)
     sigmas = {name for name in fed.infos if fed.infos[name].role == "sigma"}

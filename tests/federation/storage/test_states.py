@@ -12,9 +12,10 @@ from fastfact import models
 from fastfact.federation import LazyClients, RunDirectoryError
 from fastfact.federation import federation as loop
 from fastfact.federation.server.exchange import not_finite
-from fastfact.federation.state import describe, evenly, stack, tensors_of
+from fastfact.federation.state import evenly, stack
 from fastfact.federation.storage import checkpoint
 from fastfact.federation.storage.states import Codec, Database, PackedStates, Stacked
+from fastfact.federation.tensors import describe, tensors_of
 
 # test_a_killed_run_goes_on starts this file as a program.
 ROUNDS, DIES_IN = 3, 2

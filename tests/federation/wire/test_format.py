@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact.federation.state import describe, stack, tensors_of
+from fastfact.federation.state import stack
+from fastfact.federation.tensors import describe, tensors_of
 from fastfact.federation.wire.format import ENTRY, HEADER, Wire
 from fastfact.federation.wire.ledger import FRAME, Entry, Ledger, Sizes
 

@@ -1,0 +1,85 @@
+"""What a method tells a client to train, and what a loss of its own sees of the model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo
+
+EVALUATION_BATCH = 1024
+
+
+class Net:
+    """The model with one client's tensors, as a `Phase.loss` sees it (see there)."""
+
+    def __init__(self, model: nn.Module, params: dict[str, Tensor], start: State, rest: State | None):
+        self.model, self.params, self.start, self.rest = model, params, start, rest
+
+    def __call__(
+        self, x: Tensor, params: dict[str, Tensor] | None = None, *, evaluate: bool = False, **options
+    ) -> Tensor:
+        """The logits of x, with `params` in place of the model's tensors of those names if given.
+
+        evaluate: in eval mode, however the model stands. options: arguments of the model's forward.
+        """
+        if evaluate and self.model.training:
+            self.model.eval()
+            try:
+                return torch.cat([self(some, params, **options) for some in x.split(EVALUATION_BATCH)])
+            finally:
+                self.model.train()
+        if self.rest is None and params is None:
+            return self.model(x, **options)
+        return functional_call(self.model, {**(self.rest or {}), **self.params, **(params or {})}, (x,), options)
+
+    def gradient(self, x: Tensor, y: Tensor, differentiable: bool = False) -> dict[str, Tensor]:
+        """The gradient of the cross-entropy of net(x) and y for each tensor in `params`."""
+        if self.rest is not None:
+
+            def loss(params, rest):
+                return F.cross_entropy(functional_call(self.model, {**rest, **params}, (x,)), y)
+
+            grads = grad(loss)(self.params, self.rest)
+        else:
+            loss = F.cross_entropy(self(x), y)
+            grads = torch.autograd.grad(
+                loss,
+                list(self.params.values()),
+                create_graph=differentiable,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            grads = dict(zip(self.params, grads, strict=True))
+        return grads if differentiable else {name: g.detach() for name, g in grads.items()}
+
+
+def cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of a phase that says nothing else."""
+    return F.cross_entropy(net(x), y)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a client's local training: which tensors train, for how many epochs, with which loss.
+
+    loss(net, x, y) → scalar, by default the cross-entropy of net(x) and y. `net` is the model with the client's
+    tensors (see `Net`): `net(x)` are the logits, `net.params` its trained tensors by name, `net.start` everything
+    the client had at the start of the round (the download and what `Strategy.extra` added).
+    update(net, x, y) → tensors by name: computed before the epochs, without gradient, from all training samples of the
+    client at once; they take the place of its model's or extra tensors (those also in `net.start`).
+    lr: in place of the federation's. steps: at most so many batches in each epoch.
+    adapts: no part of training, but run before each evaluation on a copy that is evaluated and thrown away.
+    """
+
+    epochs: int
+    trains: Callable[[TensorInfo], bool] = lambda info: True
+    loss: Callable[[Net, Tensor, Tensor], Tensor] | None = None
+    update: Callable[[Net, Tensor, Tensor], State] | None = None
+    lr: float | None = None
+    steps: int | None = None
+    adapts: bool = False

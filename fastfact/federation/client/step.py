@@ -1,0 +1,259 @@
+"""How the clients of a cohort take a training step together, batched over the client axis.
+
+`Step` runs as it stands. On a GPU `ReplayedStep` has it as a CUDA graph. On the CPU `GatheredStep` reads the samples
+where they are, and `capture` replays the operations of the gradient. `Steps` chooses; all give the same numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad_and_value, vmap
+
+from fastfact import ops
+from fastfact.data.client import Samples
+from fastfact.federation.client.capture import Captured
+from fastfact.federation.client.phase import Net, Phase
+from fastfact.federation.state import State
+from fastfact.federation.tensors import TensorInfo, tensors_of
+from fastfact.nn.optim import step_l1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every client trains. `l1` is λ of the strategy; `penalized` names the tensors it is for (μ)."""
+
+    batch_size: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    l1: float = 0.0
+    proximal: bool = True
+    penalized: frozenset[str] = frozenset()
+    augment: Callable | None = None
+    seed: int = 0
+    draws: str = "globally"
+    """Where a training forward of the model draws random numbers from: nowhere ("no"), the client's own stream ("own",
+    see `dropout.Streams`), or PyTorch's generator of the process ("globally")."""
+    graphs: bool = True
+    """Whether a cohort's step is captured and replayed in phases without a loss of their own: on a GPU as a CUDA graph,
+    on the CPU the operations of its gradient (see `capture`)."""
+
+    def penalty(self, name: str) -> float:
+        """The l1 of `ops.prox_sgd_step` for a tensor."""
+        if name not in self.penalized:
+            return 0.0
+        return step_l1(self.l1, self.momentum, self.proximal)
+
+    def update_(self, phase: Phase, params: dict[str, Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor]):
+        """Step `params` by their gradients, in place."""
+        ops.prox_sgd_step(
+            list(params.values()),
+            grads,
+            momenta,
+            [self.penalty(name) for name in params],
+            lr=self.lr if phase.lr is None else phase.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            proximal=self.proximal,
+        )
+
+
+class Buffers:
+    """Tensors that are kept from batch to batch and from cohort to cohort."""
+
+    def __init__(self):
+        self.kept: dict[str, Tensor] = {}
+
+    def of(self, key: str, like: Tensor, n: int) -> Tensor:
+        """A buffer [n or more, …] in the dtype and memory format of `like` [any number, …]."""
+        last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
+        kind, buffer = torch.channels_last if last else torch.contiguous_format, self.kept.get(key)
+        fits = buffer is not None and len(buffer) >= n and buffer.shape[1:] == like.shape[1:]
+        if not fits or buffer.dtype != like.dtype or not buffer.is_contiguous(memory_format=kind):
+            shape = (n, *like.shape[1:])
+            buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kind)
+            self.kept[key] = buffer
+        return buffer
+
+
+class Steps:
+    """Makes the steps of a model's phases. What is captured serves all cohorts, and all rounds."""
+
+    def __init__(self, model: nn.Module, infos: dict[str, TensorInfo], settings: Settings):
+        self.model, self.infos, self.settings = model, infos, settings
+        self.tensors, self.params = tensors_of(model), dict(model.named_parameters())
+        self.device = next(iter(self.tensors.values())).device
+        self.buffers = Buffers()
+        self.interval = 20
+        """After how many calls something may be captured, see `Captured`."""
+        self._captured: dict[tuple, Captured] = {}
+
+    @property
+    def _has_cuda_graphs(self) -> bool:
+        return self.device.type == "cuda"
+
+    def of(self, phase: Phase, names: Sequence[str], state: State, momenta: State, start: State) -> "Step":
+        """The step of a phase that trains the tensors `names` of `state` [k, …]; it moves `state` and `momenta` (empty
+        without momentum) in place. start: what `Net.start` is, [k, …]."""
+        settings, kind = self.settings, Step
+        plain = phase.loss is None and settings.draws == "no"
+        if self.device.type == "cpu" and plain and settings.augment is None and not self._has_cuda_graphs:
+            kind = GatheredStep
+        step = kind(self, phase, names, state, momenta, start)
+        if settings.graphs and phase.loss is None:
+            if self._has_cuda_graphs:
+                return ReplayedStep(step)
+            if plain:
+                key = tuple(step.names), frozenset(step.common)
+                if key not in self._captured:
+                    self._captured[key] = Captured(step.gradients, self.model, self.interval, step.counted)
+                step.gradients = self._captured[key]
+        return step
+
+
+def _batched_cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """`phase.cross_entropy` for labels that are all classes, in few operations under `vmap`."""
+    return ops.cross_entropy(net(x), y)
+
+
+class Step:
+    """A training step of a phase: on an epoch that `shuffle` sets out, some rows of the state take a batch.
+
+    What does not train in the phase and is the same in all rows goes in once, without the client axis, so that layers
+    can serve all clients with it in one call (σ of FedDecomp while A and B train).
+    """
+
+    counted: int | None = None
+    """Of how many tensors of `gradients`, the last ones, the shapes are those of a capture; None: of all."""
+
+    def __init__(self, steps: Steps, phase: Phase, names: Sequence[str], state: State, momenta: State, start: State):
+        self.phase, self.names, self.state, self.momenta, self.start = phase, names, state, momenta, start
+        self.settings, self.infos, self.device, self.buffers = steps.settings, steps.infos, steps.device, steps.buffers
+        self.k = len(next(iter(state.values())))
+        frozen = [name for name in steps.params if name not in names]
+        self.common = {name for name in frozen if torch.equal(state[name], state[name][:1].expand_as(state[name]))}
+        self.rest = [name for name in steps.tensors if name not in names]
+        model, objective = steps.model, phase.loss or _batched_cross_entropy
+
+        def loss(params, rest, start, x, y):
+            return objective(Net(model, params, start, rest), x, y)
+
+        rest = {name: None if name in self.common else 0 for name in self.rest}
+        batched = vmap(grad_and_value(loss), in_dims=(0, rest, 0, 0, 0), randomness="different")
+        self.groups = groups = [list(self.names), list(self.rest), list(start)]
+
+        def gradients(x: Tensor, y: Tensor, *tensors: Tensor) -> list[Tensor]:
+            each = iter(tensors)
+            params, rest, start = ({name: next(each) for name in names} for names in groups)
+            grads, losses = batched(params, rest, start, x, y)
+            return [losses, *(grads[name] for name in params)]
+
+        self.gradients: Callable[..., Sequence[Tensor]] = gradients
+        """(batch, the tensors of `groups`) → the losses [k] and the gradients of what trains."""
+
+    def shuffle(self, data: Sequence[Samples], order: Tensor) -> None:
+        """Set out one epoch: the samples of every client in its `order`, int64 [k, longest]; the tail of shorter ones
+        is unused."""
+        order = order.to(self.device)
+        k, longest = order.shape
+        x, y = data[0]
+        # Kept: new memory costs more than the samples that are copied into it.
+        self.xs = self.buffers.of("epoch x", x, k * longest)[: k * longest].unflatten(0, (k, longest))
+        self.ys = self.buffers.of("epoch y", y, k * longest)[: k * longest].unflatten(0, (k, longest))
+        for row, (x, y) in enumerate(data):
+            torch.index_select(x, 0, order[row, : len(y)], out=self.xs[row, : len(y)])
+            torch.index_select(y, 0, order[row, : len(y)], out=self.ys[row, : len(y)])
+
+    def batch(self, rows: list[int], begin: int, end: int, augmentations: Sequence[torch.Generator | None]) -> list:
+        """The batch [begin, end) of the epoch of some rows, as `gradients` takes it."""
+        x, y = _rows(self.xs, rows)[:, begin:end], _rows(self.ys, rows)[:, begin:end]
+        if self.settings.augment is not None:
+            x = torch.stack([self.settings.augment(b, augmentations[row]) for b, row in zip(x, rows, strict=True)])
+        return [x, y]
+
+    def __call__(self, rows: list[int], *batch: Tensor) -> Tensor:
+        """The losses of the rows; they and their momenta move."""
+        state = self.state
+        params = {name: _rows(state[name], rows) for name in self.names}
+        rest = {name: state[name][0] if name in self.common else _rows(state[name], rows) for name in self.rest}
+        moving = {name: _rows(self.momenta[name], rows) for name in self.names} if self.momenta else {}
+        start = {name: _rows(tensor, rows) for name, tensor in self.start.items()}
+        losses, *grads = self.gradients(*batch, *params.values(), *rest.values(), *start.values())
+        self.settings.update_(self.phase, params, grads, list(moving.values()))
+        # Rows that were copied out go back: parameters, momenta, and the buffers the forward moved.
+        if len(rows) < self.k:
+            for name, tensor in {**params, **rest}.items():
+                if name in params or self.infos[name].buffer:
+                    state[name][rows] = tensor
+            for name, tensor in moving.items():
+                self.momenta[name][rows] = tensor
+        return losses
+
+
+class GatheredStep(Step):
+    """A step whose first products read the samples where they are: a batch is x of each client, y of each client and
+    the rows of them [k, b] (see `ops.Rows`)."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        gradients, others = self.gradients, sum(map(len, self.groups))
+        self.counted = 1 + others
+
+        def gradients_of_rows(*tensors: Tensor) -> Sequence[Tensor]:
+            k = (len(tensors) - others) // 2
+            xs, ys, (index, *rest) = tensors[:k], tensors[k : 2 * k], tensors[2 * k :]
+            with ops.Rows(xs, index) as batch:
+                return gradients(batch.x, ops.gather_rows(ys, index), *rest)
+
+        self.gradients = gradients_of_rows
+
+    def shuffle(self, data: Sequence[Samples], order: Tensor) -> None:
+        self.data, self.order = data, order
+
+    def batch(self, rows: list[int], begin: int, end: int, augmentations: Sequence[torch.Generator | None]) -> list:
+        batch = [self.data[row][part] for part in (0, 1) for row in rows]
+        return [*batch, _rows(self.order, rows)[:, begin:end]]
+
+
+class ReplayedStep:
+    """A `Step` whose calls with all rows are captured as a CUDA graph, one for each shape of batch, and replayed.
+
+    The first calls run as they are: what they initialise must not be initialised in a capture.
+    """
+
+    warm_up = 2
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.shuffle, self.batch = step.shuffle, step.batch
+        self.calls: dict[tuple, int] = {}
+        self.captured: dict[tuple, tuple] = {}
+
+    def __call__(self, rows: list[int], x: Tensor, y: Tensor) -> Tensor:
+        shape = tuple(x.shape)
+        self.calls[shape] = self.calls.get(shape, 0) + 1
+        if len(rows) < self.step.k or self.calls[shape] <= self.warm_up:
+            return self.step(rows, x, y)
+        if shape not in self.captured:
+            images, labels = x.clone(), y.clone()
+            self.captured[shape] = images, labels, *cuda_graph(lambda: self.step(rows, images, labels))
+        images, labels, replay, losses = self.captured[shape]
+        images.copy_(x)
+        labels.copy_(y)
+        replay()
+        return losses
+
+
+def cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """(replay, losses): `step` as a CUDA graph, which leaves its result in `losses` each time; nothing runs yet."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        losses = step()
+    return graph.replay, losses
+
+
+def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """The tensor itself if all rows are asked for (to be stepped in place), else a copy of some."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
