@@ -61,7 +61,7 @@ def test_stand_alone_is_plain_sgd_on_each_client(make):
         x, y = fed.clients[k].train
         for round in (1, 2):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-            order = ff.federation.cohort.generator_for(3, round, k, "order")
+            order = ff.federation.state.generator_for(3, round, k, "order")
             losses = []
             for _ in range(2):
                 permutation = torch.randperm(len(y), generator=order)
@@ -460,7 +460,7 @@ def test_layers_and_roles():
         nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3)), ff.Rank1()
     )
     model.add_module("scale", nn.LayerNorm(3))
-    infos = ff.federation.cohort.describe(model)
+    infos = ff.federation.tensors.describe(model)
     assert {n: (i.role, i.layer, i.classifier, i.norm, i.statistic) for n, i in infos.items()} == {
         "0.u": ("u", 1, False, False, False),
         "0.v": ("v", 1, False, False, False),
@@ -478,10 +478,10 @@ def test_layers_and_roles():
         "scale.weight": ("weight", 2, False, True, False),
         "scale.bias": ("bias", 2, False, True, False),
     }
-    turned = ff.federation.cohort.describe(model, classifier="0")
+    turned = ff.federation.tensors.describe(model, classifier="0")
     assert turned["0.u"].classifier and turned["0.u"].layer == 2 and turned["3.u"].layer == 1
     with pytest.raises(ValueError, match="classifier='1'"):
-        ff.federation.cohort.describe(model, classifier="1")
+        ff.federation.tensors.describe(model, classifier="1")
 
 
 @pytest.mark.parametrize("method", ["fedavg", "factorized-fl-beta"])

@@ -285,7 +285,7 @@ def test_the_elements_of_layers():
 def test_the_elements_of_convolutions():
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, bias=False), nn.Flatten())
     net.append(nn.Linear(24, 3))
-    infos = ff.federation.cohort.describe(net)
+    infos = ff.federation.tensors.describe(net)
     first, second = elements(infos)
     assert (first.units, second.units, first.gates) == (4, 6, 1)
     assert set(first.others) == {"0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"}

@@ -36,11 +36,11 @@ def test_evaluation_with_recalibrated_statistics(make, cohort):
 
 def test_the_statistics_of_several_batches_and_of_models_without_any(make, monkeypatch):
     from fastfact.federation.client import batchnorm as statistics
-    from fastfact.federation.client import train
+    from fastfact.federation.client.phase import Net
 
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double().train()
     x = torch.randn(10, 3, dtype=torch.float64)
-    net = train.Net(model, dict(model.named_parameters()), {}, None)
+    net = Net(model, dict(model.named_parameters()), {}, None)
     monkeypatch.setattr(statistics, "BATCH", 6)
     with torch.no_grad():
         found = statistics.recalibrate(net, x, None)

@@ -20,7 +20,7 @@ def start(make, method="factorized-fl-alpha", schedule=SCHEDULE, **options):
 
 def train_under(masks, net, optimizer, samples, round, client):
     """The client's training of that round, dense, where the gradient of each μ passes its mask only."""
-    order, (x, y) = ff.federation.cohort.generator_for(3, round, client, "order"), samples
+    order, (x, y) = ff.federation.state.generator_for(3, round, client, "order"), samples
     for _ in range(2):
         for batch in torch.randperm(len(y), generator=order).split(4):
             optimizer.zero_grad()
