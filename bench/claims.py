@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from fastfact import files
 from fastfact.experiment import report
 from fastfact.experiment import run as experiment
 from fastfact.experiment.run import Config, finished, provenance, run_cells
 from fastfact.federation import Federation
-from fastfact.federation.storage.run_directory import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PROVENANCE, RECALIBRATED = "provenance.json", "recalibrated.json"
@@ -166,7 +166,7 @@ def run(directory: Path, part: int, parts: int) -> None:
 
     def event(path: Path, kind: str, first, second) -> None:
         if kind == "done":
-            write_text(path / PROVENANCE, json.dumps(about, indent=1) + "\n")
+            files.write_json(path / PROVENANCE, about, indent=1)
             recalibrated(path, configs[path])
             accuracy = 100 * first["summary"]["accuracy"]
             print(f"{time.time() - began:7.0f} s  {path.parent.name}/{path.name}  {accuracy:.1f} %", flush=True)
@@ -197,7 +197,7 @@ def recalibrated(directory: Path, config: Config) -> float | None:
             model.train()(client.train[0])
             accuracies.append((model.eval()(client.test[0]).argmax(1) == client.test[1]).double().mean().item())
     mean = statistics.mean(accuracies)
-    write_text(directory / RECALIBRATED, json.dumps(mean))
+    files.write(directory / RECALIBRATED, json.dumps(mean))
     return mean
 
 
@@ -252,10 +252,10 @@ def write(directory: Path) -> None:
     }
     content = {"command": "python bench/claims.py run DIR; python bench/claims.py write DIR"}
     content |= {"trained": list(abouts.values()), "base": asdict(BASE), "table": table, "cells": rows}
-    write_text(ROOT / "bench" / "results" / "claims.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    files.write_json(ROOT / "bench" / "results" / "claims.json", content, indent=1, ensure_ascii=False)
     page = ROOT / "docs" / "claims.md"
     before, after = page.read_text().split(BEGIN)[0], page.read_text().split(END)[1]
-    write_text(page, before + BEGIN + "\n" + markdown(table) + END + after)
+    files.write(page, before + BEGIN + "\n" + markdown(table) + END + after)
 
 
 def markdown(table: dict) -> str:

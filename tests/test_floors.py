@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
-    {"kinds", "formats"},
+    {"kinds", "formats", "files"},
     {"kernels"},
     {"ops"},
     {"nn"},

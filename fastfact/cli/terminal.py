@@ -1,6 +1,5 @@
 """What the commands share: the console, progress, the table of a comparison, results as JSON."""
 
-import json
 import os
 import shlex
 import sys
@@ -14,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fastfact import files
 from fastfact.experiment import report
 from fastfact.experiment import run as experiment
-from fastfact.federation.storage import run_directory as store
 
 # What holds the kernels of a process to fewer instructions, which its figures must tell.
 HELD = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
@@ -132,7 +131,7 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     held = [f"{name}={os.environ[name]}" for name in HELD if name in os.environ]
     content = {"command": shlex.join([*held, "fastfact", *sys.argv[1:]]), **content, **experiment.provenance()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    store.write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    files.write_json(path, content, indent=1, ensure_ascii=False)
 
 
 def outcome(result: dict[str, Any]) -> str:

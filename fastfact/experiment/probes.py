@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.numpy import load_file
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fastfact.experiment import privacy
 from fastfact.federation import Federation
 from fastfact.federation.server import mixing
 from fastfact.federation.state import State, generator_for
+from fastfact.federation.storage.run_directory import save_tensors
 from fastfact.methods.fedfac import SPLIT
 
 FOLDER = "recorded"
@@ -226,10 +226,7 @@ def write(fed: Federation, names: Iterable[str], rounds: int, directory: Path) -
         return
     made = {f"{name}/{key}": t for name in due for key, t in RECORDERS[name].make(fed).items()}
     halved = {key: (t.float() if t.dtype == torch.float64 else t).cpu().contiguous() for key, t in made.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    save_file(halved, temporary)
-    temporary.replace(path)
+    save_tensors(path, halved)
 
 
 def forget(directory: Path, round: int) -> None:

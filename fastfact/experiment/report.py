@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from fastfact import files
+
 CELLS, METRICS, RESULT, SIMILARITY, COMPARISON = (
     "cells",
     "metrics.jsonl",
@@ -70,7 +72,7 @@ def read_cell(directory: Path) -> Cell:
     missing = [name for name in (METRICS, RESULT) if not (directory / name).is_file()]
     if missing:
         raise ValueError(f"{directory} holds no finished run: no {' and no '.join(missing)}")
-    result = _read_json(directory / RESULT)
+    result = files.read_sealed(directory / RESULT)
     return Cell(directory, read_metrics(directory / METRICS), result)
 
 
@@ -78,7 +80,7 @@ def read(directory: Path) -> list[Cell]:
     """The finished runs of a run or compare directory, in the order the comparison lists them."""
     if not (directory / COMPARISON).is_file():
         return [read_cell(directory)]
-    plan = _read_json(directory / COMPARISON)
+    plan = files.read_sealed(directory / COMPARISON)
     paths = [directory / CELLS / name for name in plan["cells"]]
     cells = [read_cell(path) for path in paths if (path / RESULT).is_file()]
     if not cells:

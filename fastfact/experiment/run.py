@@ -25,11 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import fastfact
-from fastfact import data, methods, models
+from fastfact import data, files, methods, models
 from fastfact.experiment import probes as record
 from fastfact.experiment import report
 from fastfact.federation import Client, Federation, Strategy
@@ -37,7 +36,7 @@ from fastfact.federation.client.memory import keep_freed
 from fastfact.federation.newcomers import HOW as JOIN
 from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import STRATEGIES
-from fastfact.federation.storage import run_directory as store
+from fastfact.federation.storage import run_directory
 from fastfact.federation.storage.states import DATABASE, MEMORY, about_database
 from fastfact.kinds import type_error
 from fastfact.methods.fedfac import communalities, shared_mask
@@ -407,7 +406,7 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
     if not resume or not directory.is_dir():
         raise ValueError(f"{directory} exists and is not empty; choose another --out, or --resume the run in it")
     # A run of a version that did not know a field has its default.
-    there = _identity(Config()) | store.read_config(directory)["source"]
+    there = _identity(Config()) | run_directory.read_config(directory)["source"]
     different = [
         f"{name} is {there.get(name)!r} there, {value!r} now"
         for name, value in _identity(config).items()
@@ -423,8 +422,8 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
 def _rounds(config: Config, directory: Path) -> int:
     """How many rounds of a run directory can be gone on from; 0 for a new one."""
     if config.store == MEMORY:
-        return max(store.checkpoints(directory), default=0)
-    if not (directory / store.CONFIG).is_file() or not (Path(config.store) / DATABASE).is_file():
+        return max(run_directory.checkpoints(directory), default=0)
+    if not (directory / run_directory.CONFIG).is_file() or not (Path(config.store) / DATABASE).is_file():
         return 0
     return about_database(Path(config.store))["rounds"]
 
@@ -446,7 +445,7 @@ def run(
 ) -> dict[str, Any]:
     """Train, leave a complete run directory, and return what its result.json says. Continues one if `resume`.
 
-    on_round(round, mean accuracy) after each round. Checkpoints ten times on the way, the newest is kept.
+    on_round(round, mean accuracy) after each round. Checkpoints ten times on the way.
     group: see `Federation`; its root alone writes.
     """
     group = group or Group()
@@ -468,8 +467,6 @@ def run(
 
     def after_round(number: int, rows: list[dict[str, Any]]) -> None:
         keep()
-        for _, path in list(store.checkpoints(directory).items())[:-1] if group.rank == 0 else ():
-            path.unlink()
         if on_round:
             on_round(number, float(np.mean([row["accuracy"] for row in rows])))
 
@@ -477,7 +474,7 @@ def run(
     fed.fit(config.rounds - fed.round, directory, checkpoint_every=-(-config.rounds // 10), on_round=after_round)
     similarity = _similarity(fed)
     if similarity and group.rank == 0:
-        save_file(similarity, directory / report.SIMILARITY)
+        run_directory.save_tensors(directory / report.SIMILARITY, similarity)
     last = fed.history.last()
 
     def mean(key: str) -> float | None:
@@ -498,7 +495,7 @@ def run(
         "newcomers": _join(fed, newcomers),
         "layers": {name: float(np.mean(values)) for name, values in fed.density().items()},
     }
-    group.root(lambda: store.write_text(directory / report.RESULT, json.dumps(result, indent=1) + "\n"))
+    group.root(lambda: files.write_json(directory / report.RESULT, result, sealed=True, indent=1))
     return result
 
 
@@ -752,10 +749,10 @@ class Comparison:
         """Run what is not finished, `jobs` cells at a time, then write metrics.jsonl; name → reason of failed cells."""
         cells = self.cells()
         (directory / report.CELLS).mkdir(parents=True, exist_ok=True)
-        store.write_text(directory / report.COMPARISON, json.dumps(self.describe(), indent=1) + "\n")
+        files.write_json(directory / report.COMPARISON, self.describe(), sealed=True, indent=1)
         failed = run_missing(cells, directory, jobs, on_event)
         if len(failed) < len(cells):
             done = report.read(directory)
             rows = [{"method": cell.method, "seed": cell.seed, **row} for cell in done for row in cell.rows]
-            store.write_rows(directory / report.METRICS, rows)
+            run_directory.write_rows(directory / report.METRICS, rows)
         return failed

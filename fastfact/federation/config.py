@@ -94,5 +94,10 @@ def resolve(record: Mapping[str, Any]) -> Callable | None:
     return functools.partial(found, *record["args"], **record["kwargs"])
 
 
+def taking_part(k: int, participation: float) -> int:
+    """How many of k clients take part in a round."""
+    return min(k, max(1, round_half_up(participation * k)))
+
+
 def round_half_up(x: float) -> int:
     return math.floor(x + 0.5)

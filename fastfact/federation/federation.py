@@ -8,12 +8,14 @@ the models that are evaluated, and stay at the end, are the clients' own, traine
 state at rest is therefore what it uploaded last: all the server must remember is who reported in the last round.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from fastfact.federation.client import memory, train
 from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan, Executor, choose
 from fastfact.federation.client.placement import Placement, formatted
 from fastfact.federation.client.step import Settings
-from fastfact.federation.config import check_settings, name_of, record, round_half_up
+from fastfact.federation.config import check_settings, name_of, record, resolve, taking_part
 from fastfact.federation.history import History
 from fastfact.federation.newcomers import Newcomers
 from fastfact.federation.server import mixing, strategy
@@ -36,7 +38,8 @@ from fastfact.federation.server.processes import Group, Shard
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, generator_for, stack, take
 from fastfact.federation.storage import checkpoint
-from fastfact.federation.storage import run_directory as files
+from fastfact.federation.storage.checkpoint import Recorded, RunDirectory, ServerState
+from fastfact.federation.storage.run_directory import RunDirectoryError
 from fastfact.federation.storage.states import MEMORY, Codec, Database, Models, PackedStates, Stacked, States
 from fastfact.federation.tensors import describe, tensors_of
 from fastfact.federation.wire.format import Wire
@@ -135,6 +138,7 @@ class Federation:
         graphs: bool = True,
         source: Mapping[str, Any] | None = None,
         group: Group | None = None,
+        _recorded: Recorded | None = None,
     ):
         settings = {
             "epochs": epochs,
@@ -162,6 +166,11 @@ class Federation:
         self.method = copy.copy(method) if l1 is None else dataclasses.replace(method, l1=l1)
         self.settings, self.augment, self.source = settings, augment, dict(source or {})
         self.graphs, self.plan, self.group = graphs, None, group or Group()
+        if _recorded is not None:
+            self._restore(_recorded, model, clients, device)
+            return
+        self.id = self.group.root(lambda: secrets.token_hex(16))
+        """Tells this run from all others, in every file of it."""
         self._setup_model(model, device)
         self._setup_clients(clients)
         self.identity = {"model": record(model), "augment": name_of(augment), "samples": self._samples()}
@@ -169,7 +178,35 @@ class Federation:
         self._setup_exchange(len(self.clients))
         if isinstance(self.states, Database) and self.states.value("server") is not None:
             self.states.close()
-            raise files.RunDirectoryError(f"{store}: holds the clients of a run; go on with Federation.load")
+            raise RunDirectoryError(f"{store}: holds the clients of a run; go on with Federation.load")
+
+    def _restore(self, recorded: Recorded, model, clients, device) -> None:
+        """Make this the federation of a run directory, as its newest checkpoint has it."""
+        config = recorded.config
+        self.id = recorded.id or self.group.root(lambda: secrets.token_hex(16))
+        self.identity = {name: config[name] for name in ("model", "augment", "samples", "sample")}
+        try:
+            self.plan = ExecutionPlan(**config["executor"])
+        except TypeError as error:
+            raise RunDirectoryError(f"{recorded.directory}: executor={config['executor']!r}: {error}") from error
+        self._setup_model(model, device)
+        if clients is not None:
+            self._setup_clients(clients)
+            if len(clients) != config["clients"] or self._samples() != config["samples"]:
+                raise ValueError(
+                    f"{recorded.directory}: clients= are {len(self.clients)} clients with other numbers of samples than"
+                    f" the run ({config['clients']} clients), must be the same clients in the same order"
+                )
+        self._setup_exchange(config["clients"])
+        server = recorded.restore(self.states, self.here)
+        try:
+            self.last = None if server.last is None else Report(**server.last)
+        except TypeError as error:
+            raise RunDirectoryError(f"{recorded.directory}: who reported last: {error}") from error
+        self.memory = {name: tensor.to(self.device) for name, tensor in server.memory.items()}
+        self.round, self.history, self.ledger = server.round, server.history, server.ledger
+        # Nobody writes into the directory before all have read it.
+        self.group.each(None)
 
     def _setup_model(self, factory, device) -> None:
         self._check_group()
@@ -377,35 +414,71 @@ class Federation:
         if rounds and self.settings["memory_limit"] is not None:
             # Raises where not even one cohort fits, before a file is touched.
             self._block(len(self._shard.mine(self.select(self.round + 1))))
-        directory = None if out is None else self.group.root(lambda: checkpoint.open_directory(self, Path(out)))
-        for step in range(rounds):
-            last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
-            try:
-                done = self._run_round(self.round + 1, on_client)
-                if directory is not None:
-                    # What can be gone on from must not know more than the rows.
-                    sync = last or self.settings["store"] != MEMORY
-                    self.group.root(functools.partial(checkpoint.append, directory, done.rows, done.ledger, sync))
-            except BaseException:
-                self.states.rollback()
-                raise
-            self._commit(done)
-            if last:
-                checkpoint.save(self, directory)
-            for row in done.rows if on_row else ():
-                on_row(row)
-            if on_round:
-                on_round(self.round, done.rows)
+        with self._writing(out) as directory:
+            for step in range(rounds):
+                last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
+                try:
+                    done = self._run_round(self.round + 1, on_client)
+                    if out is not None:
+                        # What can be gone on from must not know more than the rows.
+                        sync = last or self.settings["store"] != MEMORY
+                        self.group.root(functools.partial(_append, directory, done, sync))
+                except BaseException:
+                    self.states.rollback()
+                    raise
+                self._commit(done, directory)
+                if last:
+                    self._save(out, directory)
+                for row in done.rows if on_row else ():
+                    on_row(row)
+                if on_round:
+                    on_round(self.round, done.rows)
         return self.history
 
-    def _commit(self, done: Round) -> None:
+    @contextlib.contextmanager
+    def _writing(self, out: str | Path | None) -> Iterator[RunDirectory | None]:
+        """Hold the run directory and the store; the root gets the directory to write."""
+        with contextlib.ExitStack() as held:
+            path = None if out is None else Path(out)
+            opened: list[RunDirectory | None] = [None]
+
+            def enter() -> None:
+                config = self.config()
+                opened[0] = held.enter_context(checkpoint.writing(path, config, self._server(), self.states))
+
+            self.group.root(enter)
+            yield opened[0]
+
+    def _server(self) -> ServerState:
+        last = None if self.last is None else dataclasses.asdict(self.last)
+        return ServerState(self.round, self.history, self.ledger, self.memory, last)
+
+    def _save(self, out: str | Path | None, directory: RunDirectory | None) -> None:
+        """Write a checkpoint of the round the federation is at. A store is one after every round: it is synced."""
+        if isinstance(self.states, Database):
+            self.states.sync()
+            return
+        if out is None:
+            return
+        tensors, metadata = checkpoint.packed(self.states)
+        lengths = self.group.each({name: len(tensor) for name, tensor in tensors.items()})
+        tensors = {name: self.group.to_root(tensor, [n[name] for n in lengths]) for name, tensor in tensors.items()}
+
+        def write() -> None:
+            if len(tensors.get("clients", ())) == len(self):
+                del tensors["clients"]
+            directory.save(self._server(), tensors, metadata)
+
+        self.group.root(write)
+
+    def _commit(self, done: Round, directory: RunDirectory | None) -> None:
         """Nothing before this changed the federation: a round that is interrupted has not happened."""
         before = self.round, self.memory, self.last, len(self.history), len(self.ledger.entries)
         try:
             self.round, self.memory, self.last = done.round, done.memory, done.last
             self.history.extend(done.rows)
             self.ledger.entries += done.ledger.entries
-            checkpoint.commit(self)
+            checkpoint.commit(self.states, self._server(), directory, self.id)
         except BaseException:
             self.round, self.memory, self.last = before[:3]
             del self.history[before[3] :], self.ledger.entries[before[4] :]
@@ -422,7 +495,7 @@ class Federation:
         return sorted(order[:count].tolist())
 
     def _taking_part(self, k: int) -> int:
-        return min(k, max(1, round_half_up(self.settings["participation"] * k)))
+        return taking_part(k, self.settings["participation"])
 
     def _run_round(self, round: int, on_client) -> Round:
         clients = self._shard.mine(self.select(round))
@@ -659,12 +732,14 @@ class Federation:
 
         Raises RunDirectoryError if `directory` holds another run.
         """
-        checkpoint.save(self, self.group.root(lambda: checkpoint.open_directory(self, Path(directory))))
+        with self._writing(directory) as opened:
+            self._save(directory, opened)
 
     def config(self) -> dict[str, Any]:
         """What config.json holds."""
         return {
             "format": 1,
+            "id": self.id,
             "method": {"name": self.method.name, "settings": self.method.settings()},
             "settings": self.settings,
             "clients": len(self),
@@ -710,6 +785,38 @@ class Federation:
 
         Raises RunDirectoryError (a ValueError) naming what is missing or does not fit.
         """
-        return checkpoint.load(
-            cls, Path(directory), model, clients, method, augment, device, store, memory_limit, group or Group()
+        directory = Path(directory)
+        place = None if store is None else str(store)
+        recorded = Recorded.read(directory, store=place, memory_limit=memory_limit)
+        config, settings = recorded.config, dict(recorded.config["settings"])
+        try:
+            check_settings(settings)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunDirectoryError(f"{directory}: {error}") from error
+        recorded.check_place()
+        if method is None:
+            name = config["method"]["name"]
+            if name not in strategy.STRATEGIES:
+                raise RunDirectoryError(f"{directory}: method {name!r} is not known here, pass method=")
+            method = strategy.make(name, **config["method"]["settings"])
+        model = model or resolve(config["model"])
+        if model is None:
+            raise RunDirectoryError(f"{directory}: the model {config['model']!r} cannot be found again, pass model=")
+        used = config["augment"]
+        settings["sparsity"] = settings.get("sparsity")
+        fed = cls(
+            model,
+            clients,
+            method,
+            **settings,
+            device=device,
+            source=config.get("source"),
+            group=group,
+            _recorded=recorded,
         )
+        fed.augment = augment or (used and (resolve({"factory": used}) or used))
+        return fed
+
+
+def _append(directory: RunDirectory, done: Round, sync: bool) -> None:
+    directory.append(done.rows, done.ledger, sync)

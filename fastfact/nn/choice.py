@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from scipy.optimize import nnls
 from torch import Tensor
 
-from fastfact import ops
+from fastfact import files, ops
 from fastfact.ops.backends import library_file, loaded
 from fastfact.ops.common import transforming
 
@@ -387,27 +387,6 @@ def _read(path: Path, table: str) -> dict[str, list[float]] | None:
         return None
 
 
-def _write(path: Path, content: dict[str, object], replace: bool) -> None:
-    """Put a whole file in its place; unless `replace`, one that another process put there first stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with open(handle, "w") as file:
-            json.dump(content, file)
-        if replace:
-            os.replace(temporary, path)
-        else:
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                pass
-            except OSError:  # a file system without hard links
-                os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
 # Seconds a unit on one thread of a Xeon with AVX-512 (Sapphire Rapids), as `measure` gives them.
 _BUILTIN: dict[str, dict[str, list[float]]] = {
     "separable-forward-contiguous": {
@@ -657,7 +636,7 @@ def _find(table: str, folder: Path | None) -> dict[str, list[float]]:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
             measured = _aside(lambda: measure(table))
-            _write(path, {"machine": _machine(), "coefficients": measured}, replace=damaged)
+            files.write(path, json.dumps({"machine": _machine(), "coefficients": measured}), keep=not damaged)
             found = _read(path, table)
         except (OSError, RuntimeError) as error:
             log.warning("%s: cannot keep a measured cost model (%s), using the built-in one", folder, error)
@@ -680,7 +659,8 @@ def remembered(question: object, measure: Callable[[], dict]) -> dict | None:
             if replace or not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
-                _write(path, {"machine": _machine(), "question": question, "answer": measure()}, replace)
+                answer = {"machine": _machine(), "question": question, "answer": measure()}
+                files.write(path, json.dumps(answer), keep=not replace)
             return dict(json.loads(path.read_text())["answer"])
         except OSError as error:
             log.warning("%s: cannot keep what was measured (%s)", folder, error)

@@ -1,251 +1,402 @@
-"""A federation in its run directory (`store` has the files): opening one, checkpoints, and going on from the newest."""
+"""What a federation is between two rounds, on the disk: `ServerState` and the clients' states, written and read.
 
-import copy
-import dataclasses
+The clients' states are in a checkpoint of the run directory, or in a store of their own (`states.Database`), which also
+keeps what the server knows. Nothing here knows the federation: it hands over what it is, and makes itself from it.
+"""
+
+import contextlib
 import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
-from fastfact.federation.client.executor import ExecutionPlan
-from fastfact.federation.config import check_settings, resolve
+from fastfact import files
+from fastfact.federation.config import taking_part
 from fastfact.federation.history import History
-from fastfact.federation.server import strategy
-from fastfact.federation.server.exchange import Report
-from fastfact.federation.server.processes import Group
 from fastfact.federation.state import State
-from fastfact.federation.storage import run_directory as store
-from fastfact.federation.storage.run_directory import RunDirectoryError
-from fastfact.federation.storage.states import DATABASE, Database, PackedStates, about_database, rows_of, totals
-from fastfact.federation.storage.states import MEMORY as IN_MEMORY
+from fastfact.federation.storage import run_directory
+from fastfact.federation.storage.run_directory import (
+    CONFIG,
+    LEDGER,
+    METRICS,
+    DamagedError,
+    Rows,
+    RunDirectoryError,
+    checkpoint_path,
+    checkpoints,
+    read_config,
+)
+from fastfact.federation.storage.states import (
+    DATABASE,
+    MEMORY,
+    Database,
+    PackedStates,
+    States,
+    about_database,
+    check_clients,
+    rows_of,
+    totals,
+)
 from fastfact.federation.wire.ledger import Ledger
 
-if TYPE_CHECKING:
-    from fastfact.federation.federation import Federation
+log = logging.getLogger("fastfact")
 
-CLIENT, MEMORY, RECORDS = "client/", "server/memory/", "records/"
+CLIENT, SERVER, RECORDS = "client/", "server/memory/", "records/"
 
 HERE = ("store", "memory_limit")
 """Settings of the machine: another value goes on with the same run."""
 
 
-def open_directory(fed: "Federation", directory: Path) -> Path:
-    """Make `directory` this federation's run directory: the rows in it are those of the rounds it has run."""
-    config = json.loads(json.dumps(fed.config()))
-    if (directory / store.CONFIG).exists():
-        there = store.read_config(directory)
-        if different := sorted(key for key in config if key != "executor" and _run(there, key) != _run(config, key)):
-            raise RunDirectoryError(f"{directory}: holds another run (its {different[0]} differs)")
-        if any(round > fed.round for round in store.checkpoints(directory)):
-            raise RunDirectoryError(f"{directory}: has rounds this federation has not run; go on with Federation.load")
+@dataclass
+class ServerState:
+    """What the server knows after a round.
+
+    memory: tensors that the method keeps. last: who reported in the last round, as JSON can hold it.
+    """
+
+    round: int = 0
+    history: History = field(default_factory=History)
+    ledger: Ledger = field(default_factory=Ledger)
+    memory: State = field(default_factory=dict)
+    last: dict[str, Any] | None = None
+
+    def metadata(self) -> dict[str, str]:
+        """All but tensors and rows, as a checkpoint and a store keep it."""
+        metadata = {"round": str(self.round), "bytes_up": str(self.ledger.up), "bytes_down": str(self.ledger.down)}
+        return metadata if self.last is None else metadata | {"last": json.dumps(self.last)}
+
+
+class RunDirectory:
+    """A run directory that a federation writes while it trains."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any], server: ServerState):
+        """Make the files in `path` those of a federation that is configured and knows so much.
+
+        The folder must be held, see `files.locked`. Raises RunDirectoryError if it holds something else.
+        """
+        self.path, self.id = path, config["id"]
+        config = json.loads(json.dumps(config))
+        there = read_config(path) if (path / CONFIG).exists() else None
+        if there is not None:
+            self._check(there, config)
+            damaged = _newer(path, there, server.round)
+        elif files.is_vacant(path, *RESERVED):
+            damaged = []
+        else:
+            raise RunDirectoryError(f"{path}: is not empty and no run directory ({CONFIG} is missing)")
+        for folder in (path, path / run_directory.CHECKPOINTS):
+            files.remove_unfinished(folder)
+        for file in damaged:
+            file.rename(file.with_name(file.name + ".damaged"))
         if there != config:
-            _write_config(directory, config)
-    elif directory.exists() and any(directory.iterdir()):
-        raise RunDirectoryError(f"{directory}: is not empty and no run directory ({store.CONFIG} is missing)")
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        _write_config(directory, config)
-    store.write_rows(directory / store.METRICS, fed.history)
-    store.write_rows(directory / store.LEDGER, fed.ledger.rows())
-    return directory
+            files.write_json(path / CONFIG, config, sealed=True, indent=2)
+        self.rows, self.ledger = Rows(path / METRICS, server.history), Rows(path / LEDGER, server.ledger.rows())
+
+    def _check(self, there: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        different = sorted(
+            key for key in config if key not in ("executor", "id") and _run(there, key) != _run(config, key)
+        )
+        if different:
+            raise RunDirectoryError(f"{self.path}: holds another run (its {different[0]} differs)")
+        if there.get("id", self.id) != self.id and _finished(self.path, there):
+            raise RunDirectoryError(
+                f"{self.path}: holds another run of the same settings ({there['id'][:8]}, this one is {self.id[:8]});"
+                " go on with Federation.load, or choose another directory"
+            )
+
+    def append(self, rows: list[dict], ledger: Ledger, sync: bool) -> None:
+        """Add the rows and the ledger of a round."""
+        self.rows.append(rows, sync)
+        self.ledger.append(ledger.rows(), sync)
+
+    def positions(self) -> dict[str, str]:
+        """What a checkpoint says of the rows there are."""
+        return {"rows": json.dumps({METRICS: self.rows.position(), LEDGER: self.ledger.position()})}
+
+    def save(self, server: ServerState, clients: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        """Write a checkpoint of the clients that `gathered` packed, and remove all but the newest two."""
+        tensors = dict(clients) | {SERVER + name: tensor for name, tensor in server.memory.items()}
+        metadata = {"id": self.id, **server.metadata(), **self.positions(), **metadata}
+        run_directory.save_tensors(checkpoint_path(self.path, server.round), tensors, metadata)
+        for path in list(checkpoints(self.path).values())[: -run_directory.KEPT]:
+            path.unlink()
 
 
-def _run(config: dict[str, Any], key: str) -> Any:
+RESERVED = ("run.json",)
+"""What may stand in a run directory before its configuration does."""
+
+
+def _run(config: Mapping[str, Any], key: str) -> Any:
     """What `config` has under `key`, without the settings that do not tell one run from another."""
     value = config.get(key)
     return {name: each for name, each in value.items() if name not in HERE} if key == "settings" else value
 
 
-def append(directory: Path, rows: list[dict], ledger: Ledger, sync: bool) -> None:
-    """Add the rows and the ledger of a round."""
-    store.append_rows(directory / store.METRICS, rows, sync=sync)
-    store.append_rows(directory / store.LEDGER, ledger.rows(), sync=sync)
+def _finished(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether there is a round to go on from."""
+    place = config["settings"].get("store", MEMORY)
+    if place == MEMORY or checkpoints(directory):
+        return bool(checkpoints(directory))
+    with contextlib.suppress(RunDirectoryError):
+        about = about_database(Path(place))
+        return about["rounds"] > 0 and about.get("id") == config.get("id")
+    return False
 
 
-def _write_config(directory: Path, config: dict[str, Any]) -> None:
-    store.write_text(directory / store.CONFIG, json.dumps(config, indent=2) + "\n")
+def _newer(directory: Path, config: Mapping[str, Any], round: int) -> list[Path]:
+    """The damaged checkpoints of later rounds. Raises RunDirectoryError if one of these is whole."""
+    damaged = []
+    for later, path in checkpoints(directory).items():
+        if later > round:
+            try:
+                _read_checkpoint(directory, config, later, path)
+            except DamagedError:
+                damaged.append(path)
+                continue
+            raise RunDirectoryError(f"{directory}: has rounds this federation has not run; go on with Federation.load")
+    return damaged
 
 
-def commit(fed: "Federation") -> None:
-    """Make what the round stored the clients' state; a database keeps what the server knows beside it."""
-    if isinstance(fed.states, Database):
-        memory = save_bytes({name: tensor.cpu().contiguous() for name, tensor in fed.memory.items()})
-        fed.states.commit(server=json.dumps(_metadata(fed)), memory=memory)
-    else:
-        fed.states.commit()
+@contextlib.contextmanager
+def writing(
+    path: Path | None, config: Mapping[str, Any], server: ServerState, states: States
+) -> Iterator[RunDirectory | None]:
+    """Hold the run directory, if there is one, and the store, if there is one, while clients train.
+
+    Raises InUseError if another process has one of them, RunDirectoryError if they are not of this federation, before
+    anything is written.
+    """
+    with contextlib.ExitStack() as held:
+        if path is not None:
+            if not (path / CONFIG).exists() and not files.is_vacant(path, *RESERVED):
+                raise RunDirectoryError(f"{path}: is not empty and no run directory ({CONFIG} is missing)")
+            held.enter_context(files.locked(path))
+        if isinstance(states, Database):
+            held.enter_context(states.writing())
+            known = _server_of(states)
+            if int(known.get("round", 0)) != server.round or known.get("id", config["id"]) != config["id"]:
+                raise RunDirectoryError(
+                    f"{states.path}: has gone on without this federation; go on with Federation.load"
+                )
+        yield None if path is None else RunDirectory(path, config, server)
 
 
-def _metadata(fed: "Federation") -> dict[str, str]:
-    metadata = {"round": str(fed.round), "bytes_up": str(fed.ledger.up), "bytes_down": str(fed.ledger.down)}
-    if fed.last is not None:
-        metadata["last"] = json.dumps(dataclasses.asdict(fed.last))
-    return metadata
-
-
-def save(fed: "Federation", directory: Path | None) -> None:
-    """Write a checkpoint of the round the federation is at. A database is one after every round: it is synced."""
-    if isinstance(fed.states, Database):
-        fed.states.sync()
-        return
-    if directory is None:
-        return
-    metadata = _metadata(fed)
-    if isinstance(fed.states, PackedStates):
-        packed, table = fed.states.packed()
-        tensors = {RECORDS + name: tensor for name, tensor in packed.items()}
-        metadata["records"] = json.dumps(table)
-    else:
-        clients = fed.states.touched()
-        tensors = {CLIENT + name: tensor for name, tensor in fed.states.load(clients).items()}
-        tensors["clients"] = torch.tensor(clients, dtype=torch.int64)
-    lengths = fed.group.each({name: len(tensor) for name, tensor in tensors.items()})
-    tensors = {name: fed.group.to_root(tensor, [n[name] for n in lengths]) for name, tensor in tensors.items()}
-
-    def write() -> None:
-        if len(tensors.get("clients", ())) == len(fed):
-            del tensors["clients"]
-        memory = {MEMORY + name: tensor for name, tensor in fed.memory.items()}
-        store.save_checkpoint(store.checkpoint_path(directory, fed.round), tensors | memory, metadata)
-
-    fed.group.root(write)
-
-
-def load(
-    cls: type["Federation"],
-    directory: Path,
-    model,
-    clients,
-    method,
-    augment,
-    device,
-    place,
-    memory_limit,
-    group: Group,
-) -> "Federation":
-    """See `Federation.load`."""
-    config = store.read_config(directory)
+def _server_of(states: Database) -> dict[str, str]:
+    """What the server knew when the store was last committed; empty if it never was."""
+    value = states.value("server")
     try:
-        settings, k, samples, sample = config["settings"], config["clients"], config["samples"], config["sample"]
-        recorded, name, options = config["model"], config["method"]["name"], config["method"]["settings"]
-        used, plan = config["augment"], ExecutionPlan(**config["executor"])
-        if place is not None:
-            settings["store"] = str(place)
-        if memory_limit is not None:
-            settings["memory_limit"] = memory_limit
-        check_settings(settings)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunDirectoryError(f"{directory / store.CONFIG}: {error!r}") from error
-    round, path = (None, None) if settings["store"] != IN_MEMORY else store.last_checkpoint(directory)
-    if path is None and not (Path(settings["store"]) / DATABASE).is_file():
-        raise RunDirectoryError(f"{directory}: its clients were in {settings['store']}, they are not; pass store=")
-    if method is None:
-        if name not in strategy.STRATEGIES:
-            raise RunDirectoryError(f"{directory}: method {name!r} is not known here, pass method=")
-        method = strategy.make(name, **options)
-    model = model or resolve(recorded)
-    if model is None:
-        raise RunDirectoryError(f"{directory}: the model {recorded!r} cannot be found again, pass model=")
-    fed = cls.__new__(cls)
-    fed.group = group
-    fed.method, fed.settings, fed.source = copy.copy(method), settings, config.get("source", {})
-    fed.identity = {"model": recorded, "augment": used, "samples": samples, "sample": sample}
-    fed.augment = augment or (used and (resolve({"factory": used}) or used))
-    fed.graphs, fed.plan = True, plan
-    fed._setup_model(model, device)
-    if clients is not None:
-        fed._setup_clients(clients)
-        if len(clients) != k or fed._samples() != samples:
-            raise ValueError(
-                f"{directory}: clients= are {len(fed.clients)} clients with other numbers of samples than the run"
-                f" ({k} clients), must be the same clients in the same order"
-            )
-    fed._setup_exchange(k)
-    if path is None:
-        _restore_database(fed, directory)
+        server = json.loads(value or "{}")
+        if not isinstance(server, dict) or not str(server.get("round", 0)).isdecimal():
+            raise ValueError("what the server knows is nothing of the kind")
+    except ValueError as error:
+        raise DamagedError(f"{states.path}: damaged: {error}") from error
+    return server
+
+
+def commit(states: States, server: ServerState, directory: RunDirectory | None, id: str) -> None:
+    """Make what a round stored the clients' state; a store of clients keeps what the server knows beside it."""
+    if isinstance(states, Database):
+        memory = save_bytes({name: tensor.cpu().contiguous() for name, tensor in server.memory.items()})
+        metadata = {"id": id, **server.metadata(), **({} if directory is None else directory.positions())}
+        states.commit(server=json.dumps(metadata), memory=memory)
     else:
-        _restore_checkpoint(fed, directory, round, path)
-    # Nobody writes into the directory before all have read it.
-    group.each(None)
-    return fed
+        states.commit()
 
 
-def _restore_checkpoint(fed: "Federation", directory: Path, round: int, path: Path) -> None:
-    about, shapes = store.look_into(path)
-    m = shapes.get("clients", [len(fed)])[0]
-    whole = {CLIENT + name: tensor.expand(m, *tensor.shape[1:]) for name, tensor in fed.states.initial.items()}
-    packed = any(name.startswith(RECORDS) for name in shapes)
-    tensors, metadata = store.load_checkpoint(path, {} if packed else whole, also=("clients", "server/", RECORDS))
+def packed(states: States) -> tuple[State, dict[str, str]]:
+    """The clients that have trained, as tensors whose first axes join those of other processes, and metadata."""
+    if isinstance(states, PackedStates):
+        tensors, table = states.packed()
+        return {RECORDS + name: tensor for name, tensor in tensors.items()}, {"records": json.dumps(table)}
+    clients = states.touched()
+    tensors = {CLIENT + name: tensor for name, tensor in states.load(clients).items()}
+    return tensors | {"clients": torch.tensor(clients, dtype=torch.int64)}, {}
+
+
+@dataclass
+class Recorded:
+    """What config.json says of a run: enough to make its federation again, given model and clients."""
+
+    directory: Path
+    config: dict[str, Any]
+    """As it is there, but for the settings of the machine."""
+
+    @classmethod
+    def read(cls, directory: Path, **here: Any) -> "Recorded":
+        """here: settings of the machine that take the place of those there, unless None."""
+        config = read_config(directory)
+        try:
+            config["settings"] |= {name: value for name, value in here.items() if value is not None}
+            for key, kind in (
+                ("clients", int), ("sample", list), ("model", dict), ("executor", dict), ("method", dict)
+            ):  # fmt: skip
+                if not isinstance(config[key], kind):
+                    raise TypeError(f"{key} is {config[key]!r}")
+            config["method"]["name"], config["method"]["settings"], config["augment"], config["samples"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunDirectoryError(f"{directory / CONFIG}: {error!r}") from error
+        return cls(directory, config)
+
+    @property
+    def id(self) -> str | None:
+        """None for a run of before there were any."""
+        return self.config.get("id")
+
+    def check_place(self) -> None:
+        """Raise RunDirectoryError unless there is something to go on from."""
+        place = self.config["settings"]["store"]
+        if place == MEMORY:
+            run_directory.last_checkpoint(self.directory)
+        elif not (Path(place) / DATABASE).is_file():
+            raise RunDirectoryError(f"{self.directory}: its clients were in {place}, they are not; pass store=")
+
+    def restore(self, states: States, here: range) -> ServerState:
+        """Put the states of the clients `here` into `states`; what the server knows.
+
+        Where the newest checkpoint is damaged, or the rows it was saved with, it is that of the checkpoint before, and
+        the log says so. Raises RunDirectoryError.
+        """
+        if isinstance(states, Database):
+            return self._from_database(states)
+        found, problems = checkpoints(self.directory), []
+        for round, path in reversed(found.items()):
+            try:
+                tensors, metadata, server = _read_checkpoint(self.directory, self.config, round, path, states.initial)
+                _put(tensors, metadata, states, here, path)
+            except DamagedError as error:
+                problems.append(error)
+                continue
+            for problem in problems:
+                log.warning("%s; going on from round %d, the checkpoint before", problem, round)
+            return server
+        if problems:
+            raise problems[0]
+        run_directory.last_checkpoint(self.directory)
+        raise AssertionError
+
+    def _from_database(self, states: Database) -> ServerState:
+        server = _server_of(states)
+        if not server:
+            raise RunDirectoryError(f"{states.path}: no finished round, start the run again")
+        _check_id(states.path, server, self.config)
+        try:
+            memory = load_bytes(states.value("memory"))
+        except (SafetensorError, TypeError) as error:
+            raise DamagedError(f"{states.path}: damaged: {error}") from error
+        return _server_state(self.directory, self.config, states.path, server, memory)
+
+
+def _check_id(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any]) -> None:
+    if "id" in metadata and metadata["id"] != config.get("id"):
+        raise RunDirectoryError(
+            f"{path}: belongs to another run ({metadata['id'][:8]}, {CONFIG} is of {str(config.get('id'))[:8]})"
+        )
+
+
+def _read_checkpoint(
+    directory: Path, config: Mapping[str, Any], round: int, path: Path, initial: State | None = None
+) -> tuple[State, dict[str, str], ServerState]:
+    """Everything of a checkpoint, verified; `initial` is the state of a client [1, …], None where that is not known."""
+    metadata, shapes = run_directory.look_into(path)
+    _check_id(path, metadata, config)
+    expected, also = {}, ("clients", "server/", RECORDS, *((CLIENT,) if initial is None else ()))
+    if initial is not None and not any(name.startswith(RECORDS) for name in shapes):
+        m = (shapes.get("clients") or [config["clients"]])[0]
+        expected = {CLIENT + name: tensor.expand(m, *tensor.shape[1:]) for name, tensor in initial.items()}
+    tensors, metadata = run_directory.load_tensors(path, expected, also)
     if metadata.get("round") != str(round):
-        raise RunDirectoryError(f"{path}: it is of round {metadata.get('round')}")
-    memory = {n.removeprefix(MEMORY): t for n, t in tensors.items() if n.startswith(MEMORY)}
-    _restore_server(fed, directory, path, metadata, memory)
-    here = fed._shard.block
-    if not packed:
-        clients = tensors["clients"] if "clients" in tensors else torch.arange(m)
-        rows = ((clients >= here.start) & (clients < here.stop)).nonzero().flatten()
-        own = {name: rows_of(tensors[CLIENT + name], rows) for name in fed.states.initial}
-        fed.states.store(clients[rows].tolist(), own)
-        fed.states.commit()
-        return
+        raise DamagedError(f"{path}: it is of round {metadata.get('round')}")
+    memory = {name.removeprefix(SERVER): tensor for name, tensor in tensors.items() if name.startswith(SERVER)}
+    return tensors, metadata, _server_state(directory, config, path, metadata, memory)
+
+
+def _put(tensors: State, metadata: Mapping[str, str], states: States, here: range, path: Path) -> None:
+    """Put those of a checkpoint's clients that are `here` into `states`."""
     try:
-        if not isinstance(fed.states, PackedStates) or json.loads(about["records"]) != fed.states.codec.table:
-            raise ValueError("its records are those of another model")
-        fed.states.unpack({name: tensors[RECORDS + name] for name in ("client", "length", "nonzeros", "records")}, here)
-    except (KeyError, ValueError) as error:
-        raise RunDirectoryError(f"{path}: {error}") from error
-
-
-def _restore_database(fed: "Federation", directory: Path) -> None:
-    path, server = fed.states.path, fed.states.value("server")
-    if server is None:
-        raise RunDirectoryError(f"{path}: no finished round, start the run again")
-    _restore_server(fed, directory, path, json.loads(server), load_bytes(fed.states.value("memory")))
-
-
-def _restore_server(fed: "Federation", directory: Path, path: Path, metadata, memory: State) -> None:
-    """Everything but the clients' states; `path` is where `metadata` was."""
-    try:
-        round = int(metadata["round"])
-        history = History(store.read_rows(directory / store.METRICS, round))
-        ledger = Ledger.from_rows(store.read_rows(directory / store.LEDGER, round))
-        if (str(ledger.up), str(ledger.down)) != (metadata["bytes_up"], metadata["bytes_down"]):
-            raise ValueError(f"its byte totals are not those of {store.LEDGER}, the run directory is half-written")
-        last = Report(**json.loads(metadata["last"])) if "last" in metadata else None
+        if any(name.startswith(RECORDS) for name in tensors):
+            if not isinstance(states, PackedStates) or json.loads(metadata["records"]) != states.codec.table:
+                raise RunDirectoryError(f"{path}: its records are those of another model")
+            names = ("client", "length", "nonzeros", "records")
+            states.unpack({name: tensors[RECORDS + name] for name in names}, here)
+            return
+        m = len(next(tensor for name, tensor in tensors.items() if name.startswith(CLIENT)))
+        clients = tensors.get("clients", torch.arange(m))
+        check_clients(clients.tolist(), len(states))
     except RunDirectoryError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunDirectoryError(f"{path}: {error}") from error
-    if len(history) != (rows := round * fed._taking_part(len(fed))):
-        raise RunDirectoryError(
-            f"{directory / store.METRICS}: has {len(history)} rows of the first {round} rounds, must be {rows}: the"
-            " directory is half-written"
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path}: damaged: {error}") from error
+    rows = ((clients >= here.start) & (clients < here.stop)).nonzero().flatten()
+    states.store(clients[rows].tolist(), {name: rows_of(tensors[CLIENT + name], rows) for name in states.initial})
+    states.commit()
+
+
+def _server_state(
+    directory: Path, config: Mapping[str, Any], path: Path, metadata: Mapping[str, str], memory: State
+) -> ServerState:
+    """What the server knows but for the clients' states, of `metadata` in the file `path`, and of the rows."""
+    try:
+        round = int(metadata["round"])
+        positions = json.loads(metadata.get("rows", "{}"))
+        history = History(run_directory.read_rows(directory / METRICS, round, positions.get(METRICS)))
+        ledger = Ledger.from_rows(run_directory.read_rows(directory / LEDGER, round, positions.get(LEDGER)))
+        if (str(ledger.up), str(ledger.down)) != (metadata["bytes_up"], metadata["bytes_down"]):
+            raise ValueError(f"its byte totals are not those of {LEDGER}, the run directory is half-written")
+        last = json.loads(metadata["last"]) if "last" in metadata else None
+        if not isinstance(last, dict | None):
+            raise TypeError(f"last is {last!r}")
+        _check_history(directory, history, round, config)
+    except RunDirectoryError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path}: {error}") from error
+    return ServerState(round, history, ledger, memory, last)
+
+
+def _check_history(directory: Path, history: History, rounds: int, config: Mapping[str, Any]) -> None:
+    """Raise DamagedError unless there is a row for each client that took part in each round."""
+    where, k = directory / METRICS, config["clients"]
+    for row in history:
+        client = row.get("client")
+        if not isinstance(client, int) or not 0 <= client < k:
+            raise DamagedError(f"{where}: a row of round {row['round']} has client {client!r}, must be one of {k}")
+    each = taking_part(k, config["settings"]["participation"])
+    if len(history) != rounds * each:
+        raise DamagedError(
+            f"{where}: has {len(history)} rows of the first {rounds} rounds, must be {rounds * each}: the directory is"
+            " half-written"
         )
-    fed.memory = {name: tensor.to(fed.device) for name, tensor in memory.items()}
-    fed.last = last
-    fed.round, fed.history, fed.ledger = round, history, ledger
 
 
-def about(directory: Path) -> dict[str, Any]:
+def about(directory: Path, verify: bool = False) -> dict[str, Any]:
     """What a run directory or a store of clients holds: rounds, clients, bytes of a client, density of μ.
 
+    verify: read everything there is, and raise DamagedError for what is not as it was written. No model is needed.
     Raises RunDirectoryError for a directory that is neither.
     """
     if (directory / DATABASE).is_file():
-        return about_database(directory)
-    config = store.read_config(directory)
-    place = config["settings"].get("store", IN_MEMORY)
+        return about_database(directory, verify)
+    config = Recorded.read(directory).config
+    place = config["settings"].get("store", MEMORY)
     found: dict[str, Any] = {"method": config["method"]["name"], "store": place, "clients": config["clients"]}
-    if place != IN_MEMORY:
-        return found | about_database(Path(place))
-    round, path = store.last_checkpoint(directory)
-    metadata, shapes = store.look_into(path)
+    if place != MEMORY:
+        held = about_database(Path(place), verify)
+        _check_id(Path(place) / DATABASE, held, config)
+        return found | held
+    round, path = run_directory.last_checkpoint(directory)
+    metadata, shapes = run_directory.look_into(path)
     found |= {"rounds": round}
+    for each, file in checkpoints(directory).items() if verify else ():
+        _read_checkpoint(directory, config, each, file)
     if RECORDS + "records" in shapes:
-        tensors, _ = store.load_checkpoint(path, {}, also=("clients", "server/", RECORDS))
+        tensors, _ = run_directory.load_tensors(path, {}, also=("clients", "server/", RECORDS))
         lengths, nonzeros = tensors[RECORDS + "length"], tensors[RECORDS + "nonzeros"]
         return found | totals(len(lengths), int(lengths.sum()), int(nonzeros.sum()), json.loads(metadata["records"]))
     touched = shapes.get("clients", [config["clients"]])[0]

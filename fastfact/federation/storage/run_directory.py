@@ -1,6 +1,6 @@
 """The run directory: configuration, rows, ledger and checkpoints, written so that a crash loses nothing saved.
 
-    DIR/config.json                        what was run: model, method, settings, source of the data
+    DIR/config.json                        what was run: its id, model, method, settings, source of the data
     DIR/metrics.jsonl                      a row for each round and client
     DIR/ledger.jsonl                       a row for each round and direction
     DIR/checkpoints/round-000010.safetensors   the clients' states after that round, stacked ("client/<name>" [m, …]) or
@@ -10,14 +10,19 @@
 Clients in a store of their own (`Federation(store=DIR)`) are not copied into checkpoints: the store is one after each
 round.
 
-Whole files are written beside their place, synced and renamed. Rows are appended and synced before a checkpoint is
-written, so a checkpoint never knows more than the rows. Nothing here unpickles or imports anything named in a file.
+Whole files are written by `fastfact.files`. Rows are appended and synced before a checkpoint is written, so a
+checkpoint never knows more than the rows. The newest two checkpoints are kept. Nothing here unpickles or imports
+anything named in a file.
+
+What belongs together carries the id that the run drew when it began. config.json has a digest of itself, a checkpoint
+one of each tensor and of all else in its header, and of the rows there were when it was written: length and digest of
+the beginning of both files. The files of versions before that load without these promises.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +31,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fastfact import files
+
 CONFIG, METRICS, LEDGER, CHECKPOINTS = "config.json", "metrics.jsonl", "ledger.jsonl", "checkpoints"
-_NAME = re.compile(r"round-(\d{6,})\.safetensors")
+KEPT = 2
+"""How many checkpoints are kept: where the newest is damaged, there is the one before."""
+_NAME = re.compile(r"round-(\d{6,12})\.safetensors")
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -46,67 +55,83 @@ class RunDirectoryError(ValueError):
     """A run directory that is missing something, half-written, or not of this federation."""
 
 
-def _sync_directory(path: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
+class DamagedError(RunDirectoryError):
+    """A file of a run directory that is not what was written."""
+
+
+class Rows:
+    """A file of JSON rows that is appended to, and the digest of what it holds."""
+
+    def __init__(self, path: Path, rows: Iterable[Mapping[str, Any]]):
+        """Write the file anew."""
+        self.path = path
+        data = _text(rows)
+        files.write(path, data)
+        self._hash, self._length = files.hasher(data), len(data)
+
+    def append(self, rows: Iterable[Mapping[str, Any]], sync: bool) -> None:
+        """Add rows. sync: they are on the disk when this returns."""
+        data = _text(rows)
         try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+            with open(self.path, "ab") as file:
+                file.write(data)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            raise
+        self._hash.update(data)
+        self._length += len(data)
 
-
-def _replace(temporary: Path, path: Path) -> None:
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_directory(path.parent)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file: it is there complete, or as it was before."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _replace(temporary, path)
+    def position(self) -> list:
+        """Length in bytes and digest of the file, as `read_rows` verifies them."""
+        return [self._length, self._hash.hexdigest()]
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a whole file of JSON rows."""
-    write_text(path, "".join(_row(row) for row in rows))
+    files.write(path, _text(rows))
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], sync: bool = False) -> None:
-    """Add JSON rows to a file."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write("".join(_row(row) for row in rows))
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
+def _text(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, separators=(", ", ": "), allow_nan=True) + "\n" for row in rows).encode()
 
 
-def _row(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, separators=(", ", ": "), allow_nan=True) + "\n"
-
-
-def read_rows(path: Path, until: int) -> list[dict]:
+def read_rows(path: Path, until: int, position: list | None = None) -> list[dict]:
     """The rows of rounds up to `until`. What follows was not yet in a checkpoint, a cut last line included.
 
-    Raises RunDirectoryError if the file is missing or damaged before that.
+    position: what `Rows.position` was when the checkpoint was written; verified if given.
+    Raises DamagedError if the file is missing or damaged before that.
     """
     if not path.is_file():
-        raise RunDirectoryError(f"{path}: missing, the run directory is half-written")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        raise DamagedError(f"{path}: missing, the run directory is half-written")
+    data = path.read_bytes()
+    if position is not None:
+        length, digest = position
+        if len(data) < length:
+            raise DamagedError(f"{path}: is cut short, it had {length} bytes when round {until} was saved")
+        data = data[:length]
+        if files.digest(data) != digest:
+            raise DamagedError(f"{path}: damaged, or of another run: not the rows that round {until} was saved with")
+    return list(_parsed(path, data.decode(errors="replace").splitlines(), until))
+
+
+def _parsed(path: Path, lines: list[str], until: int) -> Iterator[dict]:
+    last = 0
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            late = row["round"] > until
-        except (ValueError, TypeError, KeyError) as error:
-            if rows and rows[-1]["round"] >= until:
-                break
-            raise RunDirectoryError(f"{path}: line {number} is not a row: {error}") from error
+            round = row["round"]
+            late = round > until
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            if last >= until:
+                return
+            raise DamagedError(f"{path}: line {number} is not a row: {error}") from error
         if late:
-            break
-        rows.append(row)
-    return rows
+            return
+        last = round
+        yield row
 
 
 def read_config(directory: Path) -> dict:
@@ -117,11 +142,11 @@ def read_config(directory: Path) -> dict:
     if not path.is_file():
         raise RunDirectoryError(f"{directory}: no run directory, or a half-written one: {CONFIG} is missing")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = files.read_sealed(path, sealed="id")
     except ValueError as error:
-        raise RunDirectoryError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict) or config.get("format") != 1:
-        raise RunDirectoryError(f"{path}: format {config.get('format')!r}" if isinstance(config, dict) else f"{path}")
+        raise DamagedError(str(error)) from error
+    if config.get("format") != 1:
+        raise RunDirectoryError(f"{path}: format {config.get('format')!r}")
     return config
 
 
@@ -134,7 +159,7 @@ def checkpoints(directory: Path) -> dict[int, Path]:
     found = {}
     folder = directory / CHECKPOINTS
     for path in folder.iterdir() if folder.is_dir() else ():
-        if match := _NAME.fullmatch(path.name):
+        if (match := _NAME.fullmatch(path.name)) and path.is_file():
             found[int(match[1])] = path
     return dict(sorted(found.items()))
 
@@ -148,36 +173,65 @@ def last_checkpoint(directory: Path) -> tuple[int, Path]:
     return round, found[round]
 
 
-def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a checkpoint: complete under its name, or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file with digests: complete under its name, or not there."""
+    files.make_folder(path.parent)
     # safetensors wants row-major tensors that share no memory.
-    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, temporary, dict(metadata))
-    _replace(temporary, path)
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+    metadata = {**(metadata or {}), "digests": json.dumps(digests)}
+    metadata["digest"] = _seal(metadata)
+    with files.replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata)
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
+
+
+def _digest(tensor: Tensor) -> str:
+    # What the numbers are is part of what they say.
+    hasher = files.hasher(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+def _seal(metadata: Mapping[str, str]) -> str:
+    return files.digest(json.dumps({k: v for k, v in metadata.items() if k != "digest"}, sort_keys=True).encode())
 
 
 def look_into(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
-    """(metadata, name → shape) of a checkpoint, whose tensors are not read. Raises RunDirectoryError if damaged."""
+    """(metadata, name → shape) of a checkpoint, whose tensors are not read. Raises DamagedError if damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: list(file.get_slice(name).get_shape()) for name in list(file.keys())}
-            return dict(file.metadata() or {}), shapes
+            return _verified(path, dict(file.metadata() or {}), set(shapes)), shapes
     except (SafetensorError, OSError) as error:
-        raise RunDirectoryError(f"{path}: damaged or cut short: {error}") from error
+        raise DamagedError(f"{path}: damaged or cut short: {error}") from error
 
 
-def load_checkpoint(
+def _verified(path: Path, metadata: dict[str, str], names: set[str]) -> dict[str, str]:
+    """The metadata of a file, whose own digest is right, if it has any."""
+    if "digest" in metadata or "digests" in metadata:
+        if metadata.get("digest") != _seal(metadata):
+            raise DamagedError(f"{path}: damaged: the digest of its header is that of another")
+        if different := sorted(names ^ set(json.loads(metadata["digests"]))):
+            raise DamagedError(f"{path}: damaged: tensor {different[0]} is missing, or was not written")
+    return metadata
+
+
+def load_tensors(
     path: Path, expected: Mapping[str, Tensor], also: tuple[str, ...] = ("server/",)
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors, metadata) of a checkpoint. Every tensor in `expected` must be there, of its shape and dtype; others are
     allowed only with names that begin with one in `also`.
 
-    Raises RunDirectoryError, naming the file and the tensor, before anything is returned.
+    Raises RunDirectoryError, naming the file and the tensor, before anything is returned; DamagedError if it is not as
+    it was written.
     """
     try:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
+            metadata = _verified(path, dict(file.metadata() or {}), names)
             for name, tensor in expected.items():
                 if name not in names:
                     raise RunDirectoryError(f"{path}: tensor {name} is missing")
@@ -191,6 +245,10 @@ def load_checkpoint(
             unknown = sorted(name for name in names - set(expected) if not name.startswith(also))
             if unknown:
                 raise RunDirectoryError(f"{path}: tensor {unknown[0]} is not of this model")
-            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        raise RunDirectoryError(f"{path}: damaged or cut short: {error}") from error
+        raise DamagedError(f"{path}: damaged or cut short: {error}") from error
+    for name, digest in json.loads(metadata.get("digests", "{}")).items():
+        if _digest(tensors[name]) != digest:
+            raise DamagedError(f"{path}: tensor {name} is damaged: its digest is that of other numbers")
+    return tensors, metadata

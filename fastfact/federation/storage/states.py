@@ -11,11 +11,13 @@ records, is a dependency and wants the size of the file in advance; memory-mappe
 nor records that change their length, as μ does.
 """
 
+import contextlib
 import copy
 import json
 import sqlite3
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import urllib.parse
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,10 +25,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fastfact import files
 from fastfact.federation.state import State, like_rows
-from fastfact.federation.storage.run_directory import RunDirectoryError
+from fastfact.federation.storage.run_directory import DamagedError, RunDirectoryError
 from fastfact.federation.tensors import TensorInfo, tensors_of
-from fastfact.federation.wire.format import EXACT_BITMAP, Wire
+from fastfact.federation.wire.format import EXACT_BITMAP, Wire, count_of
 
 MEMORY, DATABASE = "memory", "clients.sqlite"
 
@@ -193,11 +196,13 @@ class Stacked:
         return rows
 
     def commit(self) -> None:
+        row, free = self.row.clone(), [self.free]
         for clients, rows in self.pending:
-            old = self.row[clients]
-            self.row[clients] = rows
-            self.free = torch.cat([self.free, old[old >= 0]])
-        self.free, self.pending = self.free.sort().values, []
+            old = row[clients]
+            row[clients] = rows
+            free.append(old[old >= 0])
+        # At once: an interrupt finds the state before, or the one after.
+        self.row, self.free, self.pending = row, torch.cat(free).sort().values, []
 
     def rollback(self) -> None:
         self._forget_work()
@@ -242,7 +247,9 @@ class Codec:
         return self.wire.encode(one), sum(int(one[name].count_nonzero()) for name in self.sparse)
 
     def decode(self, record: bytes, out: State, row: int, names: Sequence[str] | None) -> None:
-        """Put a record's tensors into a row of `out`."""
+        """Put a record's tensors into a row of `out`. Raises ValueError for a record that is not of all of them."""
+        if count_of(record) != len(self.wire.names):
+            raise ValueError(f"record: has {count_of(record)} tensors, the state of a client {len(self.wire.names)}")
         for name, tensor in self.wire.decode(record, names=names).items():
             out[name][row].copy_(tensor)
 
@@ -277,7 +284,10 @@ class PackedStates:
         records = self._read(clients)
         for row, client in enumerate(clients):
             if client in records:
-                self.codec.decode(records.pop(client), out, row, names)
+                try:
+                    self.codec.decode(records.pop(client), out, row, names)
+                except ValueError as error:
+                    raise DamagedError(f"the record of client {client}: {error}") from error
             else:
                 for name in names:
                     out[name][row].copy_(self.initial[name][0])
@@ -323,17 +333,47 @@ class PackedStates:
     def unpack(self, tensors: Mapping[str, Tensor], only: range) -> None:
         """The inverse of `packed`, for some of the clients. Raises ValueError for records that are none."""
         data, at = tensors["records"].numpy().tobytes(), 0
-        parts = (tensors[name].tolist() for name in ("client", "length", "nonzeros"))
-        for client, length, nonzeros in zip(*parts, strict=True):
-            if not 0 <= client < self.k or at + length > len(data):
-                raise ValueError(f"record of client {client} of {self.k} is cut short")
+        clients, lengths, nonzeros = (tensors[name].tolist() for name in ("client", "length", "nonzeros"))
+        check_clients(clients, self.k)
+        if min(lengths, default=0) < 0 or sum(lengths) != len(data):
+            raise ValueError(f"its records have {sum(lengths)} bytes, there are {len(data)}")
+        records = {}
+        for client, length, count in zip(clients, lengths, nonzeros, strict=True):
             if client in only:
-                self.records[client] = data[at : at + length], nonzeros
+                records[client] = data[at : at + length], count
             at += length
+        self.records = records
+
+
+def check_clients(clients: Sequence[int], k: int) -> None:
+    """Raise ValueError unless these are some of k clients, each once, ascending."""
+    for before, client in zip([-1, *clients], clients, strict=False):
+        if not before < client < k:
+            raise ValueError(f"client {client} after client {before}, must be some of {k}, each once, ascending")
+
+
+_TABLES = {
+    "client": "CREATE TABLE client (id INTEGER PRIMARY KEY, record BLOB NOT NULL, nonzeros INTEGER NOT NULL)",
+    "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL)",
+    "digest": "CREATE TABLE digest (id INTEGER PRIMARY KEY, digest BLOB NOT NULL)",
+}
+"""Digests stand beside the records, not in their rows: to add them up no record is read."""
+_MODULUS = 1 << 128
+
+
+def _digest(client: int, record: bytes, nonzeros: int) -> bytes:
+    """Of a record and of whose it is."""
+    hasher = files.hasher(f"{client} {nonzeros} ".encode())
+    hasher.update(record)
+    return hasher.digest()
 
 
 class Database:
     """The records in a SQLite file of a directory, read ahead on a thread of its own.
+
+    A record has a digest that holds its client too, and the sum of the digests is kept with what the server knows: a
+    record that was changed, exchanged, taken from an earlier round or removed is found, the first three when it is
+    read, the last when the file is opened. A store of before that has this from its first round on.
 
     Raises RunDirectoryError if the directory holds something else than the states of such clients.
     """
@@ -341,23 +381,24 @@ class Database:
     def __init__(self, initial: State, k: int, codec: Codec, directory: Path):
         self.initial, self.k, self.codec = initial, k, codec
         self.path = directory / DATABASE
-        new = not self.path.exists()
-        if new and directory.exists() and any(directory.iterdir()):
+        leftover = (DATABASE + end for end in ("-journal", "-wal", "-shm"))
+        if not self.path.exists() and not files.is_vacant(directory, *leftover):
             raise RunDirectoryError(f"{directory}: is not empty and no store of clients ({DATABASE} is missing)")
-        directory.mkdir(parents=True, exist_ok=True)
-        about = json.dumps({"format": 1, "clients": k, **codec.table})
-        self.connection = _connect(self.path, new)
-        if new:
-            with self.connection:
-                self.connection.execute("BEGIN")
-                self.connection.execute(
-                    "CREATE TABLE client (id INTEGER PRIMARY KEY, record BLOB NOT NULL, nonzeros INTEGER NOT NULL)"
-                )
-                self.connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
-                self.connection.execute("INSERT INTO meta VALUES ('about', ?)", (about,))
-        elif _about(self.connection, self.path) != json.loads(about):
-            raise RunDirectoryError(f"{self.path}: holds other clients, or those of another model")
-        self.reader = _connect(self.path, False)
+        files.make_folder(directory)
+        about = {"clients": k, **codec.table}
+        self.connection = _connect(self.path)
+        with _errors(self.path):
+            if not _tables(self.connection, self.path):
+                self._create(about)
+            found = _about(self.connection, self.path)
+            if {name: found.get(name) for name in about} != json.loads(json.dumps(about)):
+                raise RunDirectoryError(f"{self.path}: holds other clients, or those of another model")
+            self.checked = found["format"] >= 2
+            """Whether the records have digests."""
+            self.total = self.committed = _total(self.connection) if self.checked else 0
+            if self.checked:
+                _check(self.connection, self.path, self.total)
+        self.reader = _connect(self.path)
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self.coming: tuple[list[int], Future] | None = None
@@ -366,13 +407,53 @@ class Database:
     def __len__(self) -> int:
         return self.k
 
-    state, load, read, work, reserve = (
-        PackedStates.state,
-        PackedStates.load,
-        PackedStates.read,
-        PackedStates.work,
-        PackedStates.reserve,
-    )
+    state, load, read = PackedStates.state, PackedStates.load, PackedStates.read
+    work, reserve = PackedStates.work, PackedStates.reserve
+
+    def _create(self, about: dict[str, Any]) -> None:
+        with files.locked(self.path.parent), self._transaction():
+            if not _tables(self.connection, self.path):
+                for statement in _TABLES.values():
+                    self.connection.execute(statement)
+                self._put("about", json.dumps({"format": 2, **about}))
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self.connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.connection.execute("COMMIT")
+        except BaseException:
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
+            raise
+
+    def _put(self, key: str, value: bytes | str) -> None:
+        self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the store, to train its clients. Raises InUseError if another process has it."""
+        with files.locked(self.path.parent):
+            if not self.checked:
+                self._add_digests()
+            yield
+
+    def _add_digests(self) -> None:
+        with _errors(self.path), self._transaction():
+            about = _about(self.connection, self.path) | {"format": 2}
+            self.connection.execute(_TABLES["digest"])
+            for client, record, nonzeros in self.connection.execute("SELECT id, record, nonzeros FROM client"):
+                digest = _digest(client, _bytes(record), nonzeros)
+                self.connection.execute("INSERT INTO digest VALUES (?, ?)", (client, digest))
+            self._put("about", json.dumps(about))
+            self.checked = True
+            self.total = self.committed = _total(self.connection)
+            self._seal()
+
+    def _seal(self) -> None:
+        values = dict(self.connection.execute("SELECT key, value FROM meta WHERE key != 'seal'"))
+        self._put("seal", json.dumps({"sum": f"{self.total:032x}", "meta": _digest_of(values)}))
 
     def _read(self, clients: Sequence[int]) -> dict[int, bytes]:
         if self.coming is not None and self.coming[0] == list(clients):
@@ -381,59 +462,72 @@ class Database:
         return self._fetch(clients)
 
     def _fetch(self, clients: Sequence[int]) -> dict[int, bytes]:
-        found = {}
-        with self.lock:
-            for client in clients:
-                row = self.reader.execute("SELECT record FROM client WHERE id = ?", (client,)).fetchone()
-                if row is not None:
-                    found[client] = row[0]
-        return found
+        with self.lock, _errors(self.path):
+            records = {client: _record(self.reader, self.path, client, self.checked) for client in clients}
+        return {client: record for client, record in records.items() if record is not None}
 
     def ahead(self, clients: Sequence[int]) -> None:
         clients = list(clients)
         self.coming = clients, self.pool.submit(self._fetch, clients)
 
     def store(self, clients: Sequence[int], state: State) -> None:
-        if not self.connection.in_transaction:
-            self.connection.execute("BEGIN IMMEDIATE")
-        for row, client in enumerate(clients):
-            record, nonzeros = self.codec.encode(state, row)
-            self.connection.execute("INSERT OR REPLACE INTO client VALUES (?, ?, ?)", (client, record, nonzeros))
+        with _errors(self.path):
+            if not self.connection.in_transaction:
+                self.connection.execute("BEGIN IMMEDIATE")
+            for row, client in enumerate(clients):
+                record, nonzeros = self.codec.encode(state, row)
+                self.connection.execute("INSERT OR REPLACE INTO client VALUES (?, ?, ?)", (client, record, nonzeros))
+                if self.checked:
+                    digest = _digest(client, record, nonzeros)
+                    old = self.connection.execute("SELECT digest FROM digest WHERE id = ?", (client,)).fetchone()
+                    self.connection.execute("INSERT OR REPLACE INTO digest VALUES (?, ?)", (client, digest))
+                    gone = 0 if old is None else int.from_bytes(_bytes(old[0]), "little")
+                    self.total = (self.total + int.from_bytes(digest, "little") - gone) % _MODULUS
 
     def commit(self, **values: bytes | str) -> None:
         """values: kept with the states, see `value`; they change together or not at all."""
         self._forget()
-        if not self.connection.in_transaction:
-            self.connection.execute("BEGIN IMMEDIATE")
-        for key, value in values.items():
-            self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-        self.connection.execute("COMMIT")
+        with _errors(self.path):
+            if not self.connection.in_transaction:
+                self.connection.execute("BEGIN IMMEDIATE")
+            for key, value in values.items():
+                self._put(key, value)
+            if self.checked:
+                self._seal()
+            self.connection.execute("COMMIT")
+        self.committed = self.total
 
     def rollback(self) -> None:
         self._forget()
+        self.total = self.committed
         if self.connection.in_transaction:
-            self.connection.execute("ROLLBACK")
+            with _errors(self.path):
+                self.connection.execute("ROLLBACK")
 
     def _forget(self) -> None:
         """What was read ahead is not what the next round will find."""
         if self.coming is not None:
-            self.coming[1].result()
+            self.coming[1].exception()
             self.coming = None
 
     def value(self, key: str) -> bytes | str | None:
         """What was committed under a key, or None."""
-        row = self.connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        with _errors(self.path):
+            row = self.connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return None if row is None else row[0]
 
     def sync(self) -> None:
         """Bring what is committed onto the disk, against a power cut."""
-        self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with _errors(self.path):
+            self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def touched(self) -> list[int]:
-        return [row[0] for row in self.connection.execute("SELECT id FROM client ORDER BY id")]
+        with _errors(self.path):
+            return [row[0] for row in self.connection.execute("SELECT id FROM client ORDER BY id")]
 
     def bytes(self) -> int:
-        return self.connection.execute("SELECT coalesce(sum(length(record)), 0) FROM client").fetchone()[0]
+        with _errors(self.path):
+            return self.connection.execute("SELECT coalesce(sum(length(record)), 0) FROM client").fetchone()[0]
 
     def close(self) -> None:
         """Close the file; the object is of no use after."""
@@ -441,6 +535,60 @@ class Database:
         self.pool.shutdown()
         self.reader.close()
         self.connection.close()
+
+
+def _record(connection: sqlite3.Connection, path: Path, client: int, checked: bool) -> bytes | None:
+    """The record of a client, which must have the digest that was committed with it; None if it has none."""
+    query = "SELECT record, nonzeros FROM client WHERE id = ?"
+    if checked:
+        query = "SELECT record, nonzeros, digest FROM digest LEFT JOIN client USING (id) WHERE digest.id = ?"
+    row = connection.execute(query, (client,)).fetchone()
+    if row is None:
+        return None
+    if checked and (not isinstance(row[0], bytes) or _digest(client, row[0], row[1]) != row[2]):
+        raise DamagedError(f"{path}: the record of client {client} is damaged, or is another's")
+    return _bytes(row[0])
+
+
+def _total(connection: sqlite3.Connection) -> int:
+    """The sum of all digests."""
+    rows = connection.execute("SELECT digest FROM digest")
+    return sum(int.from_bytes(_bytes(row[0]), "little") for row in rows) % _MODULUS
+
+
+def _check(connection: sqlite3.Connection, path: Path, total: int) -> None:
+    """Raise DamagedError unless the digests, whose sum is `total`, are those that were committed, one a client."""
+    values = dict(connection.execute("SELECT key, value FROM meta"))
+    counts = [connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("client", "digest")]
+    seal = values.pop("seal", None)
+    if seal is None:
+        # Nothing was committed yet.
+        if counts != [0, 0] or set(values) != {"about"}:
+            raise DamagedError(f"{path}: damaged: there are clients, and nothing that says which")
+        return
+    try:
+        seal = json.loads(seal)
+        committed, meta = int(seal["sum"], 16), seal["meta"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedError(f"{path}: damaged: {error!r}") from error
+    if meta != _digest_of(values):
+        raise DamagedError(f"{path}: damaged: what the server knows has another digest than was committed")
+    if committed != total or counts[0] != counts[1]:
+        raise DamagedError(f"{path}: damaged: clients are missing, doubled, or of another round")
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise DamagedError(f"damaged: a value of type {type(value).__name__} where bytes must be")
+    return value
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    hasher = files.hasher()
+    for key, value in sorted(values.items()):
+        data = value.encode() if isinstance(value, str) else _bytes(value)
+        hasher.update(f"{key} {len(data)} ".encode() + data)
+    return hasher.hexdigest()
 
 
 def totals(touched: int, size: int, nonzeros: int | None, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -455,44 +603,93 @@ def totals(touched: int, size: int, nonzeros: int | None, table: Mapping[str, An
     }
 
 
-def about_database(directory: Path) -> dict[str, Any]:
-    """What a store of clients holds. Raises RunDirectoryError if there is none."""
+def about_database(directory: Path, verify: bool = False) -> dict[str, Any]:
+    """What a store of clients holds; `id` is that of its run. verify: read everything.
+
+    Raises RunDirectoryError if there is none, DamagedError for the first thing that is not what was committed.
+    """
     path = directory / DATABASE
     if not path.is_file():
         raise RunDirectoryError(f"{directory}: no store of clients ({DATABASE} is missing)")
-    connection = _connect(path, False)
-    try:
+    with contextlib.closing(_connect(path, write=False)) as connection, _errors(path):
+        if not _tables(connection, path):
+            raise RunDirectoryError(f"{directory}: a store of clients that was never finished")
         table = _about(connection, path)
+        if verify:
+            _verify(connection, path, table)
         rows = connection.execute("SELECT count(*), coalesce(sum(length(record)), 0), sum(nonzeros) FROM client")
         touched, size, nonzeros = rows.fetchone()
         server = connection.execute("SELECT value FROM meta WHERE key = 'server'").fetchone()
-        rounds = int(json.loads(server[0])["round"]) if server else 0
-        return {"clients": table["clients"], "rounds": rounds, **totals(touched, size, nonzeros, table)}
-    finally:
-        connection.close()
+        server = json.loads(server[0]) if server else {"round": 0}
+        about = {"clients": table["clients"], "rounds": int(server["round"]), **totals(touched, size, nonzeros, table)}
+        return about | ({"id": server["id"]} if "id" in server else {})
 
 
-def _connect(path: Path, new: bool) -> sqlite3.Connection:
+def _verify(connection: sqlite3.Connection, path: Path, table: Mapping[str, Any]) -> None:
+    problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if problem != "ok":
+        raise DamagedError(f"{path}: damaged: {problem}")
+    checked = table["format"] >= 2
+    if checked:
+        _check(connection, path, _total(connection))
+    clients = [row[0] for row in connection.execute("SELECT id FROM client ORDER BY id")]
+    check_clients(clients, table["clients"])
+    for client in clients:
+        record = _record(connection, path, client, checked)
+        if record is None or count_of(record) != len(table["tensors"]):
+            raise DamagedError(f"{path}: the record of client {client} is not that of a state")
+
+
+@contextlib.contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    """Errors of SQLite, and of values in its file that are not of their kind, as errors of the store."""
     try:
-        # Transactions are begun and ended by hand; the reader is used by one thread at a time.
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        if new:
-            # A record is around 1 MB: the largest page keeps its chain of pages short.
-            connection.execute("PRAGMA page_size = 65536")
-        connection.execute("PRAGMA journal_mode = WAL")
-        # In this mode a crash of the process loses nothing; a power cut at most the newest rounds, whole ones.
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA wal_autocheckpoint = 256")
-    except sqlite3.Error as error:
+        yield
+    except sqlite3.OperationalError as error:
         raise RunDirectoryError(f"{path}: {error}") from error
+    except RunDirectoryError:
+        raise
+    except (sqlite3.Error, OverflowError, TypeError, KeyError, ValueError) as error:
+        raise DamagedError(f"{path}: damaged: {error}") from error
+
+
+def _connect(path: Path, write: bool = True) -> sqlite3.Connection:
+    """Transactions are begun and ended by hand; a connection is used by one thread at a time."""
+    with _errors(path):
+        if not write:
+            uri = f"file:{urllib.parse.quote(str(path.resolve()))}?mode=ro"
+            connection = sqlite3.connect(uri, isolation_level=None, check_same_thread=False, uri=True)
+        else:
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        # Whatever a file says, nothing but tables is read.
+        connection.execute("PRAGMA trusted_schema = OFF")
+        if write:
+            # A record is around 1 MB: the largest page keeps its chain of pages short. Ignored where there are any.
+            connection.execute("PRAGMA page_size = 65536")
+            connection.execute("PRAGMA journal_mode = WAL")
+            # In this mode a crash of the process loses nothing; a power cut at most the newest rounds, whole ones.
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA wal_autocheckpoint = 256")
     return connection
+
+
+def _tables(connection: sqlite3.Connection, path: Path) -> set[str]:
+    """The tables of a store, none in a new one. Raises RunDirectoryError for a file with anything else in it."""
+    found = set()
+    for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master").fetchmany(9):
+        if (kind, name, sql) == ("index", "sqlite_autoindex_meta_1", None):
+            continue
+        if kind != "table" or _TABLES.get(name) != sql:
+            raise RunDirectoryError(f"{path}: no store of clients: it has a {kind} {name!r} that is none of a store")
+        found.add(name)
+    return found
 
 
 def _about(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
     try:
         row = connection.execute("SELECT value FROM meta WHERE key = 'about'").fetchone()
         about = json.loads(row[0])
-        if about["format"] != 1:
+        if about["format"] not in (1, 2) or (about["format"] == 2) != ("digest" in _tables(connection, path)):
             raise ValueError(f"format {about['format']}")
         return about
     except (sqlite3.Error, ValueError, TypeError, KeyError) as error:

@@ -21,6 +21,7 @@ import dataclasses
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from fastfact import ops
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.ledger import FRAME, Sizes
+from fastfact.formats import quantized
 
 HEADER = struct.Struct("<2sBBI")
 ENTRY = struct.Struct("<HBI")
@@ -148,7 +150,7 @@ class Wire:
             if mask is not None:
                 mask = mask.cpu()
                 info, tensor = _some_rows(info, mask), tensor[mask]
-                which = _bytes(ops.pack_bitmap(mask[None].float(), torch.float32)[0])
+                which = np.packbits(mask.numpy(), bitorder="little").tobytes()
             encoding, length = self._choose(info, int(tensor.count_nonzero()))
             payload = which + b"".join(map(_bytes, self._payload(tensor, info, encoding)))
             assert len(payload) == len(which) + length
@@ -176,11 +178,9 @@ class Wire:
 
         Raises ValueError for a message that is cut short or does not fit the model.
         """
-        view = memoryview(message)
-        if len(view) < HEADER.size or bytes(view[:2]) != b"FF" or view[2] != 1:
-            raise ValueError("message: not a message of this version")
-        count, at = HEADER.unpack(view[: HEADER.size])[3], HEADER.size
+        view, count, at = memoryview(message), count_of(message), HEADER.size
         tensors, wanted = {}, None if names is None else frozenset(names)
+        seen: set[int] = set()
         for _ in range(count):
             if len(view) < at + ENTRY.size:
                 raise ValueError("message: cut short")
@@ -189,6 +189,9 @@ class Wire:
             some, encoding = divmod(encoding, SOME_ROWS)
             if index >= len(self.names) or some > 1 or encoding > BITMAP_INT8 or len(view) < at + length:
                 raise ValueError("message: cut short or damaged")
+            if index in seen:
+                raise ValueError(f"message: {self.names[index]} comes twice")
+            seen.add(index)
             info, payload = self.infos[self.names[index]], view[at : at + length]
             if wanted is not None and info.name not in wanted:
                 at += length
@@ -196,15 +199,20 @@ class Wire:
             if not some:
                 tensors[info.name] = _decode(payload, info, encoding)
             else:
+                if not info.shape:
+                    raise ValueError(f"message: {info.name} is a scalar, some of its rows cannot travel")
                 n = info.shape[0]
                 width = (n + 7) // 8
                 if length < width:
                     raise ValueError(f"message: {info.name} is cut short")
-                mask = torch.tensor([payload[i // 8] >> (i % 8) & 1 for i in range(n)], dtype=torch.bool)
+                bits = np.frombuffer(payload[:width], np.uint8)
+                mask = torch.from_numpy(np.unpackbits(bits, count=n, bitorder="little").astype(bool))
                 base = onto[info.name].cpu() if onto else torch.zeros(info.shape, dtype=info.dtype)
                 part = _decode(payload[width:], _some_rows(info, mask), encoding)
                 tensors[info.name] = base.index_copy(0, mask.nonzero().flatten(), part)
             at += length
+        if at != len(view):
+            raise ValueError(f"message: {len(view) - at} bytes follow its last tensor")
         return tensors
 
 
@@ -221,18 +229,30 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [..., rows, n] and float32 [..., rows], as `ops.pack_bitmap` quantizes."""
-    x = rows.float()
-    scale = x.abs().amax(-1) / 127 if x.shape[-1] else x.new_zeros(x.shape[:-1])
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
-    return (x * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale
+    if not rows.shape[-1]:
+        return rows.to(torch.int8), rows.new_zeros(rows.shape[:-1], dtype=torch.float32)
+    values, scale = quantized(rows.float().flatten(0, -2))
+    return values.reshape(rows.shape), scale.reshape(rows.shape[:-1])
 
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+def count_of(message: bytes) -> int:
+    """How many tensors a message says it has. Raises ValueError for one that is none."""
+    if len(message) < HEADER.size or bytes(message[:2]) != b"FF" or message[2] != 1 or message[3] != 0:
+        raise ValueError("message: not a message of this version")
+    return HEADER.unpack(message[: HEADER.size])[3]
+
+
 def _decode(payload: memoryview, info: TensorInfo, encoding: int) -> Tensor:
+    if encoding != RAW and not info.dtype.is_floating_point:
+        raise ValueError(f"message: {info.name} is {info.dtype}, which travels as it is")
     rows, columns = _matrix_shape(info.shape)
+    lengths = {RAW: info.numel * info.dtype.itemsize, BF16: 2 * info.numel, INT8: info.numel + 4 * rows}
+    if lengths.get(encoding, len(payload)) != len(payload):
+        raise ValueError(f"message: {info.name} has {len(payload)} bytes, must have {lengths[encoding]}")
 
     def read(start: int, count: int, dtype: torch.dtype) -> Tensor:
         stop = start + count * dtype.itemsize
@@ -257,5 +277,7 @@ def _decode(payload: memoryview, info: TensorInfo, encoding: int) -> Tensor:
         scale = read(at, rows, torch.float32)
         at += 4 * rows
     dtype = _BITMAP_TYPES[encoding]
+    if (len(payload) - at) % dtype.itemsize:
+        raise ValueError(f"message: {info.name} has {len(payload)} bytes, which ends within a number")
     values = read(at, (len(payload) - at) // dtype.itemsize, dtype)
     return ops.unpack_bitmap(bits, values, scale, columns).to(info.dtype).reshape(info.shape)

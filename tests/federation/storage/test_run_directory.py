@@ -1,14 +1,16 @@
 import functools
 import json
+import re
+import shutil
 import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import fastfact as ff
-from fastfact import models
+from fastfact import files, models
 from fastfact.federation import RunDirectoryError
 from fastfact.federation.storage import run_directory as store
 
@@ -40,8 +42,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(make, same, 
     assert resumed.round == 2 and same(resumed, first)
     resumed.fit(2, tmp_path / "run")
     assert same(resumed, straight)
-    for name in ("ledger.jsonl", "config.json"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == (tmp_path / "straight" / "ledger.jsonl").read_bytes()
+    configs = [store.read_config(tmp_path / name) for name in ("run", "straight")]
+    assert configs[0].pop("id") != configs[1].pop("id") and configs[0] == configs[1]
     last = (load_file(store.last_checkpoint(tmp_path / d)[1]) for d in ("run", "straight"))
     one, other = last
     assert set(one) == set(other) and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
@@ -130,9 +133,7 @@ def test_a_model_is_found_again_by_name_or_asked_for(make, tmp_path):
 )
 def test_nothing_is_imported_or_called_by_a_name_in_a_file(run, name, args):
     _, directory = run
-    config = json.loads((directory / "config.json").read_text())
-    config["model"] = {"factory": name} | ({"args": args, "kwargs": {}} if args else {})
-    (directory / "config.json").write_text(json.dumps(config))
+    change_config(directory, model={"factory": name} | ({"args": args, "kwargs": {}} if args else {}))
     with pytest.raises(ValueError, match=r"pass model=|must return an nn.Module"):
         ff.Federation.load(directory)
     assert "this" not in sys.modules
@@ -158,7 +159,7 @@ def test_other_clients_are_refused(make, run):
 def test_a_temporary_file_is_no_checkpoint(run):
     _, directory = run
     newest = store.checkpoint_path(directory, 3)
-    newest.rename(newest.with_name(newest.name + ".tmp"))
+    newest.rename(newest.with_name(f".{newest.name}.0a1b2c3d.unfinished"))
     assert ff.Federation.load(directory).round == 2
     assert store.last_checkpoint(directory)[0] == 2
 
@@ -186,7 +187,13 @@ def damage(directory, change):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     change(tensors, metadata)
-    save_file(tensors, path, metadata)
+    store.save_tensors(path, tensors, {name: text for name, text in metadata.items() if "digest" not in name})
+
+
+def change_config(directory, **changes):
+    """As somebody who knows the format could."""
+    config = store.read_config(directory) | changes
+    files.write_json(directory / "config.json", config, sealed=True)
 
 
 @pytest.mark.parametrize(
@@ -199,15 +206,35 @@ def damage(directory, change):
         ),
         (lambda t, m: t.update({"client/0.mu": t["client/0.mu"].float()}), r"tensor client/0.mu is F32"),
         (lambda t, m: t.update({"client/9.v": torch.zeros(1)}), r"tensor client/9.v is not of this model"),
+        (lambda t, m: m.update(id="0" * 32), r"round-000003.safetensors: belongs to another run"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(run, change, message):
+    _, directory = run
+    damage(directory, change)
+    with pytest.raises(RunDirectoryError, match=message):
+        ff.Federation.load(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         (lambda t, m: m.update(round="7"), r"round-000003.safetensors.*round 7"),
         (lambda t, m: m.pop("bytes_up"), r"round-000003.safetensors.*bytes_up"),
         (lambda t, m: m.update(bytes_down="3"), r"half-written"),
         (lambda t, m: m.update(last="[]"), r"round-000003.safetensors"),
+        (lambda t, m: m.update(rows="[]"), r"round-000003.safetensors"),
+        (lambda t, m: t.update(clients=torch.tensor([0, 1, 1])), r"client 1 after client 1"),
+        (lambda t, m: t.update(clients=torch.tensor([0, 1, 3])), r"client 3 after client 1, must be some of 3"),
+        (lambda t, m: t.update(clients=torch.tensor([-1, 1, 2])), r"client -1"),
     ],
 )
-def test_a_wrong_checkpoint_names_file_and_tensor(run, change, message):
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, caplog, change, message):
     _, directory = run
     damage(directory, change)
+    assert ff.Federation.load(directory).round == 2
+    assert re.search(message, caplog.text) and "going on from round 2, the checkpoint before" in caplog.text
+    store.checkpoint_path(directory, 2).unlink()
     with pytest.raises(RunDirectoryError, match=message):
         ff.Federation.load(directory)
 
@@ -219,30 +246,40 @@ def test_half_written_directories(make, run, tmp_path):
         with pytest.raises(RunDirectoryError, match=message):
             ff.Federation.load(directory)
 
-    newest = store.checkpoint_path(directory, 3)
+    newest, older = (store.checkpoint_path(directory, round) for round in (3, 2))
     content = newest.read_bytes()
     for cut in (0, 4, 100, len(content) // 2, len(content) - 1):
         newest.write_bytes(content[:cut])
+        assert ff.Federation.load(directory).round == 2
+        older.rename(directory / "older")
         broken("round-000003.safetensors: damaged or cut short")
+        (directory / "older").rename(older)
     newest.write_bytes(content)
     metrics = (directory / "metrics.jsonl").read_text()
     (directory / "metrics.jsonl").write_text(metrics[: len(metrics) // 2])
-    broken("metrics.jsonl: line . is not a row")
+    broken("metrics.jsonl: is cut short")
     (directory / "metrics.jsonl").write_text("".join(metrics.splitlines(keepends=True)[:3]))
-    broken("metrics.jsonl: has 3 rows of the first 3 rounds, must be 9")
+    broken("metrics.jsonl: is cut short")
+    (directory / "metrics.jsonl").write_text(metrics.replace("1", "2", 1))
+    broken("metrics.jsonl: damaged, or of another run")
     (directory / "metrics.jsonl").write_text(metrics[:-20])
-    broken("metrics.jsonl: has 8 rows of the first 3 rounds, must be 9")
+    assert ff.Federation.load(directory).round == 2
     (directory / "metrics.jsonl").unlink()
     broken("metrics.jsonl: missing")
     (directory / "metrics.jsonl").write_text(metrics)
     ledger = (directory / "ledger.jsonl").read_text()
     (directory / "ledger.jsonl").write_text("".join(ledger.splitlines(keepends=True)[:-1]))
-    broken("byte totals")
+    assert ff.Federation.load(directory).round == 2
+    (directory / "ledger.jsonl").write_text("")
+    broken("ledger.jsonl: is cut short")
     (directory / "ledger.jsonl").write_text(ledger)
     config = (directory / "config.json").read_text()
     (directory / "config.json").write_text(config[:-20])
-    broken("config.json: not JSON")
-    (directory / "config.json").write_text(json.dumps(json.loads(config) | {"format": 2}))
+    broken("config.json: damaged or half-written, not JSON")
+    (directory / "config.json").write_text(config.replace("0.9", "0.8"))
+    broken("config.json: damaged or changed by hand")
+    (directory / "config.json").write_text(config)
+    change_config(directory, format=2)
     broken("config.json: format 2")
     (directory / "config.json").write_text(json.dumps({"format": 1}))
     broken("config.json")
@@ -261,8 +298,13 @@ def test_another_runs_directory_is_refused(make, run, tmp_path):
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     with pytest.raises(RunDirectoryError, match=r"holds another run .its method differs"):
         make(method="factorized-fl-beta").fit(1, directory)
-    with pytest.raises(RunDirectoryError, match="has rounds this federation has not run"):
+    with pytest.raises(RunDirectoryError, match="holds another run of the same settings"):
         make(method="factorized-fl-alpha").fit(1, directory)
+    copy = ff.Federation.load(directory, clients=make.clients())
+    shutil.copytree(directory, tmp_path / "ahead")
+    copy.fit(1, tmp_path / "ahead")
+    with pytest.raises(RunDirectoryError, match="has rounds this federation has not run"):
+        fed.fit(1, tmp_path / "ahead")
     assert all(path.read_bytes() == content for path, content in before.items())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")

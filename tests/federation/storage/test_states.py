@@ -269,7 +269,7 @@ def test_states_in_a_directory_go_on(same, tmp_path):
     with pytest.raises(RunDirectoryError, match="is not empty and no store of clients"):
         federation(store=tmp_path / "run")
     (tmp_path / "moved" / "clients.sqlite").write_bytes(b"x" * 5000)
-    with pytest.raises(RunDirectoryError, match=r"clients.sqlite: file is not a database"):
+    with pytest.raises(RunDirectoryError, match=r"clients.sqlite: damaged: file is not a database"):
         ff.Federation.load(tmp_path / "run", store=tmp_path / "moved")
 
 
