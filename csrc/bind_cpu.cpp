@@ -628,6 +628,28 @@ std::tuple<Tensor, Tensor, Tensor> rows_softmax_loss(std::vector<Tensor> samples
   return {losses, grad, dw};
 }
 
+// Of the shapes, types, memory formats and numbers of all tensors.
+int64_t digest(std::vector<Tensor> tensors) {
+  uint64_t out = tensors.size();
+  for (const Tensor& t : tensors) {
+    if (!t.is_cpu()) fail("digest", "tensors must be on the CPU");
+    Shape facts = {t.dim(), static_cast<int64_t>(t.scalar_type())};
+    bool gaps = t.numel() == 0;
+    std::vector<std::pair<int64_t, int64_t>> axes;  // (stride, size)
+    for (int64_t d = 0; d < t.dim(); ++d) {
+      facts.push_back(t.size(d)), facts.push_back(t.stride(d));
+      if (t.size(d) != 1) axes.emplace_back(t.stride(d), t.size(d));
+    }
+    std::sort(axes.begin(), axes.end());
+    int64_t expected = 1;
+    for (const auto& [stride, size] : axes) gaps |= stride != expected, expected *= size;
+    const Tensor whole = gaps ? torch::stable::contiguous(t) : t;
+    out = fastfact::digest(facts.data(), facts.size() * sizeof(int64_t), out, parallel_for);
+    out = fastfact::digest(whole.data_ptr(), whole.numel() * whole.element_size(), out, parallel_for);
+  }
+  return static_cast<int64_t>(out);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
@@ -639,6 +661,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("lowrank_weight_backward", TORCH_BOX(&lowrank_weight_backward));
   m.impl("hadamard_weight", TORCH_BOX(&hadamard_weight));
   m.impl("hadamard_weight_backward", TORCH_BOX(&hadamard_weight_backward));
+  m.impl("digest", TORCH_BOX(&digest));
   m.impl("prox_sgd_step", TORCH_BOX(&prox_sgd_step));
   m.impl("pack_bitmap", TORCH_BOX(&pack_bitmap));
   m.impl("unpack_bitmap", TORCH_BOX(&unpack_bitmap));

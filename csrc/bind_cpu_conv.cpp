@@ -157,10 +157,9 @@ fastfact::Sparse nonzeros(const Checked& checked, const Rows& values, const Rows
   return {at, values.at(k), count};
 }
 
-// With the order of each client's nonzeros in a row of `order`, or none.
-Tensor ordered_factored_conv2d(Tensor x_, OptionalTensor u_, OptionalTensor v_, OptionalTensor values_,
-                               OptionalTensor index_, OptionalTensor bias_, OptionalTensor order_, Shape size,
-                               Shape stride, Shape padding, Shape dilation, int64_t groups) {
+Tensor convolve(const Tensor& x_, const OptionalTensor& u_, const OptionalTensor& v_, const OptionalTensor& values_,
+                const OptionalTensor& index_, const OptionalTensor& bias_, const Shape& size, const Shape& stride,
+                const Shape& padding, const Shape& dilation, int64_t groups, bool repeated) {
   const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
   fastfact::Conv c = checked.conv;
   const int64_t k = checked.clients;
@@ -168,40 +167,24 @@ Tensor ordered_factored_conv2d(Tensor x_, OptionalTensor u_, OptionalTensor v_, 
   const Batch x(x_);
   Tensor y = empty(x_, {k, c.n, size[0], c.oh, c.ow}, x.channels_last);
   c.x_channels_last = c.y_channels_last = x.channels_last;
-  const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_), order(order_);
+  const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_);
   for (int64_t j = 0; j < k; ++j) {
-    const fastfact::FactoredConv op{type_of(x_),  c,
-                                    checked.rank, at(x.tensor, j),
-                                    u.at(j),      v.at(j),
-                                    bias.at(j),   nonzeros(checked, values, index, j),
-                                    at(y, j),     static_cast<const int32_t*>(order.at(j))};
-    require(!order || (order_->scalar_type() == ScalarType::Int &&
-                       order_->numel() == k * fastfact::factored_conv_order(op, nullptr, parallel_for)),
-            "order is of another index or other images");
-    fastfact::factored_conv(op, parallel_for);
+    fastfact::factored_conv({type_of(x_), c, checked.rank, at(x.tensor, j), u.at(j), v.at(j), bias.at(j),
+                             nonzeros(checked, values, index, j), at(y, j), repeated},
+                            parallel_for);
   }
   return y;
 }
 
 Tensor factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
                        OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups) {
-  return ordered_factored_conv2d(x, u, v, values, index, bias, {}, size, stride, padding, dilation, groups);
+  return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, false);
 }
 
-Tensor factored_conv2d_order(Tensor x_, OptionalTensor u_, OptionalTensor v_, Tensor values_, Tensor index_, Shape size,
-                             Shape stride, Shape padding, Shape dilation, int64_t groups) {
-  const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
-  fastfact::Conv c = checked.conv;
-  c.x_channels_last = c.y_channels_last = Batch(x_).channels_last;
-  const Rows values(values_), index(index_);
-  fastfact::FactoredConv op{};
-  op.type = type_of(x_), op.conv = c, op.rank = checked.rank, op.mu.count = checked.nonzeros;
-  Tensor order = empty(index_, {checked.clients, fastfact::factored_conv_order(op, nullptr, parallel_for)});
-  for (int64_t j = 0; j < checked.clients; ++j) {
-    op.mu = nonzeros(checked, values, index, j);
-    fastfact::factored_conv_order(op, static_cast<int32_t*>(at(order, j)), parallel_for);
-  }
-  return order;
+Tensor repeated_factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values,
+                                OptionalTensor index, OptionalTensor bias, Shape size, Shape stride, Shape padding,
+                                Shape dilation, int64_t groups) {
+  return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, true);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad, Tensor x_, OptionalTensor u_,
@@ -233,7 +216,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
 
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("factored_conv2d", TORCH_BOX(&factored_conv2d));
-  m.impl("ordered_factored_conv2d", TORCH_BOX(&ordered_factored_conv2d));
-  m.impl("factored_conv2d_order", TORCH_BOX(&factored_conv2d_order));
+  m.impl("repeated_factored_conv2d", TORCH_BOX(&repeated_factored_conv2d));
   m.impl("factored_conv2d_backward", TORCH_BOX(&factored_conv2d_backward));
 }

@@ -1,5 +1,6 @@
 // y = conv(x, Σ_r u_r ⊗ v_r + μ), a band of packed rows at a time: t_r = the depthwise convolution of x by u_r, y = v
 // t, and the nonzeros of μ added to it.
+#include "orders.h"
 #include "tiles.h"
 
 namespace fastfact {
@@ -94,11 +95,34 @@ Prepared<T> prepare(const FactoredConv& op) {
   return p;
 }
 
+constexpr int64_t kOrderBytes = 256 << 20;
+
+// All numbers but the positions that find_order reads.
+template <class C>
+std::vector<int64_t> numbers_of(const Prepared<C>& p, int64_t taps) {
+  std::vector<int64_t> out = {sizeof(typename Prepared<C>::C), p.s.groups, p.s.i, p.s.o, taps, p.slab.channel,
+                              p.plan.block, p.plan.blocks, p.plan.keys};
+  for (size_t phase = 0; phase < p.s.phases.size(); ++phase) {
+    const auto &tap = p.s.phases[phase].tap, &offset = p.slab.offset[phase];
+    out.push_back(tap.size());
+    out.insert(out.end(), tap.begin(), tap.end()), out.insert(out.end(), offset.begin(), offset.end());
+  }
+  return out;
+}
+
 template <class T>
-int64_t order(const FactoredConv& op, int32_t* to, ParallelFor parallel_for) {
-  const Prepared<T> p = prepare<T>(op);
-  if (to) find_order(p.plan, p.s, p.slab, op.mu, op.conv.kh * op.conv.kw, false, to, parallel_for);
-  return p.plan.size();
+Orders::Order order_of(const Prepared<T>& p, const FactoredConv& op, ParallelFor parallel_for) {
+  static Orders& orders = *new Orders(kOrderBytes);  // never destroyed: threads may outlive main
+  const int64_t taps = op.conv.kh * op.conv.kw;
+  std::vector<int64_t> numbers;
+  if (op.repeated && op.mu.count) {
+    numbers = numbers_of(p, taps);
+    if (auto found = orders.find(numbers, op.mu.index, op.mu.count)) return found;
+  }
+  std::vector<int32_t> order(p.plan.size());
+  find_order(p.plan, p.s, p.slab, op.mu, taps, false, order.data(), parallel_for);
+  if (numbers.empty()) return std::make_shared<const std::vector<int32_t>>(std::move(order));
+  return orders.add(std::move(numbers), op.mu.index, op.mu.count, std::move(order));
 }
 
 template <class T>
@@ -107,9 +131,8 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   const Conv& c = op.conv;
   const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), taps = c.kh * c.kw, outputs = c.groups * c.o;
   Prepared<T> p = prepare<T>(op);
-  const Scratch<int32_t> found(op.order ? 0 : p.plan.size());
-  if (!op.order) find_order(p.plan, p.s, p.slab, op.mu, taps, false, found.get(), parallel_for);
-  p.plan.use(op.order ? op.order : found.get());
+  const Orders::Order order = order_of(p, op, parallel_for);
+  p.plan.use(order->data());
   const Scratch<C> u(op.rank * taps), v(outputs * op.rank * c.i), bias(op.bias ? outputs * lanes : 0);
   const Scratch<C> values(op.mu.count);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
@@ -136,13 +159,6 @@ void factored_conv(const FactoredConv& op, ParallelFor parallel_for) {
   if (channels_in_lanes(op.conv, op.rank, op.mu)) return factored_conv_channels_last(op, parallel_for);
   if (planes_in_lanes(op.conv, op.type, op.rank, op.mu)) return factored_conv_planes(op, parallel_for);
   with_conv_type(op.type, [&](auto type) { convolve<decltype(type)>(op, parallel_for); });
-}
-
-int64_t factored_conv_order(const FactoredConv& op, int32_t* to, ParallelFor parallel_for) {
-  int64_t size = 0;
-  if (op.conv.n * op.conv.groups * op.conv.o == 0) return size;
-  with_conv_type(op.type, [&](auto type) { size = order<decltype(type)>(op, to, parallel_for); });
-  return size;
 }
 
 }  // namespace fastfact

@@ -26,7 +26,7 @@ struct FactoredConv {
   const void *x, *u, *v, *bias;  // u [rank, kh, kw], v [rank, groups·o, i], bias [groups·o] or null
   Sparse mu;
   void* y;
-  const int32_t* order;  // of the nonzeros, as factored_conv_order gives it; null: found anew
+  bool repeated = false;  // whether μ comes again: the order of its nonzeros is then remembered
 };
 
 struct FactoredConvBackward {
@@ -40,9 +40,6 @@ struct FactoredConvBackward {
 };
 
 void factored_conv(const FactoredConv& op, ParallelFor parallel_for);
-// The order in which factored_conv takes the nonzeros, the same for all x, u, v and values of the same shapes and
-// types: how many numbers it is, and the numbers, if `to` is not null.
-int64_t factored_conv_order(const FactoredConv& op, int32_t* to, ParallelFor parallel_for);
 void factored_conv_backward(const FactoredConvBackward& op, ParallelFor parallel_for);
 
 // The same where all images are channels_last and there is no μ: called where `channels_in_lanes` says so. A few

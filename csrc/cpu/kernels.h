@@ -194,6 +194,9 @@ void softmax_loss(const SoftmaxLoss& op, ParallelFor);
 void rows_softmax_loss(const SampleRows& rows, const SoftmaxLoss& op, const In& weight, const In& bias, void* dw,
                        int64_t threads, ParallelFor);
 
+// A number that depends on every byte, and on `seed`; two contents have the same one by accident once in 2^64.
+uint64_t digest(const void* data, int64_t bytes, uint64_t seed, ParallelFor);
+
 // Which instruction set the kernels use: "x86-64-v4", "x86-64-v3" or "baseline".
 const char* instruction_set();
 

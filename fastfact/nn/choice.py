@@ -277,7 +277,7 @@ def run(work: Work, seed: int = 0) -> dict[str, Callable[[], object]]:
         settings |= dict(zip(("stride", "padding", "dilation", "groups"), how, strict=True))
     op = {"spatial": ops.factored_conv2d, "kernel": ops.separable_conv2d, "linear": ops.factored_linear}[layout]
     if work.kind == "conv" and work.nonzeros and not training:
-        settings["order"] = ops.factored_conv2d_order(x, u, v, values, index, **settings)
+        settings["repeated"] = True
 
     def factored() -> Tensor:
         return op(x, u, v, values, index, **settings)

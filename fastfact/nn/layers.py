@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from fastfact import ops
 from fastfact.nn import choice as cost
-from fastfact.nn import sparsity
-from fastfact.nn import weight_cache as kept
+from fastfact.nn import sparsity, weight_cache
+from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops.common import is_channels_last, is_mapped, transforming
 
@@ -40,19 +40,22 @@ class FactorizedLayer(nn.Module):
     σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
     is two smaller convolutions. "auto" takes it on a GPU, for clients and for `Rank1(sparse=False)`.
 
-    In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it until a
-    factor changes (`nn.weight_cache`) or `train()` or `eval()` is called; "factored" does so with the order in which
-    the kernels take the nonzeros of μ, 8 bytes for each. After writes to a few numbers through `.data` or numpy, which
-    PyTorch does not count, call `eval()`.
+    In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
+    every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()` or
+    `eval()` is called; "factored" has the kernels remember the order in which they take the nonzeros of μ.
+
+    Factors are read as attributes, so that `torch.nn.utils.prune`, `parametrize` and `weight_norm` work on them. What
+    changes the form of μ (`compact`, `prune_`, …) needs μ to be a parameter of the layer, and raises ValueError if not.
+    The positions `mu_index` are no numbers that could be averaged: after an in-place write that changed them the layer
+    raises RuntimeError (`set_support` and `load_state_dict` are the ways to change them).
     """
 
     spec: Spec
     size: tuple[int, ...]
     path: str = "auto"
     paths = PATHS
-    _kept: kept.Kept | None = None
-    _kept_order: kept.Kept | None = None
     _answer: tuple[tuple, bool] | None = None
+    _noted: tuple[Tensor, int, int] | None = None
 
     def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
         if not isinstance(spec, Spec):
@@ -67,6 +70,7 @@ class FactorizedLayer(nn.Module):
             empty = torch.empty_like(like) if like is dense else like.new_empty(shape)
             self.register_parameter(name, nn.Parameter(empty))
         self.register_parameter("bias", nn.Parameter(dense.new_empty(bias)) if bias else None)
+        self._cache = weight_cache.WeightCache()
 
     @torch.no_grad()
     def reset_parameters(
@@ -90,35 +94,74 @@ class FactorizedLayer(nn.Module):
         """The factors by name: u, v, mu | sigma, A, B | x1, y1, x2, y2 (shapes: see the spec)."""
         return {name: getattr(self, name) for name in self._names}
 
+    def _factor(self, name: str) -> Tensor | None:
+        """A factor, None for one that the spec has not. Not every attribute is a parameter: see the class."""
+        found = self._parameters.get(name)
+        return found if found is not None or name not in self._names else getattr(self, name)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What W is made from: the factors, and the positions of compact μ as `mu_index`."""
+        found = {name: self._factor(name) for name in self._names}
+        if self.is_compact:
+            found[INDEX] = self._positions()
+        return found
+
     @property
     def weight(self) -> Tensor:
-        """W in PyTorch's order, made from the factors now; differentiable."""
-        return self._weight(None)
+        """W in PyTorch's order, made from the factors at each access; differentiable.
+
+        It is no place to write to: an assignment raises AttributeError, an in-place operation on it RuntimeError.
+        """
+        weight = self._weight(None)
+        return weight if type(weight) is not Tensor or transforming() else weight.as_subclass(Derived)
 
     def _weight(self, channels_last: bool | None) -> Tensor:
-        factors = self._parameters
-        if self.is_compact:
-            factors = {**factors, INDEX: self._buffers[INDEX]}
-        return self.spec.weight(factors, self.size, channels_last)
+        return self.spec.weight(self._tensors(), self.size, channels_last)
 
     @property
     def is_compact(self) -> bool:
         """Whether μ is in compact form."""
-        mu = self._parameters.get("mu")
+        mu = self._factor("mu")
         return mu is not None and mu.dim() == 1
 
     @property
     def density(self) -> float:
         """Fraction of nonzeros in the sparse factor (μ): 0 for `Rank1(sparse=False)`, 1 for specs without one."""
-        if self.spec.sparse_factor not in self._parameters:
+        if self.spec.sparse_factor not in self._names:
             return 0.0 if self.spec.sparse_factor else 1.0
         return torch.count_nonzero(self.mu).item() / torch.Size(self.size).numel()
 
     def _require_mu(self, what: str) -> nn.Parameter:
-        mu = self._parameters.get(self.spec.sparse_factor)
-        if mu is None:
+        name = self.spec.sparse_factor
+        if name not in self._names:
             raise ValueError(f"{what}: {self.spec} has no sparse factor")
-        return mu
+        if name not in self._parameters:
+            raise ValueError(
+                f"{what}: {name} is no parameter of the layer but made from others (pruned, parametrized, normalised):"
+                " remove that first (torch.nn.utils.prune.remove, parametrize.remove_parametrizations)"
+            )
+        return self._parameters[name]
+
+    def _positions(self) -> Tensor:
+        """The positions of compact μ. Raises RuntimeError where an in-place write changed them."""
+        index = self._buffers[INDEX]
+        noted = self._noted
+        if noted is None or noted[0] is not index or torch.compiler.is_compiling() or index._version == noted[1]:
+            return index
+        if _digest(index) != noted[2]:
+            raise RuntimeError(
+                "mu_index was written to in place, and its positions are others now. They cannot be averaged"
+                " (AveragedModel(use_buffers=True), ModelEmaV2): average parameters only, or the expanded layer"
+                " (expand()); to change them, call set_support() or load_state_dict()"
+            )
+        self._noted = index, index._version, noted[2]
+        return index
+
+    def _note_positions(self) -> None:
+        """Take the positions as they are now for those of the layer."""
+        index = self._buffers.get(INDEX)
+        plain = type(index) is Tensor and not index.is_meta and not index.is_inference()
+        self._noted = (index, index._version, _digest(index)) if plain and not transforming() else None
 
     def prune_(self, density: float) -> "FactorizedLayer":
         """Keep the round(density · numel) numbers of μ with the largest magnitude, set the others to zero, in place.
@@ -140,8 +183,8 @@ class FactorizedLayer(nn.Module):
         if density is not None:
             self.prune_(density)
         if self.is_compact:
-            kept = mu.nonzero().flatten()
-            self.set_support(mu[kept], self.mu_index[kept])
+            nonzero = mu.nonzero().flatten()
+            self.set_support(mu[nonzero], self._positions()[nonzero])
         else:
             self.set_support(*sparsity.gather(mu))
         return self
@@ -152,7 +195,7 @@ class FactorizedLayer(nn.Module):
         mu = self._require_mu("expand")
         if self.is_compact:
             mu.grad = None
-            mu.data = sparsity.scatter(mu, self.mu_index, self.size)
+            mu.data = sparsity.scatter(mu, self._positions(), self.size)
             sparsity.change_support(mu)
             del self._buffers[INDEX]
         return self
@@ -198,19 +241,26 @@ class FactorizedLayer(nn.Module):
     @torch.no_grad()
     def set_support(self, values: Tensor, index: Tensor) -> None:
         """Make μ compact with these values [nnz] at these ascending flat positions int32 [nnz]."""
-        self.mu.grad = None
-        self.mu.data = values.contiguous()
-        sparsity.change_support(self.mu)
+        mu = self._require_mu("set_support")
+        mu.grad = None
+        mu.data = values.contiguous()
+        sparsity.change_support(mu)
         self.register_buffer(INDEX, index)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         saved = state_dict.get(prefix + INDEX)
-        if self.spec.sparse_factor in self._parameters and (saved is not None or self.is_compact):
+        if self.spec.sparse_factor in self._names and (saved is not None or self.is_compact):
             if saved is None:
                 self.expand()
             elif not self.is_compact or saved.shape != self.mu_index.shape:
                 self.set_support(self.mu.new_zeros(saved.shape), saved.to(self.mu.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._note_positions()
+
+    def _save_to_state_dict(self, *args) -> None:
+        if self.is_compact:
+            self._positions()
+        super()._save_to_state_dict(*args)
 
     def _factored(self, x: Tensor) -> bool:
         """Whether the forward takes the factored path. Raises ValueError where it is asked for and cannot be taken."""
@@ -224,27 +274,31 @@ class FactorizedLayer(nn.Module):
     @property
     def can_factor(self) -> bool:
         """Whether there is a factored path for the layer as it is: compact μ or none, and a spec that has one."""
-        return (self.is_compact or "mu" not in self._parameters) and self._why_not_factored() is None
+        return (self.is_compact or "mu" not in self._names) and self._why_not_factored() is None
 
     def _faster_factored(self, x: Tensor) -> bool:
         """Whether there is a factored path for x, and it is the faster one."""
-        parameters = self._parameters
-        mu = parameters.get("mu")
+        mu = self._factor("mu")
         if mu is not None and mu.dim() > 1:
             return False
         training = torch.is_grad_enabled() and (
-            x.requires_grad or any(p is not None and p.requires_grad for p in parameters.values())
+            x.requires_grad or any(t is not None and t.requires_grad for t in (*self.factors().values(), self.bias))
         )
         if transforming():
             step = "training" if training else "forward"
             return self._can_factor(x) and cost.factored_nominal(*self._work(None, False, step, x.dtype))
         asked = (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, training, mu is not None and mu.shape)
-        asked += cost.setting()
+        asked += (*self._settings(), *cost.setting())
         # To put the question takes longer than an answer that was given a call ago is worth.
-        if self._answer is None or self._answer[0] != asked:
-            faster = self._can_factor(x) and cost.factored(self.work(tuple(x.shape), x, training))
-            self._answer = asked, faster
-        return self._answer[1]
+        answer = self._answer
+        if answer is None or answer[0] != asked:
+            answer = asked, self._can_factor(x) and cost.factored(self.work(tuple(x.shape), x, training))
+            self._answer = answer
+        return answer[1]
+
+    def _settings(self) -> tuple:
+        """What the choice depends on besides the tensors, all of which one may assign to."""
+        return ()
 
     def _can_factor(self, x: Tensor) -> bool:
         return self.can_factor and x.device.type == "cpu"
@@ -267,34 +321,37 @@ class FactorizedLayer(nn.Module):
         return None
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        index = self._buffers.get(INDEX) if self.is_compact else None
-        return self.u, self.v, self._parameters.get("mu"), index, self.bias
+        index = self._positions() if self.is_compact else None
+        return self._factor("u"), self._factor("v"), self._factor("mu"), index, self.bias
 
     def _nonzeros(self) -> int:
-        return len(self._parameters["mu"]) if self.is_compact else 0
+        return len(self._factor("mu")) if self.is_compact else 0
 
-    def _kept_weight(self, x: Tensor) -> Tensor | None:
-        """W where it is kept and serves x."""
-        if self.training or not kept.allowed() or (found := self._kept) is None:
-            return None
-        return found.value if found.serves(self, x) else None
-
-    def _keep(self, weight: Tensor, x: Tensor) -> None:
-        if not self.training and kept.allowed():
-            self._kept = kept.keep(self, weight, x)
+    def _weight_for(self, channels_last: bool) -> Tensor:
+        """W for inputs of a memory format: in evaluation the one that is kept, otherwise made."""
+        if self.training or not weight_cache.allowed():
+            # With a dense factor W has the format of that, which its gradient goes back to.
+            follows_x = self.spec.dense not in self._names or self.is_compact
+            return self._weight(channels_last if follows_x else None)
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        key = self.spec, self.size, channels_last
+        return self._cache.weight(
+            key, list(self._tensors().values()), lambda: self._weight(channels_last).contiguous(memory_format=layout)
+        )
 
     def train(self, mode: bool = True) -> "FactorizedLayer":
-        """As for any module; what was kept is dropped."""
-        self._kept = self._kept_order = None
+        """As for any module; a kept weight is dropped."""
+        self._cache.clear()
         return super().train(mode)
 
     def _apply(self, *args, **kwargs):
-        self._kept = self._kept_order = None
-        return super()._apply(*args, **kwargs)
+        self._cache.clear()
+        result = super()._apply(*args, **kwargs)
+        self._note_positions()
+        return result
 
     def __getstate__(self):
-        left_out = ("_kept", "_kept_order", "_answer")
-        return {name: value for name, value in super().__getstate__().items() if name not in left_out}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_answer", "_noted")}
 
     def _mark(self) -> None:
         parameter = self._parameters.get(self.spec.sparse_factor)
@@ -302,21 +359,36 @@ class FactorizedLayer(nn.Module):
             sparsity.mark_penalized(parameter)
 
     def __setattr__(self, name, value):
-        if name == "path":
-            if value not in self.paths:
-                raise ValueError(f"path={value!r}: must be one of {', '.join(map(repr, self.paths))}")
-            self._kept = None
+        if name == "path" and value not in self.paths:
+            raise ValueError(f"path={value!r}: must be one of {', '.join(map(repr, self.paths))}")
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__}.weight is made from the factors, it cannot be assigned: assign to the factors,"
+                " set them from a weight by reset_parameters('svd', dense=W), or take to_dense(), whose weight is a"
+                " parameter"
+            )
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):
             self._mark()
+        if name == INDEX:
+            self._note_positions()
 
     def register_parameter(self, name, param):
+        if name == "weight":
+            setattr(self, name, param)
         super().register_parameter(name, param)
         self._mark()
 
+    def register_buffer(self, name, *args, **kwargs):
+        super().register_buffer(name, *args, **kwargs)
+        if name == INDEX:
+            self._note_positions()
+
     def __setstate__(self, state):
         super().__setstate__(state)
+        self.__dict__.setdefault("_cache", weight_cache.WeightCache())
         self._mark()
+        self._note_positions()
 
 
 class FactorizedConv2d(FactorizedLayer):
@@ -400,10 +472,10 @@ class FactorizedConv2d(FactorizedLayer):
     def _fused(self) -> bool:
         """Whether the forward takes the fused path. Raises ValueError where it is asked for and cannot be taken."""
         if self.path == "auto":
-            own = next(iter(self._parameters.values()))
-            if not own.is_cuda or torch.compiler.is_compiling():
+            factors = self.factors().values()
+            if not next(iter(factors)).is_cuda or torch.compiler.is_compiling():
                 return False
-            mapped = any(p is not None and is_mapped(p) for p in self._parameters.values())
+            mapped = any(t is not None and is_mapped(t) for t in (*factors, self.bias))
             two_parts = isinstance(self.spec, Rank1) and self.spec.layout != "view" and not self.spec.sparse
             return (mapped or two_parts) and self._why_not_fused() is None
         if self.path == "fused" and (why_not := self._why_not_fused()):
@@ -421,7 +493,7 @@ class FactorizedConv2d(FactorizedLayer):
         if not fused:
             if self.spec.layout == "kernel":
                 return ops.separable_conv2d(x, *self._parts(), size=self.size, **how)
-            return ops.factored_conv2d(x, *self._parts(), size=self.size, order=self._order(x, how), **how)
+            return ops.factored_conv2d(x, *self._parts(), size=self.size, repeated=not self.training, **how)
         spec = self.spec
         if isinstance(spec, Rank1) and spec.layout == "kernel" and not spec.sparse:
             return ops.separable_conv2d(x, self.u, self.v, bias=self.bias, size=self.size, **how)
@@ -433,16 +505,6 @@ class FactorizedConv2d(FactorizedLayer):
             y = F.conv2d(x, self.sigma, None, **how) + ops.separable_conv2d(x, down, across, size=self.size, **how)
             return y if self.bias is None else y + self.bias[:, None, None]
         return ops.fused_conv2d(x, mu=self._weight(is_channels_last(x)), bias=self.bias, size=self.size, **how)
-
-    def _order(self, x: Tensor, how: dict) -> Tensor | None:
-        """The order of μ's nonzeros for x, in evaluation; found once."""
-        if self.training or not self.is_compact or not x.is_cpu or not kept.allowed():
-            return None
-        if self._kept_order is None or not self._kept_order.serves(self, x):
-            *parts, _ = self._parts()
-            order = ops.factored_conv2d_order(x, *parts, size=self.size, **how)
-            self._kept_order = kept.keep_order({INDEX: self._buffers[INDEX]}, order, x)
-        return None if self._kept_order is None else self._kept_order.value
 
     def _shares_sigma(self, x: Tensor) -> bool:
         """Whether clients of `vmap` share σ, and σ and BA apart cost less than each client's own W.
@@ -458,20 +520,18 @@ class FactorizedConv2d(FactorizedLayer):
         pixels = x.shape[0] * x.shape[2] * x.shape[3] / (self.stride[0] * self.stride[1])
         return self.A.shape[0] * (1 / (o * kw) + 1 / (i * kh) - 1 / pixels) < 1 / 3
 
+    def _settings(self):
+        return self.stride, self.padding, self.dilation, self.groups, self.padding_mode
+
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._kept_weight(x)
-        if weight is None:
-            fused = self._fused()
-            if fused or self._factored(x):
-                y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
-                return y if x.dim() == 4 else y.squeeze(0)
-            follows_x = self.spec.dense not in self._parameters or self.is_compact
-            weight = self._weight(is_channels_last(x) if follows_x else None)
-            self._keep(weight, x)
-        bias = self._parameters["bias"]
+        fused = self._fused()
+        if fused or self._factored(x):
+            y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
+            return y if x.dim() == 4 else y.squeeze(0)
+        weight = self._weight_for(is_channels_last(x))
         if self.padding_mode != "zeros":
-            return nn.Conv2d._conv_forward(self, x, weight, bias)
-        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+            return nn.Conv2d._conv_forward(self, x, weight, self.bias)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"
@@ -519,16 +579,16 @@ class FactorizedLinear(FactorizedLayer):
         return cost.linear_work(self.size, n, self.u.shape[0], self._nonzeros(), step, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._kept_weight(x)
-        if weight is None:
-            if self._factored(x):
-                return ops.factored_linear(x, *self._parts(), size=self.size)
-            weight = self.weight
-            self._keep(weight, x)
-        return F.linear(x, weight, self.bias)
+        if self._factored(x):
+            return ops.factored_linear(x, *self._parts(), size=self.size, repeated=not self.training)
+        return F.linear(x, self._weight_for(False), self.bias)
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
+
+
+def _digest(index: Tensor) -> int:
+    return torch.ops.fastfact.digest([index])
 
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")

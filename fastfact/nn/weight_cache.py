@@ -1,82 +1,72 @@
-"""What a layer makes once in evaluation, its weight or the order of μ's nonzeros, and keeps while its factors stay as
-they are."""
+"""The weight that a layer makes once in evaluation and keeps while its factors are what they were.
 
-from typing import TYPE_CHECKING
+PyTorch does not count every write to a tensor: those through `.data`, numpy or a pointer go unseen. So a kept weight
+serves only if the digest of all numbers of all factors (`torch.ops.fastfact.digest`) is what it was when the weight was
+made. To read the factors takes a fraction of the time in which a weight is made and written.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastfact.ops.common import is_channels_last
+from fastfact.ops.backends import loaded
 
-if TYPE_CHECKING:
-    from fastfact.nn.layers import FactorizedLayer
-
-SAMPLES = 128
-"""How many numbers of a tensor are looked at: a write to a tenth of all goes unseen once in .9¹²⁸, a million times."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def allowed() -> bool:
-    """Whether something may be kept, and serve: nothing traces, casts or asks for gradients."""
+    """Whether a weight may be kept, and serve: nothing traces, casts, dispatches elsewhere or asks for gradients."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False
-    return not torch.is_autocast_enabled("cpu")
+    if torch.is_autocast_enabled("cpu") or torch._C._len_torch_dispatch_stack():
+        return False
+    return loaded("cpu") and not torch.jit.is_tracing()
 
 
-def keep(layer: "FactorizedLayer", weight: Tensor, x: Tensor) -> "Kept | None":
-    """`weight` as made for input x, to be kept; None where its factors could change unseen or it is no plain tensor."""
-    tensors = {**layer.factors(), **layer._buffers}
-    if type(weight) is not Tensor or not _plain(tensors):
-        return None
-    last = is_channels_last(x) and weight.dim() == 4
-    weight = weight.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    return Kept(tensors, weight, None if layer.path == "reconstruct" or not layer.can_factor else x)
+class _Kept(NamedTuple):
+    key: Hashable
+    digest: int
+    weight: Tensor
 
 
-def keep_order(index: dict[str, Tensor], order: Tensor, x: Tensor) -> "Kept | None":
-    """`order` as found for input x and the positions `index`, by their name, to be kept; None as `keep` says."""
-    return Kept(index, order, x) if order.numel() and _plain(index) else None
+class WeightCache:
+    """The weight made last, for one layer. Threads may share it: what is kept is read once and swapped in whole.
 
-
-def _plain(tensors: dict[str, Tensor]) -> bool:
-    return all(t.is_cpu and not t.is_inference() for t in tensors.values())
-
-
-class Kept:
-    """value: W, in the memory format of the input it was first made for, or the order of μ's nonzeros.
-
-    It serves as long as the layer has the same tensors, PyTorch has counted no write to them, and some of their numbers
-    are what they were: this last finds writes that are not counted, those through `.data` and numpy, unless they change
-    a few numbers only. What depends on the input, as the choice of the path may, serves inputs of one shape.
+    A copy of it, by `copy` or `pickle`, is empty.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], value: Tensor, x: Tensor | None):
-        self.value = value
-        self._input = None if x is None else (x.shape, x.stride(), x.dtype)
-        self._made_from = [
-            (name, tensor, tensor._version, tensor.data_ptr(), sample := _sample(tensor), sample.tobytes())
-            for name, tensor in tensors.items()
-        ]
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
 
-    def serves(self, layer: "FactorizedLayer", x: Tensor) -> bool:
-        """Whether the value is still that of `layer`, and what its forward would take for x."""
-        if self._input is not None and self._input != (x.shape, x.stride(), x.dtype):
-            return False
-        parameters, buffers = layer._parameters, layer._buffers
-        for name, tensor, version, address, sample, seen in self._made_from:
-            if (
-                (parameters.get(name) is not tensor and buffers.get(name) is not tensor)
-                or tensor._version != version
-                or tensor.data_ptr() != address
-                or sample.tobytes() != seen
-            ):
-                return False
-        return True
+    def clear(self) -> None:
+        """Forget the weight."""
+        self._kept = None
+
+    def __len__(self) -> int:
+        return self._kept is not None
+
+    def __reduce__(self):
+        return WeightCache, ()
+
+    def weight(self, key: Hashable, factors: Sequence[Tensor], make: Callable[[], Tensor]) -> Tensor:
+        """The kept weight, if it was made for this key from factors with these numbers; otherwise make(), kept.
+
+        key: everything besides the factors that the weight depends on. make() must depend on nothing else. A weight
+        during whose making a factor changed is not kept, nor one of factors that are no plain tensors on the CPU.
+        """
+        if not all(type(factor) in _PLAIN and factor.is_cpu for factor in factors):
+            return make()
+        kept, digest = self._kept, torch.ops.fastfact.digest(factors)
+        if kept is not None and kept.digest == digest and kept.key == key:
+            return kept.weight
+        versions = _versions(factors)
+        weight = make()
+        if type(weight) is Tensor and _versions(factors) == versions and torch.ops.fastfact.digest(factors) == digest:
+            self._kept = _Kept(key, digest, weight)
+        return weight
 
 
-def _sample(tensor: Tensor):
-    """A view, as numpy array, of `SAMPLES` numbers spread over a tensor without gaps. As long as it lives the memory is
-    given to no other tensor, so that the address tells it apart."""
-    n = tensor.numel()
-    some = tensor.detach().as_strided((min(SAMPLES, n),), (max(1, n // SAMPLES),), tensor.storage_offset())
-    return some.view(_INTEGERS[tensor.element_size()]).numpy()
+def _versions(factors: Sequence[Tensor]) -> list[int]:
+    return [0 if factor.is_inference() else factor._version for factor in factors]

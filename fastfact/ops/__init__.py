@@ -4,7 +4,7 @@ Imports the Triton kernels and what stands below them. Read `reference.py` first
 """
 
 from fastfact.ops import backends, reference  # noqa: F401  the reference declares the ops
-from fastfact.ops.conv import factored_conv2d, factored_conv2d_order, factored_linear, fused_conv2d, separable_conv2d
+from fastfact.ops.conv import factored_conv2d, factored_linear, fused_conv2d, separable_conv2d
 from fastfact.ops.mixing import mix, similarity_mix, srht
 from fastfact.ops.rows import Rows, cross_entropy, gather_rows
 from fastfact.ops.sparse import pack_bitmap, prox_sgd_step, unpack_bitmap
@@ -16,7 +16,6 @@ __all__ = [
     "Rows",
     "cross_entropy",
     "factored_conv2d",
-    "factored_conv2d_order",
     "factored_linear",
     "fused_conv2d",
     "gather_rows",

@@ -169,14 +169,6 @@ def _check_factors(op, layout, u, v, size, clients, x) -> None:
         check(op, name, factor, (rank, *shape), clients, x)
 
 
-def _checked_factored(x, u, v, values, index, bias, size, *settings):
-    """What `_checked` gives for factors in the spatial layout, which are checked too."""
-    checked = size, *_, clients, (x, u, v, *_) = _checked(OP, x, u, v, values, index, bias, size, *settings)
-    if u is not None:
-        _check_factors(OP, "spatial", u, v, size, clients, x)
-    return checked
-
-
 def factored_conv2d(
     x: Tensor,
     u: Tensor | None = None,
@@ -190,7 +182,7 @@ def factored_conv2d(
     padding: int | tuple[int, int] = 0,
     dilation: int | tuple[int, int] = 1,
     groups: int = 1,
-    order: Tensor | None = None,
+    repeated: bool = False,
 ) -> Tensor:
     """conv2d(x, Σ_r u_r ⊗ v_r + μ, bias), μ sparse, W [o, i, kh, kw] = `size` never made (Factorized-FL eq. 2–3).
 
@@ -204,39 +196,17 @@ def factored_conv2d(
     PyTorch's convolutions are. Raises ValueError for shapes or dtypes that do not fit, and, on the CPU, for positions
     that are not ascending or not in W; a GPU does not look at them.
 
-    order: what `factored_conv2d_order` gave for the same arguments, used where no gradient is asked for. That it is of
-    this index is not looked at.
+    repeated: whether the same μ comes again, with inputs of this shape. Where no gradient is asked for, the CPU kernels
+    then remember in which order they take its nonzeros: 12 bytes for each, 256 MiB in all, those used last. An order
+    serves only where the index is number by number the one that it was found for.
     """
-    size, *how, clients, (x, u, v, values, index, bias) = _checked_factored(
-        x, u, v, values, index, bias, size, stride, padding, dilation, groups
-    )
-    if order is not None and not transforming() and not torch.is_grad_enabled():
-        return call(implementation(f"ordered_{OP}"), clients, (x, u, v, values, index, bias, order), size, *how)
+    checked = _checked(OP, x, u, v, values, index, bias, size, stride, padding, dilation, groups)
+    size, *how, clients, (x, u, v, values, index, bias) = checked
+    if u is not None:
+        _check_factors(OP, "spatial", u, v, size, clients, x)
+    if repeated and values is not None and not transforming() and not torch.is_grad_enabled():
+        return call(implementation(f"repeated_{OP}"), clients, (x, u, v, values, index, bias), size, *how)
     return _apply(OP, clients, (size, *how), x, u, v, values, index, bias)
-
-
-def factored_conv2d_order(
-    x: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    values: Tensor,
-    index: Tensor,
-    *,
-    size: tuple[int, int, int, int],
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    dilation: int | tuple[int, int] = 1,
-    groups: int = 1,
-) -> Tensor:
-    """The order in which `factored_conv2d` takes the nonzeros of μ on the CPU, int32 [(k,) m], for all calls with this
-    index and with x, u and v of these shapes, memory formats and dtypes: it need not be found anew in each.
-
-    Arguments and what is raised as for `factored_conv2d`.
-    """
-    size, *how, clients, (x, u, v, values, index, _) = _checked_factored(
-        x, u, v, values, index, None, size, stride, padding, dilation, groups
-    )
-    return call(implementation(f"{OP}_order"), clients, (x, u, v, values, index), size, *how)
 
 
 def fused_conv2d(
@@ -351,11 +321,12 @@ def factored_linear(
     bias: Tensor | None = None,
     *,
     size: tuple[int, int],
+    repeated: bool = False,
 ) -> Tensor:
     """x Wᵀ + bias = (x uᵀ) v + x μᵀ + bias, with W [o, i] = `size` never made.
 
     x [(k,) …, i], u [(k,) r, i], v [(k,) r, o], values, index [(k,) nnz] and bias [(k,) o] as in `factored_conv2d`;
-    x has the client axis if any of the others has it. Returns […, o].
+    x has the client axis if any of the others has it. repeated: as there. Returns […, o].
     """
     size = tuple(size)
     shared = ((u, 2), (v, 2), (values, 1), (index, 1), (bias, 1))
@@ -368,7 +339,7 @@ def factored_linear(
         n = rows.shape[clients]
         width = next(w for w in (8, 4, 2, 1) if n % w == 0)
         images = rows.reshape(*rows.shape[:clients], n // width, 1, width, size[1]).movedim(-1, -3)
-        out = factored_conv2d(images, None, None, values, index, bias, size=(*size, 1, 1))
+        out = factored_conv2d(images, None, None, values, index, bias, size=(*size, 1, 1), repeated=repeated)
         out = out.movedim(-3, -1).reshape(*rows.shape[:-1], size[0])
     elif bias is not None:
         out = bias.unsqueeze(-2)

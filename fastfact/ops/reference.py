@@ -7,6 +7,8 @@ registered ops do; `fastfact.ops` adds and removes it. Weights come out in PyTor
 Layouts are small integers in the op schemas (`formats.LAYOUTS` maps the names).
 """
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -398,47 +400,26 @@ def factored_conv2d(
 
 
 @op(
-    lambda x, u, v, values, index, bias, order, size, stride, padding, dilation, groups: _fake_conv2d(
+    lambda x, u, v, values, index, bias, size, stride, padding, dilation, groups: _fake_conv2d(
         x, size, stride, padding, dilation
     ),
     kernels=("cpu",),
 )
-def ordered_factored_conv2d(
+def repeated_factored_conv2d(
     x: Tensor,
     u: Tensor | None,
     v: Tensor | None,
     values: Tensor | None,
     index: Tensor | None,
     bias: Tensor | None,
-    order: Tensor | None,
     size: list[int],
     stride: list[int],
     padding: list[int],
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """`factored_conv2d`; `order`, what `factored_conv2d_order` gives, spares compiled kernels to find it."""
+    """`factored_conv2d`, of a μ that comes again: compiled kernels remember the order of its nonzeros."""
     return factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups)
-
-
-@op(
-    lambda x, u, v, values, index, *_: index.new_empty(len(index), torch.library.get_ctx().new_dynamic_size()),
-    kernels=("cpu",),
-)
-def factored_conv2d_order(
-    x: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    values: Tensor,
-    index: Tensor,
-    size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
-    """The order [k, m], int32, in which the kernels that serve x take the nonzeros: of no use here, m = 0."""
-    return index.new_empty(len(index), 0)
 
 
 def _fake_factored_conv2d_backward(grad, x, u, v, values, index, *settings):
@@ -600,3 +581,17 @@ def rows_softmax_loss(
     logits = rows_linear(samples, index, weight)
     losses, grad = softmax_loss(logits if bias is None else logits + bias[:, None], labels)
     return losses, grad, rows_linear_backward(samples, index, grad)
+
+
+def _fake_digest(tensors):
+    raise NotImplementedError("digest: there are no numbers to look at")
+
+
+@op(_fake_digest, kernels=("cpu",))
+def digest(tensors: list[Tensor]) -> int:
+    """A number that depends on the shapes, dtypes, strides and all elements of `tensors`. Each backend has its own."""
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        found.update(repr((tensor.shape, tensor.stride(), tensor.dtype)).encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return int.from_bytes(found.digest(), "little", signed=True)

@@ -259,10 +259,8 @@ def test_opcheck(channels_last):
     factors = (t["u"], t["v"], t["values"], t["index"])
     y = torch.ops.fastfact.factored_conv2d(t["x"], *factors, t["bias"], *settings)
     torch.library.opcheck(torch.ops.fastfact.factored_conv2d.default, (t["x"], *factors, t["bias"], *settings))
-    order = torch.ops.fastfact.factored_conv2d_order(t["x"], *factors, *settings)
-    ordered = (t["x"], *factors, t["bias"], order, *settings)
-    torch.library.opcheck(torch.ops.fastfact.ordered_factored_conv2d.default, ordered)
-    torch.library.opcheck(torch.ops.fastfact.factored_conv2d_order.default, (t["x"], *factors, *settings))
+    repeated = (t["x"], *factors, t["bias"], *settings)
+    torch.library.opcheck(torch.ops.fastfact.repeated_factored_conv2d.default, repeated)
     for needs in (15, 1, 8):
         torch.library.opcheck(
             torch.ops.fastfact.factored_conv2d_backward.default, (y, t["x"], *factors, *settings, needs)
@@ -272,48 +270,44 @@ def test_opcheck(channels_last):
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", [c for c in CASES if c[5]], ids=str)
 @torch.no_grad()
-def test_an_order_serves_all_calls_with_the_same_index(case, channels_last):
+def test_repeated_calls_are_the_same(case, channels_last):
     n, size, h, w, rank, density, how = case
     t = draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1), clients=(2,))
     if channels_last:
         t["x"] = formats.to_format(t["x"], True)
-    order = ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=size, **how)
-    assert order.shape[0] == 2 and order.dtype == torch.int32
-    t |= {"x": 2 * t["x"], "values": t["values"] + 1}
-    got = ops.factored_conv2d(**t, size=size, order=order, **how)
-    assert torch.equal(got, ops.factored_conv2d(**t, size=size, **how))
-    one = {name: None if tensor is None else tensor[0] for name, tensor in t.items()}
-    assert torch.equal(ops.factored_conv2d(**one, size=size, order=order[0], **how), got[0])
-    with ff.use_backend("reference"):
-        assert torch.allclose(ops.factored_conv2d(**t, size=size, order=order, **how), got, rtol=1e-3, atol=1e-3)
-        assert ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=size, **how).numel() == 0
+    for _ in range(2):
+        t |= {"x": 2 * t["x"], "values": t["values"] + 1}
+        expected = ops.factored_conv2d(**t, size=size, **how)
+        assert torch.equal(ops.factored_conv2d(**t, size=size, repeated=True, **how), expected)
+        one = {name: None if tensor is None else tensor[0] for name, tensor in t.items()}
+        assert torch.equal(ops.factored_conv2d(**one, size=size, repeated=True, **how), expected[0])
+        few = t | {"x": t["x"][:, :1].clone()}
+        assert torch.equal(
+            ops.factored_conv2d(**few, size=size, repeated=True, **how), ops.factored_conv2d(**few, size=size, **how)
+        )
+        at = t["index"].clone()
+        at[1, -1] += 1 if at[1, -1] < torch.Size(size).numel() - 1 else 0
+        other = t | {"index": at}
+        assert torch.equal(
+            ops.factored_conv2d(**other, size=size, repeated=True, **how),
+            ops.factored_conv2d(**other, size=size, **how),
+        )
 
 
-def test_an_order_of_another_index_is_refused():
-    size, how = (6, 5, 3, 3), {"padding": 1}
-    t = draw(2, size, 8, 8, 1, 0.2, torch.float32)
-    few = draw(2, size, 8, 8, 1, 0.1, torch.float32)
-    order = ops.factored_conv2d_order(*(few[name] for name in ORDER[:-1]), size=size, **how)
-    with torch.no_grad(), pytest.raises(ValueError, match="order is of another index"):
-        ops.factored_conv2d(**t, size=size, order=order, **how)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"u": torch.zeros(1, 3, 2)}, "u has shape"), ({"values": torch.zeros(3)}, "values has shape")],
-)
-def test_bad_input_of_an_order(change, message):
-    t = draw(2, (6, 5, 3, 3), 8, 8, 1, 0.2, torch.float32) | change
-    with pytest.raises(ValueError, match=message):
-        ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=(6, 5, 3, 3))
-
-
-def test_an_order_leaves_gradients_alone():
-    size, how = (6, 5, 3, 3), {"padding": 1}
-    t = draw(2, size, 8, 8, 1, 0.2, torch.float32)
-    order = ops.factored_conv2d_order(*(t[name] for name in ORDER[:-1]), size=size, **how)
+def test_repeated_calls_leave_gradients_alone():
+    t = draw(2, (6, 5, 3, 3), 8, 8, 1, 0.2, torch.float32)
     t["values"].requires_grad_()
-    assert ops.factored_conv2d(**t, size=size, order=order, **how).requires_grad
+    assert ops.factored_conv2d(**t, size=(6, 5, 3, 3), padding=1, repeated=True).requires_grad
+
+
+@pytest.mark.parametrize("change", [lambda index: index - 1, lambda index: index.flip(0), lambda index: index + 10**6])
+@torch.no_grad()
+def test_repeated_calls_look_at_the_index_each_time(change):
+    t = draw(2, (6, 5, 3, 3), 8, 8, 1, 1.0, torch.float32)
+    for _ in range(2):
+        ops.factored_conv2d(**t, size=(6, 5, 3, 3), repeated=True)
+        with pytest.raises(ValueError, match="ascending"):
+            ops.factored_conv2d(**t | {"index": change(t["index"])}, size=(6, 5, 3, 3), repeated=True)
 
 
 @pytest.mark.parametrize("shape", [(5, 33), (2, 3, 33), (33,), (64, 33)])

@@ -1,6 +1,9 @@
 """The weight a layer keeps in evaluation: made once, never stale."""
 
 import copy
+import ctypes
+import sys
+import threading
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 
 import fastfact as ff
 from fastfact.nn.layers import FactorizedLayer
+from fastfact.nn.weight_cache import WeightCache
 
 
 @pytest.fixture
@@ -117,7 +121,7 @@ def test_the_support_alone_may_change(layer, x):
     layer.path = "reconstruct"
     layer.compact(0.2)
     layer(x)
-    layer.mu_index.copy_((layer.mu_index + 1) % layer.weight.numel()).copy_(layer.mu_index.sort().values)
+    layer.set_support(layer.mu.detach(), layer.mu_index + torch.tensor([1], dtype=torch.int32))
     torch.testing.assert_close(layer(x), expected(layer, x))
 
 
@@ -142,56 +146,23 @@ def test_each_dtype_and_autocast_have_their_own(layer, x):
 
 
 @torch.no_grad()
-def test_a_compact_layer_chooses_its_path_for_each_shape(layer, x, monkeypatch):
+def test_a_compact_layer_chooses_its_path_for_each_shape(layer, x, monkeypatch, made):
     layer.compact(0.1)
-    asked = []
-    monkeypatch.setattr(FactorizedLayer, "_faster_factored", lambda self, x: asked.append(x.shape) or len(x) > 1)
-    assert torch.equal(layer(x[:1]), layer(x[:1])) and len(asked) == 1
-    torch.testing.assert_close(layer(x), expected(layer, x))
-    assert len(asked) == 2
+    monkeypatch.setattr(FactorizedLayer, "_faster_factored", lambda self, x: len(x) > 1)
+    for _ in range(2):
+        for one in (x[:1], x):
+            torch.testing.assert_close(layer(one), expected(layer, one))
+    assert len(made) == 5  # four times by what is expected
 
 
 @torch.no_grad()
 def test_copies_keep_none(layer, x):
     layer(x)
     twin = copy.deepcopy(layer)
-    assert twin._kept is None and layer._kept is not None
+    assert not twin._cache and layer._cache
     write(twin)
     torch.testing.assert_close(twin(x), expected(twin, x))
     torch.testing.assert_close(layer(x), expected(layer, x))
-
-
-@pytest.fixture
-def found(layer, monkeypatch):
-    """A list that grows with each order of nonzeros found; the layer is compact, on the factored path."""
-    layer.compact(0.2).path = "factored"
-    calls, order = [], ff.ops.factored_conv2d_order
-
-    def counting(*args, **how):
-        calls.append(args)
-        return order(*args, **how)
-
-    monkeypatch.setattr(ff.ops, "factored_conv2d_order", counting)
-    return calls
-
-
-@torch.no_grad()
-def test_the_order_of_nonzeros_is_found_once_for_each_shape(layer, x, found):
-    first = layer(x)
-    layer.mu.mul_(1)
-    assert torch.equal(layer(x), first) and len(found) == 1
-    torch.testing.assert_close(first, expected(layer, x))
-    torch.testing.assert_close(layer(x[0]), expected(layer, x[:1])[0])
-    assert len(found) == 2
-    last = x.contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(layer(last), expected(layer, x))
-    assert len(found) == 3
-    layer.eval()
-    layer(last)
-    assert len(found) == 4 and copy.deepcopy(layer)._kept_order is None
-    layer.train()
-    layer(x)
-    assert len(found) == 4
 
 
 SUPPORTS = {
@@ -199,30 +170,36 @@ SUPPORTS = {
         layer.mu, (layer.mu_index + 1).clamp(max=431).unique()[: len(layer.mu)]
     ),
     "fewer": lambda layer: layer.compact(0.1),
-    "in place": lambda layer: layer.mu_index.copy_(torch.arange(len(layer.mu))),
-    "uncounted": lambda layer: layer.mu_index.data.numpy().__setitem__(slice(None), range(len(layer.mu))),
+    "another index": lambda layer: setattr(layer, "mu_index", torch.arange(len(layer.mu), dtype=torch.int32)),
+    "data": lambda layer: setattr(layer.mu_index, "data", torch.arange(len(layer.mu), dtype=torch.int32)),
+    "numpy": lambda layer: layer.mu_index.data.numpy().__setitem__(slice(None), range(len(layer.mu))),
+    "one position": lambda layer: layer.mu_index.data.numpy().__setitem__(-1, 431),
 }
 
 
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
 @pytest.mark.parametrize("change", SUPPORTS.values(), ids=SUPPORTS)
 @torch.no_grad()
-def test_another_support_makes_the_order_anew(layer, x, found, change):
-    layer(x)
+def test_another_support_is_seen(layer, x, change, path):
+    layer.compact(0.2).path = path
+    layer.mu_index[-1] = 430
+    layer._note_positions()
+    before = layer(x)
+    assert torch.equal(layer(x), before)
     change(layer)
-    torch.testing.assert_close(layer(x), expected(layer, x))
-    assert len(found) == 2
-
-
-def test_no_order_is_kept_where_gradients_are_asked_for(layer, x, found):
-    layer(x).sum().backward()
-    assert not found and all(parameter.grad is not None for parameter in layer.parameters())
+    after = layer(x)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, expected(layer, x))
 
 
 @torch.no_grad()
-def test_an_order_of_one_backend_is_not_given_to_another(layer, x, found):
-    with ff.use_backend("reference"):
-        first = layer(x)
-    torch.testing.assert_close(layer(x), first)
+def test_each_shape_of_input_has_an_order_of_its_own(layer, x):
+    layer.compact(0.2).path = "factored"
+    inputs = [x, x[:1], x[0], x[:, :, :3], x.contiguous(memory_format=torch.channels_last), x.float().double()]
+    for _ in range(3):
+        for one in inputs:
+            batch = one if one.dim() == 4 else one[None]
+            torch.testing.assert_close(layer(one).reshape(-1), expected(layer, batch).reshape(-1))
 
 
 @torch.no_grad()
@@ -241,3 +218,306 @@ def test_a_step_is_a_write_autograd_sees(layer, x):
     ff.optim.ProxSGD([layer.u], lr=0.1).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+SIZE = 128
+"""Channels in and out: large enough that a few numbers of a factor do not stand for the others."""
+
+
+@pytest.fixture(scope="module")
+def large():
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedConv2d(SIZE, SIZE, 3, padding=1)
+    nn.init.normal_(layer.mu, std=0.1)
+    return layer.eval()
+
+
+def address(tensor):
+    """Its numbers as a ctypes array: writes through it are seen by nobody."""
+    return (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+
+
+def through_ctypes(layer):
+    view = address(layer.mu)
+    for at in range(1, 60):
+        view[at * 2401 + 1] += 1
+
+
+def out_of_an_operation(layer):
+    torch.mul(layer.mu.detach(), 2, out=layer.mu.detach())
+
+
+def out_of_data(layer):
+    torch.add(layer.mu.data, 1, out=layer.mu.data)
+
+
+def by_an_optimizer(optimizer, **settings):
+    def change(layer):
+        layer.mu.grad = torch.zeros_like(layer.mu).index_fill_(1, torch.tensor([5]), 1.0)
+        optimizer([layer.mu], lr=0.1, **settings).step()
+        layer.mu.grad = None
+
+    return change
+
+
+def assigned(layer):
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    state["mu"][:, 7] *= 2
+    layer.load_state_dict(state, assign=True)
+
+
+def loaded(layer):
+    layer.load_state_dict({name: 1.5 * tensor for name, tensor in layer.state_dict().items()})
+
+
+def swapped(layer):
+    torch.utils.swap_tensors(layer.mu, nn.Parameter(layer.mu.detach() * 1.5))
+
+
+def from_a_vector(layer):
+    vector = nn.utils.parameters_to_vector(layer.parameters())
+    nn.utils.vector_to_parameters(1.5 * vector, layer.parameters())
+
+
+def set_(layer):
+    layer.mu.detach().set_(layer.mu.detach().clone())  # of the detached tensor only: W stays
+    layer.mu.data = layer.mu.data.clone().index_fill_(0, torch.tensor([9]), 0.5)
+
+
+def set_storage(layer):
+    other = layer.mu.detach().clone().index_fill_(0, torch.tensor([9]), 0.5)
+    layer.mu.set_(other)
+
+
+def through_storage(layer):
+    layer.mu.untyped_storage()[4 * 1003 + 2] = 42
+
+
+def storage_copied(layer):
+    layer.mu.untyped_storage().copy_(layer.mu.detach().flip(0).contiguous().untyped_storage())
+
+
+def through_dlpack(layer):
+    torch.from_dlpack(layer.mu.detach())[3, 5] += 1
+
+
+def through_memoryview(layer):
+    memoryview(layer.mu.detach().numpy().reshape(-1)).cast("B")[4 * 5003 + 3] ^= 0x40
+
+
+def through_an_alias(layer):
+    alias = layer.mu.data.view(-1)
+    layer(torch.ones(1, SIZE, 4, 4))
+    alias[1234] = 3.0
+
+
+def put(layer):
+    layer.mu.data.put_(torch.tensor([77, 1003]), torch.tensor([2.0, 3.0]))
+
+
+def by_lerp(layer):
+    torch._foreach_lerp_([p.data for p in layer.parameters()], [torch.ones_like(p) for p in layer.parameters()], 0.01)
+
+
+def by_copies(layer):
+    for parameter in layer.parameters():
+        parameter.detach().copy_(parameter.detach().flip(0) * 1.01)
+
+
+WRITES = {
+    "data, columns but the first": lambda layer: layer.mu.data[:, 1:].zero_(),
+    "data, one element": lambda layer: layer.mu.data.__setitem__((3, 5, 1, 1), 2.0),
+    "data, last element": lambda layer: layer.mu.data.view(-1).__setitem__(-1, 2.0),
+    "data, second element": lambda layer: layer.mu.data.view(-1).__setitem__(1, 2.0),
+    "data, every second row": lambda layer: layer.mu.data[1::2].normal_(),
+    "data, every third element": lambda layer: layer.mu.data.view(-1)[1::3].mul_(2),
+    "data, channel mask": lambda layer: layer.mu.data.mul_((torch.arange(SIZE) % 32 == 0).view(-1, 1, 1, 1)),
+    "data, input mask": lambda layer: layer.mu.data.mul_((torch.arange(SIZE) % 2 == 0).view(1, -1, 1, 1)),
+    "data, centre tap": lambda layer: layer.mu.data[:, :, 1, 1].zero_(),
+    "data, all but the first tap": lambda layer: layer.mu.data.flatten(2)[:, :, 1:].zero_(),
+    "data, boolean mask": lambda layer: layer.mu.data.__setitem__(layer.mu.data.abs() < 0.05, 0.0),
+    "data, masked_fill_": lambda layer: layer.mu.data.masked_fill_(layer.mu.data < -0.2, 0),
+    "data, index_add_": lambda layer: layer.mu.data.index_add_(1, torch.tensor([9]), torch.ones(SIZE, 1, 3, 3)),
+    "data, scatter_": lambda layer: layer.mu.data.view(-1).scatter_(0, torch.tensor([1003]), 1.0),
+    "data, put_": put,
+    "data, narrow": lambda layer: layer.mu.data.narrow(1, 5, 1).add_(1),
+    "data, transposed": lambda layer: layer.mu.data.transpose(0, 1)[5].add_(1),
+    "data, swapped rows": lambda layer: layer.mu.data.copy_(layer.mu.data.roll(1, 1)),
+    "data, sign": lambda layer: layer.mu.data.neg_(),
+    "data, as_strided": lambda layer: layer.mu.data.as_strided((10,), (1153,), 7).add_(1),
+    "data of u": lambda layer: layer.u.data[0, 0, 1].add_(1),
+    "data of v": lambda layer: layer.v.data[0, 3, 7].add_(1),
+    "data replaced": lambda layer: setattr(layer.mu, "data", layer.mu.data.flip(0)),
+    "data, other memory format": lambda layer: setattr(
+        layer.mu, "data", layer.mu.data.flip(1).contiguous(memory_format=torch.channels_last)
+    ),
+    "detach": lambda layer: layer.mu.detach()[:, 1:].zero_(),
+    "numpy": lambda layer: layer.mu.detach().numpy().__setitem__((slice(None), 1), 0.5),
+    "numpy, flat": lambda layer: layer.mu.detach().numpy().reshape(-1).__setitem__(1003, 0.5),
+    "numpy of data": lambda layer: layer.mu.data.numpy().sort(axis=1),
+    "memoryview": through_memoryview,
+    "dlpack": through_dlpack,
+    "ctypes": through_ctypes,
+    "memset": lambda layer: ctypes.memset(layer.mu.data_ptr() + 4 * 1003, 0, 40),
+    "storage": through_storage,
+    "storage copied": storage_copied,
+    "out=": out_of_an_operation,
+    "out= of data": out_of_data,
+    "alias": through_an_alias,
+    "no_grad": lambda layer: layer.mu[3, 5].add_(1),
+    "copy_": lambda layer: layer.mu.copy_(layer.mu.flip(0)),
+    "init": lambda layer: nn.init.normal_(layer.mu),
+    "foreach": lambda layer: torch._foreach_mul_([layer.mu.data, layer.u.data], 1.1),
+    "foreach lerp": by_lerp,
+    "copies": by_copies,
+    "SGD": by_an_optimizer(torch.optim.SGD),
+    "Adam, foreach": by_an_optimizer(torch.optim.Adam, foreach=True),
+    "AdamW, fused": by_an_optimizer(torch.optim.AdamW, fused=True),
+    "ProxSGD": by_an_optimizer(ff.optim.ProxSGD),
+    "load_state_dict": loaded,
+    "load_state_dict(assign=True)": assigned,
+    "set_": set_storage,
+    "data after set_": set_,
+    "swap_tensors": swapped,
+    "vector_to_parameters": from_a_vector,
+    "deleted and set": lambda layer: setattr(layer, "mu", nn.Parameter(layer.mu.detach() * 1.5)),
+    "of the parameters": lambda layer: layer._parameters.__setitem__("mu", nn.Parameter(layer.mu.detach() * 1.5)),
+    "prune_": lambda layer: layer.prune_(0.5),
+    "inference mode": lambda layer: torch.inference_mode()(lambda: layer.mu.data[:, 3].add_(1))(),
+    "bias": lambda layer: layer.bias.data[5].add_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@torch.no_grad()
+def test_no_way_to_write_goes_unseen(large, write):
+    layer = copy.deepcopy(large)
+    x = torch.randn(1, SIZE, 4, 4, generator=torch.Generator().manual_seed(1))
+    before = layer(x)
+    assert torch.equal(layer(x), before) and layer._cache
+    write(layer)
+    after = layer(x)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, nn.functional.conv2d(x, layer._weight(None), layer.bias, padding=1))
+
+
+CONVERSIONS = {
+    "to": lambda layer: layer.double(),
+    "compact": lambda layer: layer.compact(0.3),
+    "spec": lambda layer: setattr(layer, "spec", ff.Rank1("view")),
+    "padding": lambda layer: setattr(layer, "padding", (2, 2)),
+    "stride": lambda layer: setattr(layer, "stride", (2, 2)),
+    "dilation": lambda layer: setattr(layer, "dilation", (2, 1)),
+}
+
+
+@pytest.mark.parametrize("path", ["reconstruct", "factored", "auto"])
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("change", CONVERSIONS.values(), ids=CONVERSIONS)
+@torch.no_grad()
+def test_a_change_of_the_layer_is_seen(layer, x, change, compact, path):
+    if compact:
+        layer.compact(0.2)
+    if change is CONVERSIONS["spec"] or (path == "factored" and not compact):
+        path = "reconstruct"
+    layer.path = path
+    layer(x), layer(x)
+    change(layer)
+    how = layer.stride, layer.padding, layer.dilation, layer.groups
+    for _ in range(2):
+        torch.testing.assert_close(layer(x), nn.functional.conv2d(x, layer.weight, layer.bias, *how))
+
+
+def in_threads(*bodies, seconds=60):
+    errors = []
+
+    def run(body):
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,), daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive()
+    for error in errors:
+        raise error
+
+
+@pytest.mark.parametrize("path", ["reconstruct", "factored", "auto"])
+def test_threads_share_a_model_for_inputs_of_two_shapes(path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ff.nn.FactorizedConv2d(8, 8, 3, padding=1) for _ in range(4))).eval()
+    for layer in model:
+        nn.init.normal_(layer.mu, std=0.2)
+        layer.compact(0.3).path = path
+    inputs = [torch.randn(2, 8, side, side) for side in (12, 8, 5)]
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+    assert all(torch.isfinite(y).all() for y in expected)
+
+    @torch.no_grad()
+    def evaluate(start):
+        for turn in range(400):
+            which = (start + turn) % len(inputs)
+            torch.testing.assert_close(model(inputs[which]), expected[which])
+
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(*(lambda start=start: evaluate(start) for start in range(6)))
+    finally:
+        sys.setswitchinterval(switching)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@torch.no_grad()
+def test_a_weight_whose_factors_change_while_it_is_made_is_not_kept(back):
+    cache, factor = WeightCache(), torch.zeros(4)
+
+    def make():  # while another thread puts other numbers in, and perhaps the first ones back
+        factor.add_(1)
+        weight = factor.clone()
+        if back:
+            factor.sub_(1)
+        return weight
+
+    cache.weight("key", [factor], make)
+    factor.zero_()
+    assert cache.weight("key", [factor], factor.clone).tolist() == [0.0] * 4
+
+
+def test_a_digest_tells_apart():
+    digest = torch.ops.fastfact.digest
+    x = torch.arange(300_000.0)
+    seen = {digest([x])}
+    for at in (0, 1, 2, 16, 17, 16_383, 16_384, 131_072, 299_998, 299_999):
+        y = x.clone()
+        y[at] = -1.0
+        seen.add(digest([y]))
+    y = x.clone()
+    y[[5, 6]] = x[[6, 5]]
+    others = [
+        [y],
+        [x.reshape(300, 1000)],
+        [x.reshape(1000, 300)],
+        [x.reshape(300, 1000).T],
+        [x.double()],
+        [x, x],
+        [],
+        [x[1:]],
+    ]
+    others += [[torch.empty(0)], [torch.zeros(1)], [torch.zeros(2)], [torch.zeros(1, 1)], [torch.zeros(2)[::2]]]
+    others += [[x[:5], x[5:]], [x[5:], x[:5]], [x[:4], x[4:]]]
+    for tensors in others:
+        found = digest(tensors)
+        assert found not in seen and found == digest(tensors), [t.shape for t in tensors]
+        seen.add(found)
+    assert digest([x[None]]) != digest([x]) and digest([x.clone()]) == digest([x])
+    gaps = torch.zeros(6, 8)[:, ::2].copy_(x[:24].reshape(6, 4))
+    gaps_before = digest([gaps])
+    gaps[5, 3] += 1
+    assert digest([gaps]) != gaps_before
