@@ -23,6 +23,7 @@ from fastfact.ops.common import (
 from fastfact.ops.weights import follows_channels_last
 
 OP, FUSED = "factored_conv2d", "fused_conv2d"
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def _forward(op, clients, settings, x, u, v, mu, index, bias):
@@ -65,7 +66,9 @@ class _EagerConv(torch.autograd.Function):
     def forward(ctx, op, clients, settings, x, u, v, mu, index, bias):
         ctx.op, ctx.clients, ctx.settings = op, clients, settings
         ctx.save_for_backward(x, u, v, mu, index)
-        return _forward(op, clients, settings, x, u, v, mu, index, bias)
+        out = _forward(op, clients, settings, x, u, v, mu, index, bias)
+        # Without the client axis it is a view, which a Function may not return to in-place activations.
+        return out if clients else _unsafe_view(out, out.shape)
 
     @staticmethod
     def backward(ctx, grad):
@@ -98,7 +101,9 @@ class _Conv(torch.autograd.Function):
 
 
 class _ConvBackward(torch.autograd.Function):
-    """The backward op as a Function of its own, so that `vmap` folds it too."""
+    """The backward op as a Function of its own, so that `vmap` folds it too. Its own gradient is that of the reference,
+    in plain PyTorch, as in `weights`.
+    """
 
     @staticmethod
     def forward(op, clients, settings, needs, grad, x, u, v, mu, index):
@@ -106,11 +111,29 @@ class _ConvBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.op, ctx.clients, ctx.settings, ctx.needs = inputs[:4]
+        ctx.save_for_backward(*inputs[4:])
 
     @staticmethod
     def backward(ctx, *grads):
-        raise NotImplementedError("the factored and fused convolutions can be differentiated once, not twice")
+        grad, *factors, index = ctx.saved_tensors
+        asked = [at for at, factor in enumerate(factors) if factor is not None and ctx.needs >> at & 1]
+        present = [at for at, factor in enumerate(factors) if factor is not None]
+
+        def gradients(grad, *floating):
+            def forward(*trained):
+                given = dict(zip(present, floating, strict=True)) | dict(zip(asked, trained, strict=True))
+                tensors = (*(given.get(at) for at in range(4)), index, None)
+                return call(getattr(reference, ctx.op), ctx.clients, tensors, *ctx.settings)
+
+            own = dict(zip(present, floating, strict=True))
+            return torch.func.vjp(forward, *(own[at] for at in asked))[1](grad)
+
+        floating = [factors[at] for at in present]
+        out = iter(torch.func.vjp(gradients, grad, *floating)[1](tuple(grads[at] for at in asked)))
+        dgrad = next(out)
+        found = [next(out) if factor is not None else None for factor in factors]
+        return None, None, None, None, dgrad, *found, None
 
     @staticmethod
     def vmap(info, in_dims, op, clients, settings, needs, *tensors):
@@ -191,8 +214,8 @@ def factored_conv2d(
     nonzeros of μ and their flat positions in W, ascending, int32 (int64 is converted at each call); bias [o].
     The result [n, o, oh, ow] has the memory format of x; channels_last and contiguous are both served as they are.
 
-    float32, float64, float16 and bfloat16, the last two computed in float32. Differentiable once, in x, u, v, values
-    and bias; the gradient of `values` is computed on the support only. Under autocast the tensors are cast as those of
+    float32, float64, float16 and bfloat16, the last two computed in float32. Differentiable in x, u, v, values and
+    bias; the gradient of `values` is computed on the support only. Under autocast the tensors are cast as those of
     PyTorch's convolutions are. Raises ValueError for shapes or dtypes that do not fit, and, on the CPU, for positions
     that are not ascending or not in W; a GPU does not look at them.
 
@@ -237,7 +260,7 @@ def fused_conv2d(
     ascending, int32, or none; bias [o]. The result [n, o, oh, ow] has the memory format of x.
 
     float32 (rounded to TF32 where PyTorch's own convolutions are), float64, float16 and bfloat16, summed in float32.
-    Differentiable once, in x, u, v, μ and bias. Raises ValueError for shapes or dtypes that do not fit.
+    Differentiable in x, u, v, μ and bias. Raises ValueError for shapes or dtypes that do not fit.
     """
     if layout not in ("spatial", "kernel", "view"):
         raise ValueError(f"{FUSED}: layout={layout!r}, must be one of spatial, kernel, view")
@@ -329,6 +352,7 @@ def factored_linear(
     x has the client axis if any of the others has it. repeated: as there. Returns […, o].
     """
     size = tuple(size)
+    x, u, v, values, bias = autocast(x, u, v, values, bias)
     shared = ((u, 2), (v, 2), (values, 1), (index, 1), (bias, 1))
     clients = int(any(t is not None and t.dim() > dims for t, dims in shared))
     if x.shape[-1] != size[1]:

@@ -1,0 +1,317 @@
+"""What people do to a layer of PyTorch, done to a factorized one: it works, or says at once that it cannot."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fastfact as ff
+
+SPECS = [ff.Rank1(), ff.Rank1("kernel", 2), ff.Rank1(sparse=False), ff.LowRank(0.5), ff.Hadamard()]
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def conv(spec=None, density=None, path="auto", **settings):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedConv2d(4, 6, 3, padding=1, spec=spec or ff.Rank1(), dtype=torch.float64, **settings)
+    if "mu" in layer.factors():
+        nn.init.normal_(layer.mu)
+        if density is not None:
+            layer.compact(density)
+    if "B" in layer.factors():
+        nn.init.normal_(layer.B)
+    layer.path = path
+    return layer
+
+
+def linear(spec=None, density=None, path="auto"):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear(4, 6, spec=spec or ff.Rank1(), dtype=torch.float64)
+    if "mu" in layer.factors():
+        nn.init.normal_(layer.mu)
+        if density is not None:
+            layer.compact(density)
+    if "B" in layer.factors():
+        nn.init.normal_(layer.B)
+    layer.path = path
+    return layer
+
+
+def sample(layer, n=3):
+    shape = (n, 4, 5, 5) if isinstance(layer, ff.nn.FactorizedConv2d) else (n, 4)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+FORMS = {
+    "dense": lambda make: make(),
+    "compact": lambda make: make(density=0.4),
+    "compact, factored": lambda make: make(density=0.4, path="factored"),
+    "no μ, factored": lambda make: make(ff.Rank1(sparse=False), path="factored"),
+    "kernel layout": lambda make: make(ff.Rank1("kernel", 2), density=0.4, path="factored"),
+    "LowRank": lambda make: make(ff.LowRank(0.5)),
+    "Hadamard": lambda make: make(ff.Hadamard()),
+}
+MAKES = {"conv": conv, "linear": linear}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("train", [True, False])
+def test_a_parametrized_factor_is_honoured(make, form, train):
+    plain = form(make).train(train)
+    x = sample(plain)
+    for name in plain.factors():
+        layer, twice = copy.deepcopy(plain), copy.deepcopy(plain)
+        parametrize.register_parametrization(layer, name, Twice())
+        with torch.no_grad():
+            getattr(twice, name).mul_(2)
+        torch.testing.assert_close(layer(x), twice(x))
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), twice(x))
+        torch.testing.assert_close(layer.weight, twice.weight)
+        torch.testing.assert_close(layer.to_dense()(x), twice(x))
+        assert layer.density == twice.density
+        layer(x).sum().backward()
+        assert layer.parametrizations[name].original.grad.abs().sum() > 0
+        parametrize.remove_parametrizations(layer, name)
+        torch.testing.assert_close(layer(x), twice(x))
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_pruned_factor_is_honoured(make, form):
+    plain = form(make)
+    x = sample(plain)
+    for name, factor in plain.factors().items():
+        layer, zeroed = copy.deepcopy(plain), copy.deepcopy(plain)
+        prune.identity(layer, name)
+        torch.testing.assert_close(layer(x), plain(x))
+        mask = torch.arange(factor.numel()).reshape(factor.shape) % 2
+        prune.custom_from_mask(layer, name, mask)
+        with torch.no_grad():
+            getattr(zeroed, name).mul_(mask)
+        for mode in (layer.train, layer.eval):
+            mode()
+            torch.testing.assert_close(layer(x), zeroed(x))
+            torch.testing.assert_close(layer.weight, zeroed.weight)
+        assert layer.density == zeroed.density
+        layer(x).square().sum().backward()
+        gradient = getattr(layer, f"{name}_orig").grad
+        assert torch.equal(gradient * (1 - mask), torch.zeros_like(gradient))
+        prune.remove(layer, name)
+        torch.testing.assert_close(layer(x), zeroed(x))
+
+
+@pytest.mark.parametrize("change", [lambda layer: layer.compact(0.1), lambda layer: layer.prune_(0.1)])
+def test_a_pruned_mu_changes_its_form_only_when_it_is_a_parameter_again(change):
+    layer = conv()
+    prune.identity(layer, "mu")
+    with pytest.raises(ValueError, match="mu is no parameter of the layer"):
+        change(layer)
+    with pytest.raises(ValueError, match="mu is no parameter of the layer"):
+        ff.sparsity.Schedule(warmup=0, target_density=0.1).step(layer, 1)
+    prune.remove(layer, "mu")
+    assert change(layer).density == 22 / 216
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("form", ["dense", "compact, factored", "LowRank"])
+def test_weight_norm_of_a_factor_works_and_of_the_weight_is_refused(make, form):
+    layer = FORMS[form](make)
+    x = sample(layer)
+    expected = layer(x)
+    name = "A" if form == "LowRank" else "v"
+    nn.utils.weight_norm(layer, name)
+    torch.testing.assert_close(layer(x), expected)
+    layer(x).sum().backward()
+    assert getattr(layer, f"{name}_g").grad is not None
+    nn.utils.remove_weight_norm(layer, name)
+    torch.testing.assert_close(layer(x), expected)
+    for refused in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal):
+        with pytest.raises((ValueError, KeyError), match="weight"):
+            refused(layer)
+    torch.testing.assert_close(layer(x), expected)
+
+
+WRITES = {
+    "zeros_": lambda layer: nn.init.zeros_(layer.weight),
+    "normal_": lambda layer: nn.init.normal_(layer.weight),
+    "kaiming_uniform_": lambda layer: nn.init.kaiming_uniform_(layer.weight, a=5**0.5),
+    "data": lambda layer: layer.weight.data.zero_(),
+    "data, part": lambda layer: layer.weight.data[0].mul_(2),
+    "element": lambda layer: layer.weight.__setitem__(0, 1.0),
+    "row": lambda layer: layer.weight[0].fill_(1.0),
+    "view": lambda layer: layer.weight.view(-1).copy_(torch.zeros(1)),
+    "replaced data": lambda layer: setattr(layer.weight, "data", torch.zeros(1)),
+    "out": lambda layer: torch.mul(layer.weight.data, 2, out=layer.weight.data),
+    "foreach": lambda layer: torch._foreach_zero_([layer.weight.data]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_to_the_weight_is_an_error(write):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="made from its factors"):
+        write(conv())
+
+
+@pytest.mark.parametrize("value", [torch.zeros(6, 4, 3, 3), nn.Parameter(torch.zeros(6, 4, 3, 3)), None])
+def test_an_assignment_to_the_weight_is_an_error_that_says_what_to_do(value):
+    layer = conv()
+    for assign in (lambda: setattr(layer, "weight", value), lambda: layer.register_parameter("weight", value)):
+        with pytest.raises(AttributeError, match=r"made from the factors.*reset_parameters\('svd', dense=W\)"):
+            assign()
+
+
+def test_the_weight_is_a_tensor_like_others():
+    layer = conv()
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor) and weight.requires_grad and weight.shape == (6, 4, 3, 3)
+    weight.square().sum().backward()
+    assert layer.u.grad is not None
+    own = weight.detach()
+    own.mul_(2)
+    for result in (weight + 1, weight.clone(), weight.sum(), own, nn.Parameter(weight.detach()).data):
+        assert type(result) is torch.Tensor
+    layer.reset_parameters("svd", dense=torch.ones_like(own))
+    torch.testing.assert_close(layer.weight, torch.ones_like(own))
+    assert torch.equal(copy.deepcopy(layer.weight.data), layer.weight)
+
+
+EMA = {
+    "multi": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "one": {"avg_fn": lambda a, b, n: 0.9 * a + 0.1 * b},
+    "mean": {},
+}
+
+
+@pytest.mark.parametrize("how", EMA.values(), ids=EMA)
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
+def test_an_average_of_parameters_works_and_one_of_positions_is_refused(how, path):
+    layer = conv(density=0.4, path=path)
+    x = sample(layer)
+    good, bad = AveragedModel(layer, **how), AveragedModel(layer, use_buffers=True, **how)
+    for _ in range(3):
+        with torch.no_grad():
+            layer.mu.add_(0.1)
+        good.update_parameters(layer)
+        bad.update_parameters(layer)
+    assert torch.equal(good.module.mu_index, layer.mu_index)
+    assert torch.isfinite(good(x)).all() and not torch.equal(good(x), layer(x))
+    if torch.equal(bad.module.mu_index, layer.mu_index):  # exact by luck
+        torch.testing.assert_close(bad(x), good(x))
+        return
+    for use in (lambda: bad(x), bad.state_dict, lambda: bad.module.weight, lambda: bad.module.expand()):
+        with pytest.raises(RuntimeError, match="positions are others now"):
+            use()
+
+
+def test_an_average_over_values_of_the_state_is_refused_when_positions_change():
+    """As timm's ModelEmaV2 averages."""
+    layer = conv(density=0.4)
+    ema = copy.deepcopy(layer)
+    other = conv(density=0.4)
+    other.set_support(other.mu.detach(), torch.arange(len(other.mu), dtype=torch.int32))
+    for mine, theirs in zip(ema.state_dict().values(), other.state_dict().values(), strict=True):
+        mine.copy_(0.9 * mine + 0.1 * theirs)
+    with pytest.raises(RuntimeError, match="positions are others now"):
+        ema.state_dict()
+    ema.load_state_dict(other.state_dict())
+    torch.testing.assert_close(ema(sample(layer)), other(sample(layer)))
+
+
+def test_buffers_may_be_written_with_what_they_hold():
+    """As DistributedDataParallel does before each forward."""
+    layer = conv(density=0.4)
+    expected = layer(sample(layer))
+    for _ in range(2):
+        layer.mu_index.copy_(layer.mu_index.clone())
+        assert torch.equal(layer(sample(layer)), expected)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("density", [0.3, None])
+@pytest.mark.parametrize("path", ["auto", "reconstruct", "factored", "fused"])
+def test_in_place_activations_after_a_convolution(path, density, channels_last):
+    spec = ff.Rank1() if density else ff.Rank1(sparse=False)
+    layer = conv(spec, density, path).float()
+    x = torch.randn(2, 4, 6, 6)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    gradients = []
+    for inplace in (True, False):
+        layer.zero_grad()
+        y = nn.functional.relu(layer(x), inplace=inplace)
+        y = nn.functional.relu(layer(x[0]), inplace=inplace).sum() + y.square().sum()
+        y.backward()
+        gradients.append([p.grad.clone() for p in layer.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("name", ["alexnet", "vgg11", "squeezenet1_1"])
+def test_networks_with_activations_in_place_train_a_step(name, sparse, channels_last):
+    torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    model = getattr(torchvision.models, name)(num_classes=4)
+    if name != "squeezenet1_1":  # the classifiers are most of the time, and no part of the question
+        model.avgpool, model.classifier = nn.AdaptiveAvgPool2d(1), nn.LazyLinear(4)
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, 64, 64))
+        model.train()
+    ff.factorize(model, ff.Rank1(sparse=sparse))
+    for layer in ff.factorized_layers(model).values():
+        layer.path = "factored" if isinstance(layer, ff.nn.FactorizedConv2d) else "auto"
+        if sparse:
+            nn.init.normal_(layer.mu, std=0.01)
+            layer.compact(0.02)
+    x = torch.randn(2, 3, 64, 64)
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+    loss = nn.functional.cross_entropy(model(x), torch.tensor([0, 1]))
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
+@pytest.mark.parametrize("density", [0.4, None])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_gradients_of_gradients(make, density, path):
+    layer = make(ff.Rank1() if density else ff.Rank1(sparse=False), density, path)
+    x = sample(layer, 2).requires_grad_()
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    assert torch.autograd.gradgradcheck(function, (x, *layer.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+@pytest.mark.parametrize("path", ["auto", "factored"])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_autocast_gives_bfloat16_as_dense_layers_do(make, spec, path, bias):
+    layer = make(spec, 0.3 if spec.sparse_factor and getattr(spec, "sparse", False) else None).float()
+    if not bias:
+        layer.bias = None
+    if path == "factored" and not layer.can_factor:
+        path = "reconstruct"
+    layer.path = path
+    x = sample(layer).float()
+    for mode in (layer.train, layer.eval):
+        mode()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+            assert y.dtype == layer.to_dense()(x).dtype == torch.bfloat16
+            y.float().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert layer(x).dtype == torch.bfloat16
