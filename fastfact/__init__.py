@@ -4,6 +4,7 @@ from fastfact import data, methods, models, nn, ops
 from fastfact.federation import Client, Federation, History, Phase, Strategy
 from fastfact.nn import optim, sparsity
 from fastfact.nn.convert import densify, factorize, factorized_layers
+from fastfact.nn.schedule import Schedule
 from fastfact.nn.specs import Hadamard, LowRank, Rank1, Spec
 from fastfact.ops.backends import backends, use_backend
 
@@ -17,6 +18,7 @@ __all__ = [
     "LowRank",
     "Phase",
     "Rank1",
+    "Schedule",
     "Spec",
     "Strategy",
     "backends",

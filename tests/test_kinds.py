@@ -45,7 +45,7 @@ def test_a_field_of_another_type_is_named():
         (lambda: ff.LowRank(scaling=None), r"LowRank\(scaling=None\): must be a number"),
         (lambda: ff.Hadamard(ratio="a"), r"Hadamard\(ratio='a'\): must be a number"),
         (
-            lambda: ff.sparsity.Schedule(1, target_density="a"),
+            lambda: ff.Schedule(1, target_density="a"),
             r"Schedule\(target_density='a'\): must be a number or None",
         ),
         (lambda: FactorizedFLAlpha(tau="high"), r"factorized-fl-alpha\(tau='high'\): must be a number"),

@@ -41,7 +41,7 @@ from fastfact.federation.storage.states import DATABASE, MEMORY, about_database
 from fastfact.kinds import type_error
 from fastfact.methods.fedfac import communalities, shared_mask
 from fastfact.nn.choice import processor
-from fastfact.nn.sparsity import Schedule
+from fastfact.nn.schedule import Schedule
 from fastfact.nn.specs import Hadamard
 from fastfact.ops.backends import backends
 

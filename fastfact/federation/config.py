@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fastfact.kinds import must_be
-from fastfact.nn.sparsity import Schedule
+from fastfact.nn.schedule import Schedule
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     require("store", isinstance(settings["store"], str) and settings["store"] != "", 'must be "memory" or a directory')
     sparse = settings.get("sparsity")
     if not isinstance(sparse, dict | None):
-        raise ValueError(f"Federation(sparsity={sparse!r}): must be an ff.sparsity.Schedule, or None")
+        raise ValueError(f"Federation(sparsity={sparse!r}): must be an ff.Schedule, or None")
     if sparse is not None:
         Schedule(**sparse)
     limit = settings["max_norm"]

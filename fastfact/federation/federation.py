@@ -45,7 +45,8 @@ from fastfact.federation.tensors import describe, tensors_of
 from fastfact.federation.wire.format import Wire
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import must_be
-from fastfact.nn.sparsity import Schedule, penalized
+from fastfact.nn.schedule import Schedule
+from fastfact.nn.sparsity import penalized
 
 log = logging.getLogger("fastfact")
 

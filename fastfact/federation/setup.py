@@ -12,7 +12,7 @@ from fastfact.federation.client.dropout import Streams
 from fastfact.federation.client.placement import Placement, channels_last
 from fastfact.federation.server.strategy import Strategy
 from fastfact.federation.state import State, seed_for, seeded
-from fastfact.nn.sparsity import Schedule
+from fastfact.nn.schedule import Schedule
 
 log = logging.getLogger("fastfact")
 

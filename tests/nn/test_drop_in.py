@@ -116,7 +116,7 @@ def test_a_pruned_mu_changes_its_form_only_when_it_is_a_parameter_again(change):
     with pytest.raises(ValueError, match="mu is no parameter of the layer"):
         change(layer)
     with pytest.raises(ValueError, match="mu is no parameter of the layer"):
-        ff.sparsity.Schedule(warmup=0, target_density=0.1).step(layer, 1)
+        ff.Schedule(warmup=0, target_density=0.1).step(layer, 1)
     prune.remove(layer, "mu")
     assert change(layer).density == 22 / 216
 

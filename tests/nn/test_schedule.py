@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastfact as ff
-from fastfact.nn.sparsity import Schedule
+from fastfact.nn import schedule
+from fastfact.nn.schedule import Schedule
 
 
 def lasso(i=24, o=6, n=48):
@@ -108,7 +109,7 @@ def test_largest_is_as_large_for_every_row_and_breaks_ties_by_position():
 def test_dense_gradients_are_those_of_the_dense_form_and_leave_the_layers_alone():
     torch.manual_seed(0)
     model = nn.Sequential(ff.nn.FactorizedConv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), ff.nn.FactorizedLinear(12, 4))
-    layers = ff.sparsity.penalized_layers(model)
+    layers = schedule.penalized_layers(model)
     for layer in layers:
         nn.init.normal_(layer.mu)
         layer.prune_(0.3)
@@ -117,13 +118,13 @@ def test_dense_gradients_are_those_of_the_dense_form_and_leave_the_layers_alone(
     x = torch.randn(5, 2, 4, 4)
     dense(x).square().sum().backward()
     mus, support = [layer.mu for layer in layers], layers[0].mu_index
-    got = ff.sparsity.dense_gradients(layers, lambda: model(x).square().sum())
-    for gradient, layer in zip(got, ff.sparsity.penalized_layers(dense), strict=True):
+    got = schedule.dense_gradients(layers, lambda: model(x).square().sum())
+    for gradient, layer in zip(got, schedule.penalized_layers(dense), strict=True):
         torch.testing.assert_close(gradient, layer.mu.grad)
     assert all(a is b for a, b in zip(mus, (layer.mu for layer in layers), strict=True))
     assert layers[0].is_compact and layers[0].mu_index is support and layers[0].mu.grad is None
     with pytest.raises(RuntimeError, match="on purpose"):
-        ff.sparsity.dense_gradients(layers, lambda: (_ for _ in ()).throw(RuntimeError("on purpose")))
+        schedule.dense_gradients(layers, lambda: (_ for _ in ()).throw(RuntimeError("on purpose")))
     assert layers[0].is_compact and layers[0].mu is mus[0]
 
 

@@ -1,4 +1,4 @@
-"""Sparse training of clients (`sparsity.Schedule`): μ is dense at rest and on the wire, zeros included, and compact
+"""Sparse training of clients (`Schedule`): μ is dense at rest and on the wire, zeros included, and compact
 where it trains.
 
 With a target density, a client's support are its largest magnitudes, so a state says all there is to know: after a mix,
@@ -24,7 +24,7 @@ from fastfact.federation.tensors import describe
 from fastfact.nn import sparsity
 from fastfact.nn.convert import factorized_layers
 from fastfact.nn.layers import INDEX, FactorizedLayer
-from fastfact.nn.sparsity import Schedule
+from fastfact.nn.schedule import Schedule, dense_gradients
 
 
 def mu_layers(model: nn.Module) -> dict[str, FactorizedLayer]:
@@ -140,7 +140,7 @@ class CompactTrainer:
             def loss(some=some, labels=labels) -> Tensor:
                 return F.cross_entropy(model(some), labels, reduction="sum") / len(y)
 
-            parts = sparsity.dense_gradients(self.layers.values(), loss)
+            parts = dense_gradients(self.layers.values(), loss)
             sums = parts if sums is None else [a + b for a, b in zip(sums, parts, strict=True)]
         return dict(zip(self.layers, sums, strict=True))
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact.nn.sparsity import Schedule
+from fastfact.nn.schedule import Schedule
 
 SCHEDULE = Schedule(warmup=2, target_density=0.25, regrow_every=2, replace=0.5)
 FIXED = dataclasses.replace(SCHEDULE, regrow_every=0)
