@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from fastfact import files
-from fastfact.experiment import report
-from fastfact.experiment import run as experiment
-from fastfact.experiment.run import Config, finished, provenance, run_cells
+from fastfact.experiment import build, report
+from fastfact.experiment.compare import run_cells
+from fastfact.experiment.config import Config
+from fastfact.experiment.run import finished
 from fastfact.federation import Federation
+from fastfact.machine import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 PROVENANCE, RECALIBRATED = "provenance.json", "recalibrated.json"
@@ -185,8 +187,8 @@ def recalibrated(directory: Path, config: Config) -> float | None:
         return None
     if (directory / RECALIBRATED).is_file():
         return json.loads((directory / RECALIBRATED).read_text())
-    parts = experiment._parts(config)
-    fed = Federation.load(directory, **{key: parts[key] for key in ("model", "clients", "method", "augment")})
+    parts = build.parts(config)
+    fed = Federation.load(directory, parts.model, parts.clients, parts.method, parts.augment)
     accuracies = []
     for client, model in zip(fed.clients, fed.models, strict=True):
         for module in model.modules():

@@ -45,13 +45,13 @@ import fastfact as ff
 from bench.gpu_check import save
 from fastfact import models
 from fastfact.bench.common import RESNET9
-from fastfact.experiment.run import provenance
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.step import Settings
 from fastfact.federation.client.train import Trainer
 from fastfact.federation.state import State, stack
 from fastfact.federation.tensors import describe, tensors_of
 from fastfact.formats import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
+from fastfact.machine import provenance
 from fastfact.nn.convert import factorized_layers
 
 TINY = [(3, 8, 3, 1, 6), (8, 8, 3, 2, 6)]

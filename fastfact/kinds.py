@@ -1,6 +1,8 @@
-"""Whether settings are of the types their dataclass says."""
+"""What the settings of a dataclass are: types from their annotations; help, unit and range from their metadata."""
 
-from dataclasses import fields
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, field, fields
 from types import NoneType, UnionType
 from typing import Any
 
@@ -12,6 +14,41 @@ _NAMES = {
     dict: "a table",
     NoneType: "None",
 }
+
+Choices = Iterable[str] | Callable[[], Iterable[str]]
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    group: str = "",
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    choices: Choices = (),
+    check: Callable[[Any], str | None] | None = None,
+) -> Any:
+    """A field of a dataclass that says what it is; `value_error` holds values against it.
+
+    help: a sentence for people. unit: what numbers are counted in. group: what the setting stands beside in help.
+    at_least, above, at_most, below: the range of a number. choices: the strings allowed, or a function that lists them,
+    for lists that are expensive to make. check(value) → what the value must be, in words, or None if it is that.
+    None is allowed wherever the annotation allows it.
+    """
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    about = {"help": help, "unit": unit, "group": group, "choices": choices, "check": check, **bounds}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=about)
+    return field(default=default, metadata=about)
+
+
+def like(settings: type, name: str, default: Any, **change: Any) -> Any:
+    """A field that is what `name` is in another dataclass, with a default of its own and these changes of metadata."""
+    about = next(item.metadata for item in fields(settings) if item.name == name)
+    return field(default=default, metadata={**about, **change})
 
 
 def type_error(value: Any, kind: Any) -> str | None:
@@ -31,9 +68,44 @@ def type_error(value: Any, kind: Any) -> str | None:
 must_be = type_error
 
 
+def choices_of(item: Field) -> tuple[str, ...]:
+    """The strings a field allows; empty for all."""
+    choices = item.metadata.get("choices", ())
+    return tuple(choices() if callable(choices) else choices)
+
+
+def value_error(value: Any, item: Field) -> str | None:
+    """What `value` must be for a field of a dataclass, in words; None if it is that: of the field's type and, if it was
+    made by `setting`, in its range."""
+    if rule := type_error(value, item.type):
+        return rule
+    if value is None or not item.metadata:
+        return None
+    if (known := choices_of(item)) and value not in known:
+        return f"one of {', '.join(known)}"
+    if isinstance(value, int | float) and not isinstance(value, bool) and (rule := _out_of_range(value, item.metadata)):
+        return rule
+    return item.metadata["check"](value) if item.metadata.get("check") else None
+
+
+def _out_of_range(value: float, about: Mapping[str, Any]) -> str | None:
+    holds = {
+        "at_least": lambda bound: value >= bound,
+        "above": lambda bound: value > bound,
+        "at_most": lambda bound: value <= bound,
+        "below": lambda bound: value < bound,
+    }
+    bounds = {name: about[name] for name in holds if about.get(name) is not None}
+    if not math.isfinite(value):
+        return "a finite number"
+    if all(holds[name](bound) for name, bound in bounds.items()):
+        return None
+    return " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items())
+
+
 def check_kinds(settings: Any, name: str) -> None:
-    """Raise ValueError for a field of the dataclass `settings`, called `name`, whose value is of another type."""
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if rule := type_error(value, field.type):
-            raise ValueError(f"{name}({field.name}={value!r}): must be {rule}")
+    """Raise ValueError for a field of the dataclass `settings`, called `name`, that is not what it must be."""
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if rule := value_error(value, item):
+            raise ValueError(f"{name}({item.name}={value!r}): must be {rule}")

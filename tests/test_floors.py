@@ -12,20 +12,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
-    {"kinds", "formats", "files"},
+    {"kinds", "formats", "files", "machine"},
+    {"settings"},
     {"kernels"},
     {"ops"},
     {"nn"},
     {"models", "data"},
     {"federation"},
     {"methods"},
+    {"public"},
     {"__init__"},
     {"experiment"},
     {"papers", "bench"},
     {"cli"},
     {"__main__"},
 ]
-"""The rooms: folders, and the modules beside them. `__init__` is the package as its users import it."""
+"""The rooms: folders, and the modules beside them. `__init__`, filled by `public`, is what users import."""
 
 
 def modules() -> dict[str, Path]:

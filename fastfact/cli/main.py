@@ -1,4 +1,7 @@
-"""The command line: run, compare, report, info, bench; reproduce and methods are in `cli_papers`."""
+"""The commands.
+
+What needs PyTorch is imported by the command that runs, so that help and completion come at once.
+"""
 
 import inspect
 import sys
@@ -7,31 +10,59 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.table import Table
+from rich.markup import escape
 
-from fastfact.cli import papers as cli_papers
-from fastfact.cli.terminal import Display, Json, Out, console, jobs_of, outcome, show, write_json
-from fastfact.experiment import report
-from fastfact.experiment import run as experiment
-from fastfact.experiment.run import Config
-from fastfact.federation.client.memory import keep_freed
-from fastfact.federation.server.processes import Group, ProcessLost, in_torchrun
-from fastfact.federation.storage import checkpoint
+import fastfact
+from fastfact.cli.terminal import Display, Json, Out, console, jobs_of, outcome, show, table_of, tables_of, write_json
+from fastfact.experiment.config import Config, read_file, with_settings
 
 app = typer.Typer(
     help="Factorized neural-network weights, and personalized federated learning with them.",
+    epilog="Example: fastfact compare --methods factorized-fl-beta,fedavg --out runs/first",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+HELP = {item.name: escape(item.metadata["help"]) for item in fields(Config)}
+
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Quick = Annotated[bool, typer.Option("--quick", help="A few rows and rounds, to see that it works.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of PyTorch [default: its own choice].")]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fastfact {fastfact.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _option(item) -> Any:
+    """The annotation that makes a field of `Config` an option; None for a field that only a file can set."""
+    about = item.metadata
+    if not about["help"]:
+        return None
+    unit = f" Unit: {about['unit']}." if about["unit"] else ""
+    shown = "" if item.default in (None, "") else f" [default: {item.default}]"
+    kind = float if item.type == (float | None) else item.type
+    option = typer.Option(
+        f"--{item.name.replace('_', '-')}",
+        help=escape(about["help"] + unit + shown),
+        rich_help_panel=about["group"],
+        show_default=False,
+    )
+    return Annotated[kind | None, option]
 
 
 def _with_config(*without: str) -> Callable:
@@ -39,28 +70,23 @@ def _with_config(*without: str) -> Callable:
 
     def decorate(command: Callable) -> Callable:
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
-        added = []
-        for item in fields(Config):
-            if item.name in without or item.name not in experiment.HELP:
-                continue
-            shown = "" if item.default is None else f" [default: {item.default}]"
-            kind = float if item.type == (float | None) else item.type
-            option = typer.Option(f"--{item.name.replace('_', '-')}", help=experiment.HELP[item.name] + shown)
-            added.append((item.name, Annotated[kind | None, option], None))
+        options = {item.name: _option(item) for item in fields(Config) if item.name not in without}
         set_help = "A setting of the method, for one method of several METHOD.KEY=VALUE; repeatable."
-        set_option = typer.Option("--set", metavar="KEY=VALUE", help=set_help)
+        options["set"] = Annotated[
+            list[str] | None,
+            typer.Option("--set", metavar="KEY=VALUE", help=set_help, rich_help_panel="Method and training"),
+        ]
         file_help = "TOML file with the same names as the options; the command line wins."
-        file_option = typer.Option("--config", metavar="FILE", help=file_help)
-        added.append(("set", Annotated[list[str] | None, set_option], None))
-        added.append(("config", Annotated[Path | None, file_option], None))
+        options["config"] = Annotated[Path | None, typer.Option("--config", metavar="FILE", help=file_help)]
 
         def wrapper(**given):
             return command(**{p.name: given.pop(p.name) for p in own}, given=given)
 
         wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
         parameters = own + [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for name, annotation, default in added
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in options.items()
+            if annotation is not None
         ]
         wrapper.__signature__ = inspect.Signature(parameters)
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -72,14 +98,13 @@ def _with_config(*without: str) -> Callable:
 def _merge(given: dict[str, Any], *also: str) -> tuple[Config, dict[str, Any]]:
     """The configuration from defaults, file and command line (the last wins), and the values of the keys in `also`."""
     file, settings = given.pop("config"), given.pop("set") or []
-    names = [*experiment.HELP, "settings", *also]
-    values = experiment.read_file(file, names) if file else {}
+    values = read_file(file, also) if file else {}
     values |= {name: value for name, value in given.items() if value is not None}
     extra = {name: values.pop(name) for name in also if name in values}
-    return experiment.with_settings(Config(**values), settings, extra.get("methods")), extra
+    return with_settings(Config(**values), settings, extra.get("methods")), extra
 
 
-@app.command()
+@app.command(epilog="Example: fastfact run --method fedprox --set mu=0.1 --rounds 10 --out runs/fedprox")
 @_with_config()
 def run(
     out: Out,
@@ -91,14 +116,19 @@ def run(
     """Train one method; leaves configuration, metrics, checkpoint and pictures in --out. Under torchrun the clients are
     spread over its processes.
     """
+    from fastfact.experiment import build, report
+    from fastfact.experiment import run as experiment
+    from fastfact.federation.client.memory import keep_freed
+    from fastfact.federation.server.processes import Group, ProcessLost
+
     config, _ = _merge(given)
     keep_freed()
     try:
         with Group.of_torchrun() as group:
             console.quiet = group.rank > 0
-            experiment.check(config, group)
+            build.check(config, group)
             group.root(lambda: experiment.check_directory(config, out, resume))
-            if note := experiment.sharing_note(config):
+            if note := build.sharing_note(config):
                 console.print(note)
             name = f"{config.method}, seed {config.seed}"
             with Display({name: config.rounds}) as display:
@@ -111,18 +141,25 @@ def run(
         write_json(json_file, {"config": result["config"], "table": rows})
 
 
-@app.command()
+@app.command(epilog="Example: fastfact compare --methods factorized-fl-beta,fedavg --seeds 3 --out runs/first")
 @_with_config("method", "store", "store_values", "memory_limit")
 def compare(
     out: Out,
     methods: Annotated[str | None, typer.Option(help="Methods, separated by commas, or all.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Number of seeds, counted up from --seed. [default: 3]")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help=escape("Number of seeds, counted up from --seed. [default: 3]"))
+    ] = None,
     jobs: Annotated[str, typer.Option(help="Cells trained at once; the numbers do not depend on it.")] = "auto",
     json_file: Json = None,
     *,
     given: dict[str, Any],
 ) -> None:
     """Train several methods on several seeds and print one table. The same command again continues where it stopped."""
+    from fastfact.experiment import build, report
+    from fastfact.experiment.compare import Comparison
+    from fastfact.federation.server.processes import in_torchrun
+    from fastfact.methods import names as known
+
     if in_torchrun():
         raise ValueError("compare: spreads its cells over processes itself (--jobs), run it without torchrun")
     given["methods"] = methods.split(",") if methods else None
@@ -130,11 +167,11 @@ def compare(
     config, extra = _merge(given, "methods", "seeds")
     if "methods" not in extra:
         raise ValueError("methods: name one or more, separated by commas")
-    names = experiment.methods.names() if list(extra["methods"]) == ["all"] else extra["methods"]
-    comparison = experiment.Comparison(config, tuple(names), extra.get("seeds", 3))
+    names = known() if list(extra["methods"]) == ["all"] else extra["methods"]
+    comparison = Comparison(config, tuple(names), extra.get("seeds", 3))
     workers = jobs_of(jobs)
     comparison.check(out)
-    if note := experiment.sharing_note(config):
+    if note := build.sharing_note(config):
         console.print(note)
     cells = comparison.cells()
     with Display({name: cell.rounds for name, cell in cells.items()}) as display:
@@ -147,25 +184,27 @@ def compare(
         raise typer.Exit(1)
 
 
-@app.command("report")
+@app.command("report", epilog="Example: fastfact report runs/first")
 def report_command(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="What run or compare left, or a file of bench layers.")
     ],
     json_file: Json = None,
 ) -> None:
-    """Print the table of a run or comparison and draw its pictures anew; of a benchmark, ratios over density."""
+    """Print the table of a run or comparison and draw its pictures again; of a benchmark, ratios over density."""
+    from fastfact.experiment import plots, report
+
     if directory.is_file():
         rows = report.read_layers(directory)
         table_of([row for row in rows if row["shape"].startswith("all")], f"{directory}: geometric means")
-        picture = report.plot_ratio(rows, directory.with_suffix(".png"))
+        picture = plots.plot_ratio(rows, directory.with_suffix(".png"))
         console.print(f"picture: {picture}", markup=False, soft_wrap=True)
         return
     rows = show(directory, report.read(directory))
     write_json(json_file, {"table": rows})
 
 
-@app.command()
+@app.command(epilog="Example: fastfact info --plan resnet18 --density 0.1")
 def info(
     directory: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="A run, or a store of clients: what it holds.")
@@ -173,42 +212,31 @@ def info(
     plan: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Which compute path each layer of a network or run takes.")
     ] = None,
-    density: Annotated[float | None, typer.Option(help="Of μ, for --plan [default: 0.1, or the run's].")] = None,
+    density: Annotated[
+        float | None, typer.Option(help=escape("Of μ, for --plan [default: 0.1, or the run's]."))
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size, for --plan.")] = 64,
     shape: Annotated[str, typer.Option("--input", metavar="CxHxW", help="Shape of a sample, for --plan.")] = "3x32x32",
     json_file: Json = None,
 ) -> None:
     """Backends and why they serve or not, versions, hardware, data sets, scenarios, models, methods; or a DIR."""
-    if plan is not None:
-        from fastfact.cli import paths as planning
+    import torch
 
-        rows = planning.plan(*planning.subject(plan, density, shape), batch)
+    from fastfact.cli import about, paths
+    from fastfact.federation.storage import checkpoint
+
+    if plan is not None:
+        rows = paths.plan(*paths.subject(plan, density, shape), batch)
         table_of(rows, f"{plan}: predicted milliseconds, {torch.get_num_threads()} threads")
-        table_of(planning.totals(rows), "all layers that have a choice: predicted milliseconds")
+        table_of(paths.totals(rows), "all layers that have a choice: predicted milliseconds")
         write_json(json_file, {"threads": torch.get_num_threads(), "layers": rows})
         return
-    about = experiment.about() if directory is None else {str(directory): checkpoint.about(directory)}
-    for part, content in about.items():
-        table = Table(title=part, title_justify="left", show_header=False)
-        for name, value in content.items():
-            table.add_row(name, str(value))
-        console.print(table)
-    write_json(json_file, about)
+    parts = about.package() if directory is None else {str(directory): checkpoint.about(directory)}
+    tables_of(parts)
+    write_json(json_file, parts)
 
 
-def table_of(rows: list[dict[str, Any]], title: str) -> None:
-    """Print rows, a column for each name that any of them has."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(title=title, title_justify="left")
-    for name in names:
-        table.add_column(name, justify="right" if isinstance(rows[0].get(name, 0.0), float) else "left")
-    for row in rows:
-        cells = ["" if row.get(name) is None else row[name] for name in names]
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    console.print(table)
-
-
-@bench.command("layers")
+@bench.command("layers", epilog="Example: fastfact bench layers --only forward --quick")
 def bench_layers(
     json_file: Json = None,
     quick: Quick = False,
@@ -222,9 +250,10 @@ def bench_layers(
 ) -> None:
     """The factored layers against the dense layer and other rivals; milliseconds, ratio = dense / ours."""
     from fastfact.bench import layers
+    from fastfact.federation.client.memory import keep_freed
 
     keep_freed()
-    torch.set_num_threads(threads or torch.get_num_threads())
+    _use(threads)
     rows: list[dict[str, Any]] = []
 
     def note(row: dict[str, Any]) -> None:
@@ -240,59 +269,131 @@ def bench_layers(
     write_json(json_file, {"rows": rows})
 
 
-@bench.command("clients")
+@bench.command("clients", epilog="Example: fastfact bench clients --quick --json clients.json")
 def bench_clients(
     json_file: Json = None,
     quick: Quick = False,
     threads: Threads = None,
     only: Annotated[str | None, typer.Option(metavar="WORK", help="Only the rows of this work.")] = None,
-    clients: Annotated[int | None, typer.Option(min=1, help="So many clients, where the machine is small.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="So many rounds are timed.")] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="Number of clients, where the machine is small.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds that are timed.")] = None,
 ) -> None:
     """Federated averaging of many clients, ours beside a plain loop, vmap, pfl and Flower; ratio = theirs / ours."""
-    from fastfact.bench.clients import draw, run
+    from fastfact.bench.clients import draw
+    from fastfact.bench.clients import run as measure
 
-    torch.set_num_threads(threads or torch.get_num_threads())
-    rows: list[dict[str, Any]] = []
-    # Written as it comes: the whole takes long.
-    for work, some in run(quick, only, clients, rounds):
-        rows += some
-        table_of(some, f"{work}: ratio = its time of a round / ours")
-        write_json(json_file, {"rows": rows})
-        if json_file and work == "growth":
-            draw(some, json_file.with_suffix(".png"))
-
-
-app.command("reproduce")(cli_papers.reproduce_command)
-app.command("methods")(cli_papers.methods_command)
+    _use(threads)
+    _in_parts(
+        measure(quick, only, clients, rounds),
+        lambda work: f"{work}: ratio = its time of a round / ours",
+        json_file,
+        draw,
+    )
 
 
-@bench.command("store")
+@bench.command("store", epilog="Example: fastfact bench store --quick")
 def bench_store(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
     """Very many clients at rest and at work: bytes of a client, seconds and memory of rounds out of core."""
+    import torch
+
     from fastfact.bench import store
+    from fastfact.federation.client.memory import keep_freed
 
     keep_freed()
-    torch.set_num_threads(threads or torch.get_num_threads())
+    _use(threads)
     rows = store.run(quick)
     for name in dict.fromkeys(row["work"] for row in rows):
         table_of([row for row in rows if row["work"] == name], name)
     write_json(json_file, {"threads": torch.get_num_threads(), "rows": rows})
 
 
-@bench.command("server")
+@bench.command("server", epilog="Example: fastfact bench server --quick")
 def bench_server(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
     """Similarity matching and mixing: exact beside numpy, sketched beside its products alone, growth with clients."""
-    from fastfact.bench.server import draw, run
+    from fastfact.bench.server import draw
+    from fastfact.bench.server import run as measure
+
+    _use(threads)
+    _in_parts(measure(quick), lambda work: work, json_file, draw)
+
+
+def _use(threads: int | None) -> None:
+    import torch
 
     torch.set_num_threads(threads or torch.get_num_threads())
+
+
+def _in_parts(parts, title: Callable[[str], str], json_file: Path | None, draw: Callable) -> None:
+    """Print and write the rows of each work as they come: the whole takes long."""
     rows: list[dict[str, Any]] = []
-    for work, some in run(quick):
+    for work, some in parts:
         rows += some
-        table_of(some, work)
+        table_of(some, title(work))
         write_json(json_file, {"rows": rows})
         if json_file and work == "growth":
             draw(some, json_file.with_suffix(".png"))
+
+
+@app.command(epilog="Example: fastfact reproduce fedfac table-2 --quick")
+def reproduce(
+    paper: Annotated[str | None, typer.Argument(metavar="PAPER", help="Of which paper; none for a list.")] = None,
+    result: Annotated[str | None, typer.Argument(metavar="RESULT", help="Which table or figure, see the list.")] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Data set in place of the paper's [default: the paper's if it is there, or digits]."),
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help=HELP["data_dir"])] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds in place of the recipe's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Local epochs in place of the recipe's.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds in place of the recipe's.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Clients in place of the recipe's.")] = None,
+    width: Annotated[float | None, typer.Option(help="Width multiplier in place of the recipe's.")] = None,
+    init_from: Annotated[str | None, typer.Option(help=HELP["init_from"])] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Three rounds, a narrow network, 100 samples a client: to see it work.")
+    ] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for runs and pictures.")] = Path("runs/reproduce"),
+    jobs: Annotated[str, typer.Option(help="Cells trained at once; the numbers do not depend on it.")] = "auto",
+    json_file: Json = None,
+) -> None:
+    """Run a table or figure of a paper: our numbers beside the paper's, and its picture. Without arguments a list.
+
+    The same command again continues where it stopped; results that share runs share them.
+    """
+    from fastfact.cli import papers
+
+    if paper is None:
+        papers.list_results()
+        return
+    values = {
+        "rounds": rounds,
+        "epochs": epochs,
+        "seeds": seeds,
+        "clients": clients,
+        "width": width,
+        "data_dir": data_dir,
+        "init_from": init_from,
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    papers.reproduce_result(paper, result, dataset, given, quick=quick, out=out, jobs=jobs, json_file=json_file)
+
+
+@app.command("methods", epilog="Example: fastfact methods --model resnet18 --density 0.4")
+def list_methods(
+    model: Annotated[str, typer.Option(help="Network, see `fastfact info`.")] = "resnet9",
+    width: Annotated[float, typer.Option(help="Width multiplier of the network.")] = 1.0,
+    shape: Annotated[str | None, typer.Option(help="Of one sample [default: 3,32,32, or 80 tokens].")] = None,
+    classes: Annotated[int, typer.Option(help="Number of classes.")] = 10,
+    clients: Annotated[int, typer.Option(help="Number of clients.")] = 20,
+    density: Annotated[float, typer.Option(help="Share of nonzero μ in factorized layers.")] = 1.0,
+    permuted: Annotated[bool, typer.Option("--permuted", help="Keep classifier and norm local.")] = False,
+    rounds: Annotated[str, typer.Option(help="Rounds to give the cost of all clients for.")] = "50,100",
+    json_file: Json = None,
+) -> None:
+    """Every method: paper, what is shared, and the bytes of one client and round, from the tensors that travel."""
+    from fastfact.cli import papers
+
+    papers.list_methods(model, width, shape, classes, clients, density, permuted, rounds, json_file)
 
 
 def main() -> None:

@@ -1,32 +1,33 @@
-"""The commands about the papers: reproduce, methods."""
+"""What the commands about the papers do: reproduce, methods."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table
 
 from fastfact import data
-from fastfact.cli.terminal import Display, Json, console, jobs_of, write_json
+from fastfact.cli.terminal import Display, console, jobs_of, write_json
 from fastfact.experiment import report, traffic
-from fastfact.experiment import run as experiment
 from fastfact.papers import recipes, reproduce
 from fastfact.papers.figures import Grid
 from fastfact.papers.measures import MEASURES
-from fastfact.papers.recipes import Plan
+from fastfact.papers.recipes import ResolvedRecipe
 
 ACROSS = 4
 """Columns of a paper's table side by side in the terminal."""
 
 
-def _listing() -> None:
-    for paper, found in recipes.papers().items():
+def list_results() -> None:
+    """Print every table and figure there is a recipe of."""
+    for paper, results in recipes.papers().items():
         table = Table(title=f"{paper}: {recipes.titles()[paper]}", title_justify="left")
         for column in ("result", "what", "where", "runs", "picture"):
             table.add_column(column, no_wrap=column != "what")
-        for name, recipe in found.items():
-            runs = len(recipe.plan().cells())
+        for name, recipe in results.items():
+            runs = len(recipe.resolve().cells())
             table.add_row(name, recipe.title.partition(": ")[2], recipe.where, str(runs), ", ".join(recipe.pictures))
         console.print(table)
     console.print("runs: of the stand-in; the same runs serve several results. fastfact reproduce PAPER RESULT")
@@ -44,8 +45,8 @@ def _shown(value: tuple[float, float] | None) -> str:
     return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
 
 
-def _print(plan: Plan, grid: Grid) -> None:
-    recipe = plan.recipe
+def _print(resolved: ResolvedRecipe, grid: Grid) -> None:
+    recipe = resolved.recipe
     console.print(f"{recipe.paper}, {recipe.title}", markup=False)
     for start in range(0, len(grid.columns), ACROSS):
         some = grid.columns[start : start + ACROSS]
@@ -65,71 +66,52 @@ def _print(plan: Plan, grid: Grid) -> None:
         console.print(f"Note: {recipe.note}", markup=False)
 
 
-def _differences(plan: Plan) -> None:
-    if plan.changes:
-        console.print("Not as in the paper: " + "; ".join(plan.changes) + ".", markup=False)
+def _differences(resolved: ResolvedRecipe) -> None:
+    if resolved.changes:
+        console.print("Not as in the paper: " + "; ".join(resolved.changes) + ".", markup=False)
     else:
         console.print("With the paper's settings.")
 
 
-def reproduce_command(
-    paper: Annotated[str | None, typer.Argument(metavar="PAPER", help="Of which paper; none for a list.")] = None,
-    result: Annotated[str | None, typer.Argument(metavar="RESULT", help="Which table or figure, see the list.")] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="Data set in place of the paper's [default: the paper's if it is there, or digits]."),
-    ] = None,
-    data_dir: Annotated[str | None, typer.Option(help=experiment.HELP["data_dir"])] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds in place of the recipe's.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Local epochs in place of the recipe's.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Seeds in place of the recipe's.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Clients in place of the recipe's.")] = None,
-    width: Annotated[float | None, typer.Option(help="Width multiplier in place of the recipe's.")] = None,
-    init_from: Annotated[str | None, typer.Option(help=experiment.HELP["init_from"])] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Three rounds, a narrow network, 100 samples a client: to see it work.")
-    ] = False,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for runs and pictures.")] = Path("runs/reproduce"),
-    jobs: Annotated[str, typer.Option(help="Cells trained at once; the numbers do not depend on it.")] = "auto",
-    json_file: Json = None,
+def reproduce_result(
+    paper: str,
+    result: str | None,
+    dataset: str | None,
+    given: Mapping[str, Any],
+    *,
+    quick: bool,
+    out: Path,
+    jobs: str,
+    json_file: Path | None,
 ) -> None:
-    """Run a table or figure of a paper: our numbers beside the paper's, and its picture. Without arguments a list.
-
-    The same command again continues where it stopped; results that share runs share them.
-    """
-    if paper is None:
-        _listing()
-        return
+    """Run a table or figure and show it. given: values of `Config`, and seeds, in place of the recipe's."""
     if result is None:
         known = recipes.papers()
         raise ValueError(f"result: name one of {', '.join(known[paper])}" if paper in known else _no_paper(paper))
     recipe = recipes.find(paper, result)
+    data_dir = given.get("data_dir")
     if dataset is not None:
         data.load(dataset, data_dir)
-    values = {"rounds": rounds, "epochs": epochs, "seeds": seeds, "clients": clients, "width": width}
-    overrides: dict[str, Any] = dict(reproduce.QUICK) if quick else {}
-    overrides |= {name: value for name, value in values.items() if value is not None}
-    if data_dir is not None:
-        overrides["data_dir"] = data_dir
-    if init_from is not None:
-        overrides |= {"init_from": init_from, "pretrain": 0}
-    plan = recipe.plan(overrides, dataset, lambda name: recipes.available(name, data_dir))
-    workers, cells = jobs_of(jobs), plan.cells()
-    _differences(plan)
+    overrides = (dict(reproduce.QUICK) if quick else {}) | given
+    if "init_from" in given:
+        overrides["pretrain"] = 0
+    resolved = recipe.resolve(overrides, dataset, lambda name: recipes.available(name, data_dir))
+    workers, cells = jobs_of(jobs), resolved.cells()
+    _differences(resolved)
     with Display({name: config.rounds for name, config in cells.items()}) as display:
-        failed = reproduce.run(plan, out, workers, display.event)
+        failed = reproduce.run(resolved, out, workers, display.event)
     if len(failed) < len(cells):
-        grid = reproduce.grid(plan, out)
-        _print(plan, grid)
-        _differences(plan)
+        grid = reproduce.grid(resolved, out)
+        _print(resolved, grid)
+        _differences(resolved)
         content = {
             "paper": paper,
             "result": result,
             "title": recipe.title,
             "says": recipe.says,
             "note": recipe.note,
-            "changes": plan.changes,
-            "rows": reproduce.rows(plan, grid),
+            "changes": resolved.changes,
+            "rows": reproduce.rows(resolved, grid),
             "failed": failed,
         }
         folder = out / paper
@@ -147,18 +129,18 @@ def _no_paper(paper: str) -> str:
     return f"paper={paper!r}, must be one of {', '.join(recipes.papers())}"
 
 
-def methods_command(
-    model: Annotated[str, typer.Option(help="Network, see `fastfact info`.")] = "resnet9",
-    width: Annotated[float, typer.Option(help="Width multiplier of the network.")] = 1.0,
-    shape: Annotated[str | None, typer.Option(help="Of one sample [default: 3,32,32, or 80 tokens].")] = None,
-    classes: Annotated[int, typer.Option(help="Number of classes.")] = 10,
-    clients: Annotated[int, typer.Option(help="Number of clients.")] = 20,
-    density: Annotated[float, typer.Option(help="Share of nonzero μ in factorized layers.")] = 1.0,
-    permuted: Annotated[bool, typer.Option("--permuted", help="Keep classifier and norm local.")] = False,
-    rounds: Annotated[str, typer.Option(help="Rounds to give the cost of all clients for.")] = "50,100",
-    json_file: Json = None,
+def list_methods(
+    model: str,
+    width: float,
+    shape: str | None,
+    classes: int,
+    clients: int,
+    density: float,
+    permuted: bool,
+    rounds: str,
+    json_file: Path | None,
 ) -> None:
-    """Every method: paper, what is shared, and the bytes of one client and round, from the tensors that travel."""
+    """Print what every method shares and sends."""
     counts = [int(part) for part in rounds.split(",") if part.strip().isdigit() and int(part) >= 1]
     if len(counts) != len(rounds.split(",")):
         raise ValueError(f"rounds={rounds!r}, must be numbers of at least 1, separated by commas")

@@ -6,16 +6,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fastfact import files
-from fastfact.experiment import report
-from fastfact.experiment import run as experiment
+from fastfact import files, machine
+
+if TYPE_CHECKING:
+    from fastfact.experiment.report import Cell
 
 # What holds the kernels of a process to fewer instructions, which its figures must tell.
 HELD = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
@@ -75,7 +76,7 @@ class Display:
         console.print(f"[{self.ended}/{len(self.rounds)}] {name}: {line}", markup=False)
 
     def event(self, name: str, kind: str, first: Any, second: Any) -> None:
-        """What `experiment.run_missing` says."""
+        """What `compare.run_missing` tells of a cell."""
         if kind == "round":
             self.round(name, first, second)
         elif kind == "found":
@@ -87,6 +88,8 @@ class Display:
 
 def comparison_table(rows: list[dict[str, Any]], title: str) -> Table:
     """The rows of `report.table`, for people."""
+    from fastfact.experiment.report import size
+
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
     for column in (
@@ -110,12 +113,33 @@ def comparison_table(rows: list[dict[str, Any]], title: str) -> Table:
             accuracy,
             before,
             f"{100 * row['client_std']:.1f}",
-            report.size(row["uplink"]),
-            report.size(row["downlink"]),
+            size(row["uplink"]),
+            size(row["downlink"]),
             "–" if row["density"] is None else f"{row['density']:.2f}",
             f"{row['seconds']:.1f}",
         )
     return table
+
+
+def table_of(rows: list[dict[str, Any]], title: str) -> None:
+    """Print rows, a column for each name that any of them has."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="right" if isinstance(rows[0].get(name, 0.0), float) else "left")
+    for row in rows:
+        cells = ["" if row.get(name) is None else row[name] for name in names]
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    console.print(table)
+
+
+def tables_of(parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print a table of names and values for each part."""
+    for part, content in parts.items():
+        table = Table(title=part, title_justify="left", show_header=False)
+        for name, value in content.items():
+            table.add_row(name, str(value))
+        console.print(table)
 
 
 def _percent(value: dict[str, float] | None, several: bool) -> str:
@@ -129,7 +153,7 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     if path is None:
         return
     held = [f"{name}={os.environ[name]}" for name in HELD if name in os.environ]
-    content = {"command": shlex.join([*held, "fastfact", *sys.argv[1:]]), **content, **experiment.provenance()}
+    content = {"command": shlex.join([*held, "fastfact", *sys.argv[1:]]), **content, **machine.provenance()}
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(path, content, indent=1, ensure_ascii=False)
 
@@ -140,8 +164,10 @@ def outcome(result: dict[str, Any]) -> str:
     return f"accuracy {100 * summary['accuracy']:.1f} %, {summary['seconds']:.1f} s of training"
 
 
-def show(directory: Path, cells: list[report.Cell]) -> list[dict[str, Any]]:
+def show(directory: Path, cells: "list[Cell]") -> list[dict[str, Any]]:
     """Print the table of the cells, draw their pictures into `directory`; the rows of the table."""
+    from fastfact.experiment import plots, report
+
     rows, config = report.table(cells), cells[0].result["config"]
     seeds = len({cell.seed for cell in cells})
     title = (
@@ -149,7 +175,7 @@ def show(directory: Path, cells: list[report.Cell]) -> list[dict[str, Any]]:
         f" {seeds} seed{'s' * (seeds > 1)}"
     )
     console.print(comparison_table(rows, title))
-    for path in report.pictures(cells, directory):
+    for path in plots.pictures(cells, directory):
         console.print(f"picture: {path}", markup=False, soft_wrap=True)
     return rows
 
@@ -157,7 +183,7 @@ def show(directory: Path, cells: list[report.Cell]) -> list[dict[str, Any]]:
 def jobs_of(text: str) -> int:
     """How many cells at once: a number, or auto. Raises ValueError."""
     if text == "auto":
-        return experiment.jobs_here()
+        return machine.cores()
     if not text.isdigit() or int(text) < 1:
         raise ValueError(f"jobs={text!r}, must be auto or a number of at least 1")
     return int(text)

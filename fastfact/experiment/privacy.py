@@ -141,8 +141,7 @@ def leakage(
     known = range(len(federation))
     if clients is not None and (bad := [k for k in clients if k not in known]):
         raise ValueError(f"leakage(clients={list(clients)}): {bad[0]} must be 0 … {len(federation) - 1}")
-    parameters = {name for name, p in federation.template.named_parameters() if p.requires_grad}
-    names = [name for name in federation.uploaded if name in parameters]
+    names = seen_by_server(federation)
     if not names:
         raise ValueError(f"leakage: {federation.method.name} uploads nothing that trains")
     dtype = next(federation.template.parameters()).dtype
@@ -150,7 +149,7 @@ def leakage(
     rows = []
     for k in known if clients is None else clients:
         x, y = placed(federation.clients[k].train, federation.device, dtype)
-        if x.dim() != 4 or not x.is_floating_point():
+        if not has_images(federation):
             raise ValueError(f"leakage: the samples are {x.dtype} {list(x.shape[1:])}, must be images (c, h, w)")
         model = federation.models[k]
         for layer in factorized_layers(model).values():
@@ -178,10 +177,22 @@ def leakage(
     return rows
 
 
+def seen_by_server(federation: Federation) -> list[str]:
+    """The names of the parameters that train and are uploaded, whose gradients an attacker has."""
+    parameters = {name for name, p in federation.template.named_parameters() if p.requires_grad}
+    return [name for name in federation.uploaded if name in parameters]
+
+
+def has_images(federation: Federation) -> bool:
+    """Whether the clients' samples are images (c, h, w) of floating-point numbers."""
+    x = federation.clients[0].train[0]
+    return x.dim() == 4 and x.is_floating_point()
+
+
 def _as_seen(federation: Federation, model: nn.Module) -> nn.Module:
-    """The initial model with what a client's `model` uploads put in."""
-    seen = copy.deepcopy(model)
-    for name, tensor in tensors_of(seen).items():
+    """The initial model with the tensors that a client's `model` uploads in their places."""
+    attacked = copy.deepcopy(model)
+    for name, tensor in tensors_of(attacked).items():
         if name not in federation.uploaded:
             tensor.data.copy_(federation.initial[name][0])
-    return seen
+    return attacked

@@ -60,11 +60,11 @@ def _flat(state: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
 def similarity(fed: Federation) -> dict[str, Tensor]:
     """Cosine of u and of v of layer L − 1, and of what the method compares, between all clients [K, K]."""
     layer = max((info.layers for info in fed.infos.values()), default=0) - 1
-    found = {role: _named(fed, [role], layer) for role in ("u", "v")}
-    made = {role: mixing.cosine(_states(fed, names)[names[0]]) for role, names in found.items() if names}
+    names = {role: _named(fed, [role], layer) for role in ("u", "v")}
+    cosines = {role: mixing.cosine(_states(fed, of)[of[0]]) for role, of in names.items() if of}
     if fed.keys:
-        made["key"] = mixing.cosine(fed.key())
-    return made
+        cosines["key"] = mixing.cosine(fed.key())
+    return cosines
 
 
 def matching(fed: Federation) -> dict[str, Tensor]:
@@ -89,25 +89,25 @@ def movement(fed: Federation) -> dict[str, Tensor]:
 
     From the initial model on; the paper counts from the end of round 1.
     """
-    before, now, made = fed.initial, _states(fed), {}
+    before, now, moved = fed.initial, _states(fed), {}
     shared = [name for name in fed.shared if not fed.infos[name].buffer]
     personal = [name for name in _named(fed, ("A", "B")) if name not in shared]
     if shared:
-        made["shared"] = (_flat(now, shared).mean(0) - _flat(before, shared)[0]).norm()
+        moved["shared"] = (_flat(now, shared).mean(0) - _flat(before, shared)[0]).norm()
     if personal:
-        made["personal"] = (_flat(now, personal) - _flat(before, personal)).norm(dim=1).mean()
-    return made
+        moved["personal"] = (_flat(now, personal) - _flat(before, personal)).norm(dim=1).mean()
+    return moved
 
 
 def updates(fed: Federation) -> dict[str, Tensor]:
-    """‖d_1 / |d_1| − d_k / |d_k|‖₂, [K], d_k the way of client k since the start: in the weights, in u and in v."""
-    before, now, made = fed.initial, _states(fed), {}
+    """‖d_1 / |d_1| − d_k / |d_k|‖₂, [K], where d_k is how far the weights, u or v of client k moved since the start."""
+    before, now, distances = fed.initial, _states(fed), {}
     for what, roles in (("weight", ("weight",)), ("u", ("u",)), ("v", ("v",))):
         if names := [name for name in _named(fed, roles) if not fed.infos[name].classifier]:
-            way = _flat(now, names) - _flat(before, names)
-            way = way / way.norm(dim=1, keepdim=True).clamp(min=1e-30)
-            made[what] = (way - way[0]).norm(dim=1)
-    return made
+            change = _flat(now, names) - _flat(before, names)
+            change = change / change.norm(dim=1, keepdim=True).clamp(min=1e-30)
+            distances[what] = (change - change[0]).norm(dim=1)
+    return distances
 
 
 def split(fed: Federation) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def masked(fed: Federation) -> dict[str, Tensor]:
     The values are normal with the layer's own deviation; "when updating the local models" (FedFac §5.5) is read as: in
     the trained models, before they are evaluated.
     """
-    made = {}
+    accuracy = {}
     masks = {name.removeprefix(SPLIT): mask for name, mask in fed.memory.items() if name.startswith(SPLIT)}
     for what in ("shared", "personal") if masks else ():
         state = _states(fed)
@@ -135,8 +135,8 @@ def masked(fed: Federation) -> dict[str, Tensor]:
             noise = draw.to(tensor) * tensor.flatten(1).std(1).view(-1, *[1] * (tensor.dim() - 1))
             rows = rows.repeat(tensor.shape[1] // len(rows)).view(1, -1, *[1] * (tensor.dim() - 2))
             state[name] = torch.where(rows, noise, tensor)
-        made[what] = torch.tensor(fed.accuracies(state), dtype=torch.float64).mean()
-    return made
+        accuracy[what] = torch.tensor(fed.accuracies(state), dtype=torch.float64).mean()
+    return accuracy
 
 
 def embeddings(fed: Federation) -> dict[str, Tensor]:
@@ -163,25 +163,23 @@ def features(fed: Federation) -> dict[str, Tensor]:
     if not convolutions:
         return {}
     name = next(iter(masks), SPLIT + convolutions[min(4, len(convolutions) - 1)]).removeprefix(SPLIT)
-    model, seen = fed.models[0], []
+    model, outputs = fed.models[0], []
     layer = model.get_submodule(name.rpartition(".")[0])
-    handle = layer.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    handle = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output.detach()))
     image = fed.clients[0].test[0][:1].to(fed.device)
     with torch.no_grad():
         model(image)
     handle.remove()
-    shared = masks.get(SPLIT + name, torch.ones(seen[0].shape[1], dtype=torch.bool))
-    return {"map": seen[0][0], "shared": shared.cpu(), "image": image[0]}
+    shared = masks.get(SPLIT + name, torch.ones(outputs[0].shape[1], dtype=torch.bool))
+    return {"map": outputs[0][0], "shared": shared.cpu(), "image": image[0]}
 
 
 def leaks(fed: Federation) -> dict[str, Tensor]:
-    """PSNR [dB] of what DLG makes of five training images of each client (FedDecomp, Table 7): mean, most, of each."""
-    try:
-        rows = privacy.leakage(fed, images=5, steps=300)
-    except ValueError:
+    """PSNR [dB] of the images that DLG recovers from five training images of each client [5 K] (FedDecomp, Table 7)."""
+    if not privacy.seen_by_server(fed) or not privacy.has_images(fed):
         return {}
-    values = torch.tensor([row["psnr"] for row in rows], dtype=torch.float64)
-    return {"psnr": values}
+    rows = privacy.leakage(fed, images=5, steps=300)
+    return {"psnr": torch.tensor([row["psnr"] for row in rows], dtype=torch.float64)}
 
 
 def labels(fed: Federation) -> dict[str, Tensor]:
@@ -200,18 +198,9 @@ RECORDERS = {
     "embeddings": Recorder(embeddings, "what the classifiers see of 100 Gaussian inputs", "last"),
     "neurons": Recorder(neurons, "mean output of the units before the classifier", "last"),
     "features": Recorder(features, "feature maps of a split layer", "last"),
-    "leaks": Recorder(leaks, "PSNR of what an attacker makes of training images", "fifth"),
+    "leaks": Recorder(leaks, "PSNR of the training images an attacker recovers", "fifth"),
     "labels": Recorder(labels, "how many samples of each label the clients have", "last"),
 }
-
-
-def names_of(text: str) -> tuple[str, ...]:
-    """ "similarity,matching" → names. Raises ValueError for an unknown one."""
-    names = tuple(sorted({part.strip() for part in text.split(",") if part.strip()}))
-    for name in names:
-        if name not in RECORDERS:
-            raise ValueError(f"record={name!r}, must be one of {', '.join(RECORDERS)}")
-    return names
 
 
 def _path(directory: Path, round: int) -> Path:
@@ -224,9 +213,9 @@ def write(fed: Federation, names: Iterable[str], rounds: int, directory: Path) -
     path = _path(directory, fed.round)
     if not due or path.exists():
         return
-    made = {f"{name}/{key}": t for name in due for key, t in RECORDERS[name].make(fed).items()}
-    halved = {key: (t.float() if t.dtype == torch.float64 else t).cpu().contiguous() for key, t in made.items()}
-    save_tensors(path, halved)
+    tensors = {f"{name}/{key}": t for name in due for key, t in RECORDERS[name].make(fed).items()}
+    tensors = {key: (t.float() if t.dtype == torch.float64 else t).cpu().contiguous() for key, t in tensors.items()}
+    save_tensors(path, tensors)
 
 
 def forget(directory: Path, round: int) -> None:
@@ -238,8 +227,8 @@ def forget(directory: Path, round: int) -> None:
 
 def read(directory: Path) -> dict[str, dict[int, np.ndarray]]:
     """ "recorder/name" → round → array, of a run directory."""
-    found: dict[str, dict[int, np.ndarray]] = {}
+    arrays: dict[str, dict[int, np.ndarray]] = {}
     for path in sorted((directory / FOLDER).glob("round-*.safetensors")):
         for name, array in load_file(path).items():
-            found.setdefault(name, {})[int(path.stem.removeprefix("round-"))] = array
-    return found
+            arrays.setdefault(name, {})[int(path.stem.removeprefix("round-"))] = array
+    return arrays

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from fastfact import methods, models
-from fastfact.experiment.run import KEPT
+from fastfact.experiment.build import SHARING
 from fastfact.federation import Client, Federation, Strategy
 from fastfact.federation.server.strategy import STRATEGIES
-from fastfact.federation.state import generator_for
+from fastfact.federation.state import State, generator_for
 
 ROUNDS = 3
 """Enough to see the first download, the first mix, and what every later round repeats."""
@@ -54,8 +54,21 @@ def shape_of(model: str, text: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def federation(network: Network, method: Strategy, clients: int, density: float) -> Federation:
-    """A federation of the method whose clients have two random samples each and never train."""
+class _Unmeasured(Federation):
+    """A federation whose rounds are run for their bytes alone: no model is evaluated."""
+
+    def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
+        return [0.0] * len(clients)
+
+
+def _idle(method: Strategy) -> Strategy:
+    """The same method with the same settings, whose clients have nothing to train."""
+    kind = type(method)
+    return type(kind.__name__, (kind,), {"phases": lambda self, epochs: []})(**method.settings())
+
+
+def federation(network: Network, method: Strategy, clients: int, density: float, *, trains: bool = False) -> Federation:
+    """A federation of the method whose clients have two random samples each and, unless `trains`, only send."""
     if not 0 <= density <= 1:
         raise ValueError(f"density={density}, must be between 0 and 1")
     if clients < 1:
@@ -67,20 +80,18 @@ def federation(network: Network, method: Strategy, clients: int, density: float)
     else:
         x = torch.randn((2, *network.shape), generator=draw)
     samples = (x, torch.arange(2) % network.classes)
-    fed = Federation(
+    fed = (Federation if trains else _Unmeasured)(
         functools.partial(models.build, network.model, list(network.shape), network.classes, network.width, **words),
         [Client(train=samples, test=samples) for _ in range(clients)],
-        method,
+        method if trains else _idle(method),
         epochs=1,
         batch_size=2,
         cohort=1,
     )
-    fed.method.phases = lambda epochs: []
-    fed._evaluate = lambda round, clients, work: [0.0] * len(clients)
     state = fed.states.load(range(clients))
     for name in fed.sparse:
-        kept = torch.rand(state[name].shape[1:], generator=generator_for(0, 0, -1, name)) < density
-        state[name].copy_(kept.to(state[name]).expand_as(state[name]))
+        support = torch.rand(state[name].shape[1:], generator=generator_for(0, 0, -1, name)) < density
+        state[name].copy_(support.to(state[name]).expand_as(state[name]))
     fed.states.store(range(clients), state)
     fed.states.commit()
     return fed
@@ -94,22 +105,22 @@ def measure(network: Network, method: Strategy, clients: int, density: float = 1
     """
     fed = federation(network, method, clients, density)
     fed.fit(ROUNDS)
-    made: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for direction in ("up", "down"):
-        made[direction] = fed.ledger.bytes(direction, ROUNDS) / clients
-        made[f"numbers_{direction}"] = fed.ledger.numbers(direction, ROUNDS) / clients
+        sizes[direction] = fed.ledger.bytes(direction, ROUNDS) / clients
+        sizes[f"numbers_{direction}"] = fed.ledger.numbers(direction, ROUNDS) / clients
         for number, name in enumerate(("first", "second", "later"), 1):
-            made[f"{name}_{direction}"] = fed.ledger.numbers(direction, number)
+            sizes[f"{name}_{direction}"] = fed.ledger.numbers(direction, number)
     shared = [name for name in fed.shared if not fed.infos[name].buffer]
-    made["share"] = sum(fed.infos[name].numel for name in shared) / sum(
+    sizes["share"] = sum(fed.infos[name].numel for name in shared) / sum(
         info.numel for info in fed.infos.values() if not info.buffer
     )
-    made["shared"] = described(fed)
-    return made
+    sizes["shared"] = described(fed)
+    return sizes
 
 
 def total(measured: dict[str, Any], rounds: int) -> int:
-    """The papers' cost in bytes of so many rounds, all clients: four bytes for every number, both ways (C.2)."""
+    """The papers' cost in bytes of `rounds` rounds, all clients: four bytes for every number, both ways (C.2)."""
     parts = ["first", "second", *["later"] * max(0, rounds - 2)][:rounds]
     return 4 * sum(measured[f"{part}_up"] + measured[f"{part}_down"] for part in parts)
 
@@ -146,7 +157,7 @@ def described(fed: Federation) -> str:
 
 def strategy(name: str, permuted: bool) -> Strategy:
     """A method with its defaults; permuted: classifier and normalisation are kept local."""
-    settings = dict.fromkeys(KEPT, False) if permuted else {}
+    settings = dict.fromkeys(SHARING, False) if permuted else {}
     if "shared_channels" in STRATEGIES[name].__dataclass_fields__:
         settings["shared_channels"] = {}
     if "iterations" in STRATEGIES[name].__dataclass_fields__:

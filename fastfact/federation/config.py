@@ -10,46 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from fastfact.kinds import must_be
 from fastfact.nn.schedule import Schedule
+from fastfact.settings import check_federation
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ValueError, naming it, for a setting of `Federation` out of range."""
-
-    def require(name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"Federation({name}={settings[name]!r}): {rule}")
-
-    for name in ("epochs", "batch_size"):
-        value = settings[name]
-        require(name, must_be(value, int) is None and value > 0, "must be an integer of at least 1")
-    for name, low, high in (("lr", 0, math.inf), ("momentum", 0, 1), ("weight_decay", 0, math.inf)):
-        value = settings[name]
-        holds = must_be(value, float) is None and low <= value < high and (name != "lr" or value > 0)
-        require(
-            name, holds, {"lr": "must be above 0", "momentum": "must be in [0, 1)"}.get(name, "must not be negative")
-        )
-    value = settings["participation"]
-    require("participation", must_be(value, float) is None and 0 < value <= 1, "must be above 0 and at most 1")
-    require("seed", must_be(settings["seed"], int) is None, "must be an integer")
-    cohort = settings["cohort"]
-    holds = cohort in ("auto", "threads") or (must_be(cohort, int) is None and cohort > 0)
-    require("cohort", holds, 'must be "auto", "threads" or at least 1')
-    limit = settings["memory_limit"]
-    holds = must_be(limit, float | None) is None and (limit is None or limit > 0)
-    require("memory_limit", holds, "must be above 0, or None")
-    values = settings["store_values"]
-    require("store_values", values in ("exact", "bfloat16"), "must be exact or bfloat16")
-    require("store", isinstance(settings["store"], str) and settings["store"] != "", 'must be "memory" or a directory')
+    check_federation(settings)
     sparse = settings.get("sparsity")
     if not isinstance(sparse, dict | None):
         raise ValueError(f"Federation(sparsity={sparse!r}): must be an ff.Schedule, or None")
     if sparse is not None:
         Schedule(**sparse)
-    limit = settings["max_norm"]
-    holds = must_be(limit, float | None) is None and (limit is None or limit > 0)
-    require("max_norm", holds, "must be above 0, or None")
 
 
 def name_of(function) -> str | None:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 HOW = ("local-train", "fine-tune", "download", "ensemble")
 
 
+class NothingPersonal(ValueError):
+    """Newcomers were to train what is personal, with a method that shares all that trains."""
+
+
 @dataclass(frozen=True)
 class Newcomers:
     """What `Federation.join` found, in the order of its clients. models: None for an ensemble, which has none."""
@@ -139,7 +143,7 @@ def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Te
         elif phase.update is not None:
             kept.append(replace(phase, epochs=0))
     if not kept:
-        raise ValueError(
+        raise NothingPersonal(
             f"join(how='local-train'): {fed.method.name} shares everything that trains, a newcomer has nothing to learn"
             " of its own; must be download or fine-tune"
         )

@@ -12,14 +12,12 @@ built-in coefficients serve instead. `FASTFACT_COST` = "builtin" asks for those,
 every machine; any other value is the directory to use.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
 import logging
 import math
 import os
-import platform
 import tempfile
 import threading
 import time
@@ -30,10 +28,10 @@ from typing import NamedTuple
 import numpy
 import torch
 import torch.nn.functional as F
-from scipy.optimize import nnls
 from torch import Tensor
 
 from fastfact import files, ops
+from fastfact.machine import processor
 from fastfact.ops.backends import library_file, loaded
 from fastfact.ops.common import transforming
 
@@ -322,20 +320,13 @@ def measure(table: str, budget: float = 0.03) -> dict[str, list[float]]:
 def _fit(matrix: numpy.ndarray) -> list[float]:
     """x ≥ 0 that makes every row of `matrix` @ x about 1: nearly the least sum of absolute errors, so that a few probes
     another program disturbed, or no term describes, do not spoil the rest."""
+    from scipy.optimize import nnls  # half a second, for what is measured once on a machine
+
     weights = numpy.ones(len(matrix))
     for _ in range(8):
         x = nnls(matrix * weights[:, None], weights)[0]
         weights = numpy.abs(matrix @ x - 1).clip(0.05) ** -0.5
     return x.tolist()
-
-
-def processor() -> str:
-    """The name of the CPU, as far as the system tells."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def directory() -> Path | None:
@@ -725,7 +716,10 @@ def factored(work: Work) -> bool:
     return _choose(torch.get_num_threads(), os.environ.get(_VARIABLE), work)
 
 
-@torch.compiler.assume_constant_result
 def factored_nominal(*work) -> bool:
     """`factored` for the fields of a `Work` whose input is not known, or symbols: for tracing."""
     return factored(Work(*work))
+
+
+# What torch.compiler.assume_constant_result does, but for importing torch._dynamo, which takes longer than PyTorch.
+factored_nominal._dynamo_marked_constant = True

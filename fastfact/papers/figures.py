@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fastfact.experiment import probes as record
-from fastfact.experiment.report import COLOURS, Cell, line_look, new_axes, per_round, save, size
+from fastfact.experiment import probes
+from fastfact.experiment.plots import COLOURS, line_look, new_axes, over_bytes, over_rounds, save, whole_numbers
+from fastfact.experiment.report import Cell, per_round
 from fastfact.papers import measures
 
 Values = Mapping[tuple[str, str], tuple[float, float] | None]
@@ -73,27 +74,12 @@ def _legend(figure, axes) -> None:
     figure.legend(handles.values(), handles.keys(), frameon=False, loc="outside lower center", ncols=4, fontsize=8)
 
 
-def _whole(*axes) -> None:
-    """Ticks at whole numbers only: rounds, clients, labels."""
-    for axis in axes:
-        axis.get_major_locator().set_params(integer=True)
-
-
 def _over_rounds(grid: Grid, path: Path, of: Callable[[Cell], np.ndarray], label: str) -> Path:
     figure, panels = _panels(grid)
     for ax, rows in panels:
-        for index, row in enumerate(grid.rows):
-            curves = [curve for cell in rows.get(row, ()) if len(curve := of(cell))]
-            if not curves:
-                continue
-            values = np.stack([curve[: min(map(len, curves))] for curve in curves])
-            x, mean = np.arange(1, values.shape[1] + 1), values.mean(0)
-            ax.plot(x, mean, label=row, marker="o" if len(x) == 1 else None, **line_look(index))
-            if len(values) > 1:
-                std = values.std(0, ddof=1)
-                ax.fill_between(x, mean - std, mean + std, color=line_look(index)["color"], alpha=0.15, linewidth=0)
-        ax.set(xlabel="Round", ylabel=label)
-        _whole(ax.xaxis)
+        curves = {row: [curve for cell in cells if len(curve := of(cell))] for row, cells in rows.items()}
+        over_rounds(ax, {row: some for row, some in curves.items() if some}, grid.rows)
+        ax.set(ylabel=label)
     _legend(figure, [ax for ax, _ in panels])
     return save(figure, path)
 
@@ -121,13 +107,13 @@ def stability(grid: Grid, path: Path) -> Path:
 
 
 def _numbers(cell: Cell, name: str) -> np.ndarray:
-    rounds = record.read(cell.directory).get(name, {})
+    rounds = probes.read(cell.directory).get(name, {})
     return np.array([rounds[number] for number in sorted(rounds)])
 
 
 def _latest(cell: Cell, name: str) -> np.ndarray:
     """What was recorded under `name` after the last round that has it."""
-    rounds = record.read(cell.directory)[name]
+    rounds = probes.read(cell.directory)[name]
     return rounds[max(rounds)]
 
 
@@ -135,21 +121,8 @@ def costs(grid: Grid, path: Path) -> Path:
     """Test accuracy over the bytes sent so far, both ways; a row that sends none is a level line."""
     figure, panels = _panels(grid)
     for ax, rows in panels:
-        for index, row in enumerate(grid.rows):
-            cells = rows.get(row, ())
-            if not cells:
-                continue
-            accuracy = np.mean([100 * per_round(cell, "accuracy") for cell in cells], axis=0)
-            moved = np.mean(
-                [per_round(c, "bytes_up", np.sum) + per_round(c, "bytes_down", np.sum) for c in cells], axis=0
-            ).cumsum()
-            if moved[-1]:
-                ax.plot(moved[moved > 0], accuracy[moved > 0], label=row, **line_look(index))
-                ax.plot(moved[-1], accuracy[-1], "o", color=line_look(index)["color"], markersize=4)
-            else:
-                ax.axhline(accuracy[-1], label=f"{row} (sends nothing)", **line_look(index))
-        ax.set(xlabel="Bytes sent", ylabel="Test accuracy [%]", xscale="log")
-        ax.xaxis.set_major_formatter(lambda value, _: size(value).replace(".00", ""))
+        over_bytes(ax, rows, grid.rows)
+        ax.set(ylabel="Test accuracy [%]")
     _legend(figure, [ax for ax, _ in panels])
     return save(figure, path)
 
@@ -168,7 +141,7 @@ def clients(grid: Grid, path: Path) -> Path:
             at = np.arange(1, len(values) + 1) - 0.42 + width * (index + 0.5)
             ax.bar(at, values, width, label=row, **_bar_look(grid.rows.index(row)))
         ax.set(xlabel="Client", ylabel="Test accuracy [%]")
-        _whole(ax.xaxis)
+        whole_numbers(ax.xaxis)
     _legend(figure, [ax for ax, _ in panels])
     return save(figure, path)
 
@@ -243,7 +216,7 @@ def _some(rounds: Mapping[int, np.ndarray], count: int = 5) -> list[int]:
 def similarity(grid: Grid, path: Path, of: Sequence[str] = ("u", "v")) -> Path:
     """Cosine between clients at five rounds of the first row's first run: of u and v, or of "key", what is compared."""
     cell = next(iter(grid.cells.values()))[0]
-    found = record.read(cell.directory)
+    found = probes.read(cell.directory)
     names = [name for name in of if f"similarity/{name}" in found]
     numbers = _some(found[f"similarity/{names[0]}"]) if names else [0]
     figure, axes = new_axes(max(6, 2.6 * len(numbers) + 1), 2.8 * max(1, len(names)), len(numbers), max(1, len(names)))
@@ -269,7 +242,7 @@ def frequency(grid: Grid, path: Path) -> Path:
         image = ax.imshow(100 * matrix, cmap="Greys", vmin=0, vmax=100, interpolation="nearest")
         figure.colorbar(image, ax=ax, label="Rounds with a match [%]")
     ax.set(xlabel="Client mixed in", ylabel="Client")
-    _whole(ax.xaxis, ax.yaxis)
+    whole_numbers(ax.xaxis, ax.yaxis)
     _title(figure, f"{grid.title}: {cell.method}")
     return save(figure, path)
 
@@ -277,7 +250,7 @@ def frequency(grid: Grid, path: Path) -> Path:
 def distances(grid: Grid, path: Path) -> Path:
     """Normalized L2 distance of the clients' updates from those of client 1 over rounds, of each tensor recorded."""
     cell = next(iter(grid.cells.values()))[0]
-    found = record.read(cell.directory)
+    found = probes.read(cell.directory)
     names = [name for name in ("weight", "u", "v") if f"updates/{name}" in found]
     figure, axes = new_axes(4.6 * max(1, len(names)), 3.6, max(1, len(names)))
     who = ("", "partition 2", "partition 2, labels permuted", "the other domain")
@@ -287,7 +260,7 @@ def distances(grid: Grid, path: Path) -> Path:
             label = who[client] if values.shape[1] == 4 else f"client {client + 1}"
             ax.plot(range(1, len(values) + 1), values[:, client], label=label, **line_look(client - 1))
         ax.set(xlabel="Round", ylabel="Distance from partition 1", title=name)
-        _whole(ax.xaxis)
+        whole_numbers(ax.xaxis)
         ax.grid(alpha=0.3)
     _legend(figure, axes)
     return save(figure, path)
@@ -318,7 +291,7 @@ def neurons(grid: Grid, path: Path) -> Path:
         outputs = _latest(next(iter(runs.values()))[0], "neurons/output")
         image = ax.imshow(outputs[:, np.argsort(-outputs.mean(0))].T, cmap="cividis", aspect="auto")
         ax.set(xlabel="Client", ylabel="Unit, by its mean output", title=name)
-        _whole(ax.xaxis, ax.yaxis)
+        whole_numbers(ax.xaxis, ax.yaxis)
         figure.colorbar(image, ax=ax, label="Mean output")
     _title(figure, grid.title)
     return save(figure, path)
@@ -344,7 +317,7 @@ def features(grid: Grid, path: Path) -> Path:
     for ax in axes:
         ax.set_axis_off()
     for index, (row, cell) in enumerate(shown):
-        found = {name: rounds[max(rounds)] for name, rounds in record.read(cell.directory).items()}
+        found = {name: rounds[max(rounds)] for name, rounds in probes.read(cell.directory).items()}
         if "features/map" not in found:
             continue
         image, maps, shared = (found[f"features/{name}"] for name in ("image", "map", "shared"))
@@ -367,7 +340,7 @@ def partition(grid: Grid, path: Path) -> Path:
         at, client = np.meshgrid(np.arange(count.shape[1]), np.arange(1, len(count) + 1))
         ax.scatter(at, client, s=120 * count / count.max(), color=COLOURS[1])
         ax.set(xlabel="Label", ylabel="Client", title=name)
-        _whole(ax.xaxis, ax.yaxis)
+        whole_numbers(ax.xaxis, ax.yaxis)
     _title(figure, grid.title)
     return save(figure, path)
 

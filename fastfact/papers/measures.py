@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastfact.experiment import probes as record
+from fastfact.experiment import probes
 from fastfact.experiment.report import Cell
-from fastfact.federation.storage import run_directory as store
+from fastfact.federation.storage import run_directory
 
 Clients = tuple[int, ...] | None
 """Which clients a number is of, from 0; None for all."""
@@ -67,7 +67,7 @@ def best_accuracy(cell: Cell, clients: Clients) -> float | None:
 def best_of_ten(cell: Cell, clients: Clients) -> float | None:
     """The best mean over ten consecutive rounds, clients weighted by their samples (FedFac §5.2)."""
     values = accuracies(cell)
-    sizes = np.array([sum(pair) for pair in store.read_config(cell.directory)["samples"]], dtype=float)
+    sizes = np.array([sum(pair) for pair in run_directory.read_config(cell.directory)["samples"]], dtype=float)
     sizes = sizes[: values.shape[1]] * np.ones_like(values)
     sizes[np.isnan(values)] = 0
     means = (np.nan_to_num(values) * sizes).sum(1) / sizes.sum(1)
@@ -87,7 +87,7 @@ def _recorded(name: str) -> Callable[[Cell, Clients], float | None]:
     """A number that was recorded last."""
 
     def of(cell: Cell, clients: Clients) -> float | None:
-        rounds = record.read(cell.directory).get(name, {})
+        rounds = probes.read(cell.directory).get(name, {})
         return float(rounds[max(rounds)]) if rounds else None
 
     return of
@@ -108,7 +108,7 @@ def _leaked(reduce: Callable) -> Callable[[Cell, Clients], float | None]:
     """PSNR over all rounds, clients and images of what an attacker made (FedDecomp, Table 7)."""
 
     def of(cell: Cell, clients: Clients) -> float | None:
-        rounds = record.read(cell.directory).get("leaks/psnr", {})
+        rounds = probes.read(cell.directory).get("leaks/psnr", {})
         return float(reduce(np.concatenate(list(rounds.values())))) if rounds else None
 
     return of
@@ -118,7 +118,7 @@ def _similar(name: str, same: bool | None) -> Callable[[Cell, Clients], float | 
     """Mean cosine at the end with the other clients: of all, of the `same` domain or of other ones."""
 
     def of(cell: Cell, clients: Clients) -> float | None:
-        rounds = record.read(cell.directory).get(f"similarity/{name}", {})
+        rounds = probes.read(cell.directory).get(f"similarity/{name}", {})
         if not rounds:
             return None
         matrix, group = rounds[max(rounds)], groups(cell)
@@ -132,7 +132,7 @@ def _similar(name: str, same: bool | None) -> Callable[[Cell, Clients], float | 
 
 def frequency(cell: Cell) -> np.ndarray | None:
     """How often each client mixed another in, as a share of the rounds [K, K]."""
-    rounds = record.read(cell.directory).get("matching/weights", {})
+    rounds = probes.read(cell.directory).get("matching/weights", {})
     if not rounds:
         return None
     return np.mean([matrix > 1e-6 for matrix in rounds.values()], axis=0)
@@ -140,7 +140,7 @@ def frequency(cell: Cell) -> np.ndarray | None:
 
 def _matched_within(cell: Cell, clients: Clients) -> float | None:
     """Of the weight that went to other clients, the share that went to the same domain."""
-    rounds = record.read(cell.directory).get("matching/weights", {})
+    rounds = probes.read(cell.directory).get("matching/weights", {})
     if not rounds:
         return None
     total, group = sum(rounds.values()), groups(cell)
@@ -151,7 +151,7 @@ def _matched_within(cell: Cell, clients: Clients) -> float | None:
 
 def stability(cell: Cell) -> np.ndarray:
     """The share of channels that did not change sides from each round to the next (FedFac, Figure 7)."""
-    rounds = record.read(cell.directory).get("split/shared", {})
+    rounds = probes.read(cell.directory).get("split/shared", {})
     masks = [rounds[number] for number in sorted(rounds)]
     return np.array([(a == b).mean() for a, b in itertools.pairwise(masks)])
 
@@ -165,7 +165,7 @@ def _distance(name: str) -> Callable[[Cell, Clients], float | None]:
     """How far the clients' updates are from those of client 1, at the end."""
 
     def of(cell: Cell, clients: Clients) -> float | None:
-        rounds = record.read(cell.directory).get(f"updates/{name}", {})
+        rounds = probes.read(cell.directory).get(f"updates/{name}", {})
         return _mean(_pick(rounds[max(rounds)], clients)) if rounds else None
 
     return of
@@ -197,7 +197,7 @@ def entropy(outputs: np.ndarray, neighbours: int = 3) -> np.ndarray:
 
 
 def _entropy(cell: Cell, clients: Clients) -> float | None:
-    rounds = record.read(cell.directory).get("neurons/output", {})
+    rounds = probes.read(cell.directory).get("neurons/output", {})
     if not rounds:
         return None
     outputs = rounds[max(rounds)]

@@ -1,4 +1,4 @@
-"""The tables and figures of the papers as data: one file a paper in `papers/`, read here and resolved to runs.
+"""The tables and figures of the papers as data: one file a paper, read here and resolved to runs.
 
 A paper's file says what its experiments have in common (`settings`, the names of `Config` and, in `set`, the method's),
 what its methods are called (`methods`), what is smaller on the stand-in (`standin`), and has a table for each result:
@@ -10,7 +10,7 @@ what its methods are called (`methods`), what is smaller on the stand-in (`stand
     paper            the paper's numbers, a line a row: label, then a number a column, two blanks or more between them;
                      "64.31±1.08" has a spread, "-" is no number
     says             what the paper says where it prints no numbers
-    pictures         names of `pictures.PICTURES`
+    pictures         names of `figures.PICTURES`
     settings, standin, measure, relative_to, like, note
 
 A key in `set` is for every method that knows it, "factorized-*.epsilon" for those of that name only. Settings are
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from fastfact import data
-from fastfact.experiment import run as experiment
-from fastfact.experiment.run import Config
+from fastfact.experiment import build
+from fastfact.experiment.config import SIMULATION, Config
 from fastfact.federation.server.strategy import STRATEGIES
 from fastfact.papers.figures import PICTURES
 from fastfact.papers.measures import MEASURES
@@ -52,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResolvedRecipe:
     """A recipe resolved: (row, column) → the runs behind it, one a seed; `changes` is what is not as in the paper."""
 
     recipe: "Recipe"
@@ -99,12 +99,12 @@ class Recipe:
             _merge(merged, patch.get("standin", {}))
         return merged
 
-    def plan(
+    def resolve(
         self,
         overrides: Mapping[str, Any] | None = None,
         dataset: str | None = None,
         available: Callable[[str], bool] = lambda name: name == STANDIN,
-    ) -> Plan:
+    ) -> ResolvedRecipe:
         """The runs, on `dataset` if given, else on the paper's where `available`, on the stand-in otherwise.
 
         overrides: values of `Config`, and `seeds`, that come last.
@@ -114,7 +114,7 @@ class Recipe:
             for column in self.columns:
                 wanted = self.settings(row, column, standin=False)
                 own = wanted["dataset"]
-                simulated = own == experiment.SIMULATION
+                simulated = own == SIMULATION
                 there = simulated or (available(own) if dataset is None else own == dataset)
                 made = self.settings(row, column, standin=not there)
                 if not there:
@@ -127,7 +127,7 @@ class Recipe:
                     if value != (asked := wanted.get("set", {}).get(key)):
                         replaced.add(f"{key} {value} for {asked}")
                 grid[row, column] = _runs(made, self.records())
-        return Plan(self, grid, tuple(sorted(replaced)))
+        return ResolvedRecipe(self, grid, tuple(sorted(replaced)))
 
 
 def _default(key: str) -> Any:
@@ -154,7 +154,7 @@ def _runs(made: dict[str, Any], recorders: str) -> tuple[Config, ...]:
         if key in known and fnmatch(made["method"], pattern or "*"):
             mine[key] = value
     config = Config(**made, record=recorders, settings={made["method"]: mine} if mine else {})
-    experiment.strategy(config)
+    build.strategy(config)
     return tuple(replace(config, seed=config.seed + n) for n in range(seeds))
 
 

@@ -6,41 +6,44 @@ from pathlib import Path
 from typing import Any
 
 from fastfact.experiment import report
-from fastfact.experiment import run as experiment
+from fastfact.experiment.compare import run_missing
+from fastfact.experiment.run import finished
 from fastfact.papers.figures import PICTURES, Grid
 from fastfact.papers.measures import MEASURES
-from fastfact.papers.recipes import Plan, name_of
+from fastfact.papers.recipes import ResolvedRecipe, name_of
 
 QUICK: dict[str, Any] = {"rounds": 3, "seeds": 1, "width": 0.1, "samples": 100}
 """What --quick changes: to see that a recipe works, not what it shows."""
 
 
-def run(plan: Plan, directory: Path, jobs: int, on_event: Callable[[str, str, Any, Any], None]) -> dict[str, str]:
-    """Run the cells of a plan that are not finished in `directory`; name → reason of those that failed."""
-    cells = plan.cells()
+def run(
+    resolved: ResolvedRecipe, directory: Path, jobs: int, on_event: Callable[[str, str, Any, Any], None]
+) -> dict[str, str]:
+    """Run the cells of a recipe that are not finished in `directory`; name → reason of those that failed."""
+    cells = resolved.cells()
     (directory / report.CELLS).mkdir(parents=True, exist_ok=True)
-    return experiment.run_missing(cells, directory, jobs, on_event)
+    return run_missing(cells, directory, jobs, on_event)
 
 
-def grid(plan: Plan, directory: Path) -> Grid:
-    """What the finished cells of a plan say: means and deviations over seeds in the paper's unit."""
-    recipe, cells, ours = plan.recipe, {}, {}
+def grid(resolved: ResolvedRecipe, directory: Path) -> Grid:
+    """What the finished cells of a recipe say: means and deviations over seeds in the paper's unit."""
+    recipe, cells, ours = resolved.recipe, {}, {}
     found: dict[str, report.Cell] = {}
-    for place, runs in plan.grid.items():
+    for place, runs in resolved.grid.items():
         names = [name_of(config) for config in runs]
         for config, name in zip(runs, names, strict=True):
             path = directory / report.CELLS / name
-            if name not in found and experiment.finished(config, path):
+            if name not in found and finished(config, path):
                 found[name] = report.read_cell(path)
         cells[place] = [found[name] for name in names if name in found]
-    for row, column in plan.grid:
-        ours[row, column] = _number(plan, cells, row, column)
+    for row, column in resolved.grid:
+        ours[row, column] = _number(resolved, cells, row, column)
     theirs = {place: (value, spread or 0.0) for place, (value, spread) in recipe.numbers.items()}
     return Grid(recipe.title, list(recipe.rows), list(recipe.columns), cells, ours, theirs)
 
 
-def _number(plan: Plan, cells, row: str, column: str) -> tuple[float, float] | None:
-    recipe = plan.recipe
+def _number(resolved: ResolvedRecipe, cells, row: str, column: str) -> tuple[float, float] | None:
+    recipe = resolved.recipe
     place = recipe.places[row, column]
     measure = MEASURES[place.measure]
     values = [measure.of(cell, place.clients) for cell in cells[row, column]]
@@ -62,11 +65,15 @@ def draw(recipe, grid: Grid, directory: Path) -> list[Path]:
     return [PICTURES[name].draw(grid, directory / f"{recipe.name}-{name}.png") for name in recipe.pictures]
 
 
-def rows(plan: Plan, shown: Grid) -> list[dict[str, Any]]:
+def rows(resolved: ResolvedRecipe, shown: Grid) -> list[dict[str, Any]]:
     """The numbers as JSON can hold them: a row a place of the table, ours and the paper's."""
     made = []
-    for (row, column), runs in plan.grid.items():
-        place, ours, theirs = plan.recipe.places[row, column], shown.ours[row, column], shown.theirs.get((row, column))
+    for (row, column), runs in resolved.grid.items():
+        place, ours, theirs = (
+            resolved.recipe.places[row, column],
+            shown.ours[row, column],
+            shown.theirs.get((row, column)),
+        )
         made.append(
             {
                 "row": row,

@@ -4,7 +4,7 @@ import importlib.util
 from collections import Counter
 from pathlib import Path
 
-from fastfact.experiment import run as experiment
+from fastfact.experiment import build
 
 PATH = Path(__file__).resolve().parents[2] / "bench" / "claims.py"
 spec = importlib.util.spec_from_file_location("claims", PATH)
@@ -16,7 +16,7 @@ def test_every_cell_resolves_and_has_its_own_place():
     places = set()
     for name, scenario, seed in claims.cells():
         config, place = claims.cell(name, scenario, seed)
-        experiment.strategy(config)
+        build.strategy(config)
         assert config.seed == seed and set(config.settings) <= {config.method}
         places.add(place)
     assert len(places) == len(claims.cells())

@@ -1,6 +1,7 @@
 """The command line as a user meets it: in a process of its own where that matters, else through typer's runner."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,11 +13,12 @@ import pytest
 from calls import SMALL, call
 from safetensors.torch import load_file
 
+import fastfact
 from fastfact.cli import main as cli
 from fastfact.cli import terminal
-from fastfact.experiment import report
-from fastfact.experiment import run as experiment
-from fastfact.experiment.run import Comparison, Config
+from fastfact.experiment import build, plots, report
+from fastfact.experiment.compare import Comparison
+from fastfact.experiment.config import Config, cell_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +51,7 @@ def last_state(directory):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """They take a second each, and one run of a kind draws them."""
-    monkeypatch.setattr(report, "pictures", lambda cells, directory: [])
+    monkeypatch.setattr(plots, "pictures", lambda cells, directory: [])
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,11 @@ def test_resume_needs_a_run(tmp_path):
         (["--participation", "1.5"], "participation"),
         (["--width", "0"], "width=0.0"),
         (["--shift", "-1"], "shift=-1"),
+        (["--shift", "100"], "shift=100, must be below 8"),
+        (["--classes-per-client", "0"], "classes_per_client=0, must be at least 1"),
+        (["--batch-size", "1000000"], "batch_size=1000000, must be at most 1797"),
+        (["--data-dir", "no-such-folder"], "data_dir='no-such-folder', must be a folder"),
+        (["--lr", "nan"], "lr=nan, must be a finite number"),
         (["--newcomers", "0.9"], "newcomers=0.9: leaves none of 3 clients to train"),
         (["--cohort", "none"], "cohort='none'"),
         (["--device", "cuda:99"], "device='cuda:99': PyTorch sees"),
@@ -180,9 +187,9 @@ def test_file_and_command_line(tmp_path):
     config, _ = cli._merge({**given, "lr": None})
     assert (config.rounds, config.batch_size, config.lr) == (3, 16, 1.0)
     assert config.settings == {"factorized-fl-beta": {"tau": 0.5, "epsilon": 20}, "fedavg": {"l1": 0.1}}
-    chosen = experiment.strategy(config)
+    chosen = build.strategy(config)
     assert (chosen.tau, chosen.epsilon) == (0.5, 20)
-    only = experiment.cell_config(config, "fedavg", 5)
+    only = cell_config(config, "fedavg", 5)
     assert (only.method, only.seed, only.settings) == ("fedavg", 5, {"fedavg": {"l1": 0.1}})
 
 
@@ -207,12 +214,12 @@ def test_bad_files_name_the_key(tmp_path, text, message):
 def test_permuted_labels_keep_classifier_and_norm_with_the_client():
     kept = {"share_classifier": False, "share_norm": False, "share_norm_statistics": False}
     for method in ("fedavg", "factorized-fl-beta", "factorized-fedavg"):
-        settings = experiment.strategy(Config(method=method, scenario="permuted-iid")).settings()
+        settings = build.strategy(Config(method=method, scenario="permuted-iid")).settings()
         assert {name: settings[name] for name in kept} == kept
-    assert experiment.strategy(Config(method="fedavg", scenario="iid")).share_classifier
+    assert build.strategy(Config(method="fedavg", scenario="iid")).share_classifier
     asked = Config(method="fedavg", scenario="permuted-iid", settings={"fedavg": {"share_norm": True}})
-    assert experiment.strategy(asked).share_norm and "fedavg.share_norm" in experiment.sharing_note(asked)
-    assert experiment.sharing_note(Config(scenario="iid")) is None
+    assert build.strategy(asked).share_norm and "fedavg.share_norm" in build.sharing_note(asked)
+    assert build.sharing_note(Config(scenario="iid")) is None
 
 
 def test_compare_leaves_merged_metrics_and_a_table(comparison):
@@ -289,6 +296,41 @@ def test_a_failing_cell_does_not_stop_the_others(tmp_path):
     failed = comparison.run(tmp_path, 1, lambda *event: events.append(event[:2]))
     assert list(failed) == ["fedavg-seed0"] and "config.json is missing" in failed["fedavg-seed0"]
     assert ("stand-alone-seed0", "done") in events and ("fedavg-seed0", "failed") in events
+
+
+def test_a_killed_process_fails_its_cell_alone(tmp_path):
+    small = Config(clients=2, rounds=6, epochs=1, model="mlp", width=0.1)
+    killed, events = [], []
+
+    def on_event(name, *event):
+        events.append((name, event[0]))
+        if name == "fedavg-seed0" and event[0] == "round" and not killed:
+            killed.extend(multiprocessing.active_children())
+            killed[0].kill()
+
+    failed = Comparison(small, ("fedavg", "stand-alone"), 1).run(tmp_path, 1, on_event)
+    assert failed == {"fedavg-seed0": "its process ended with exit code -9"}
+    assert events[-1] == ("stand-alone-seed0", "done") and events.count(("stand-alone-seed0", "round")) == 6
+    assert not multiprocessing.active_children()
+    assert Comparison(small, ("fedavg", "stand-alone"), 1).run(tmp_path, 1, on_event) == {}
+
+
+def test_help_and_version_need_no_pytorch():
+    code = "import sys, runpy; sys.argv = ['fastfact', *{!r}]\n"
+    code += "try: runpy.run_module('fastfact', run_name='__main__')\n"
+    code += "except SystemExit as stop: sys.exit(stop.code or 'torch' in sys.modules)"
+    for arguments in (["--help"], ["run", "--help"], ["bench", "layers", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", code.format(arguments)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == f"fastfact {fastfact.__version__}\n"
+
+
+def test_every_option_has_a_group_and_every_command_an_example():
+    for command in ("run", "compare"):
+        code, out, _ = call(command, "--help")
+        assert code == 0 and "Example: fastfact" in out
+        assert all(group in out for group in ("Method and training", "Data and clients", "Network", "Machine"))
+    assert all(command.epilog for command in cli.app.registered_commands + cli.bench.registered_commands)
 
 
 def test_ctrl_c_leaves_a_directory_that_goes_on(tmp_path, no_pictures):

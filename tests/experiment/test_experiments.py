@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 
-from fastfact.experiment import run as experiment
-from fastfact.experiment.run import Config
+from fastfact.experiment import build
+from fastfact.experiment.config import Config
+from fastfact.experiment.run import run
 
 SMALL = {"rounds": 1, "epochs": 1, "width": 0.1, "method": "fedavg", "batch_size": 16}
 
@@ -29,28 +30,28 @@ def test_words_from_a_folder_to_results_and_back(tmp_path, model):
     write_news(tmp_path / "here")
     news = {"dataset": "ag-news", "scenario": "client-dirichlet", "clients": 3, "samples": 12, "model": model}
     first = config(**news, data_dir=str(tmp_path / "here"))
-    experiment.run(first, tmp_path / "run")
+    run(first, tmp_path / "run")
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["model"]["kwargs"]["vocabulary"] == 10 and "data_dir" not in written["source"]
     # The data may move: the run goes on.
     (tmp_path / "here").rename(tmp_path / "there")
     longer = config(**{**news, "rounds": 2}, data_dir=str(tmp_path / "there"))
-    assert experiment.run(longer, tmp_path / "run", resume=True)["summary"]["accuracy"] >= 0
+    assert run(longer, tmp_path / "run", resume=True)["summary"]["accuracy"] >= 0
 
 
 def test_options_of_the_partition_arrive():
-    fed = experiment.federation(config(scenario="pathological", classes_per_client=3, clients=10, model="mlp"))
+    fed = build.federation(config(scenario="pathological", classes_per_client=3, clients=10, model="mlp"))
     assert all(len(torch.cat([c.train[1], c.test[1]]).unique()) == 3 for c in fed.clients)
-    fed = experiment.federation(config(scenario="iid", clients=4, samples=100, test_fraction=0.5, model="mlp"))
+    fed = build.federation(config(scenario="iid", clients=4, samples=100, test_fraction=0.5, model="mlp"))
     assert all(len(c.train[1]) + len(c.test[1]) == 100 and 45 <= len(c.test[1]) <= 55 for c in fed.clients)
-    fed = experiment.federation(config(scenario="domains", clients=10, model="mlp"))
+    fed = build.federation(config(scenario="domains", clients=10, model="mlp"))
     assert fed.classes == 2 and not any(info.classifier for name, info in fed.infos.items() if name in fed.shared)
 
 
 def test_augmentation_by_name():
     x, generator = torch.rand(30, 1, 8, 8), torch.Generator().manual_seed(0)
-    assert experiment.federation(config(model="mlp")).augment is None
-    flip = experiment.federation(config(model="mlp", augment="flip")).augment(x, generator)
+    assert build.federation(config(model="mlp")).augment is None
+    flip = build.federation(config(model="mlp", augment="flip")).augment(x, generator)
     assert all(torch.equal(a, b) or torch.equal(a, b.flip(2)) for a, b in zip(flip, x, strict=True))
 
 
@@ -59,7 +60,7 @@ def test_augmentation_by_name():
     [
         ({"augment": "blur"}, "augment='blur', must be one of none, flip, full"),
         ({"augment": "full"}, "augment='full': changes colours, digits has none"),
-        ({"samples": -1}, "samples=-1, must not be negative"),
+        ({"samples": -1}, "samples=-1, must be at least 0"),
         ({"samples": 1}, "samples=1, must be at least 2"),
         ({"test_fraction": 0.0}, "test_fraction=0.0"),
         ({"scenario": "pathological", "classes_per_client": 0}, "classes_per_client=0"),
@@ -69,21 +70,21 @@ def test_augmentation_by_name():
 )
 def test_bad_input(change, message):
     with pytest.raises(ValueError, match=message):
-        experiment.federation(config(**{"model": "mlp", **change}))
+        build.federation(config(**{"model": "mlp", **change}))
 
 
 def test_images_of_words_are_refused(tmp_path):
     write_news(tmp_path)
     words = {"dataset": "ag-news", "scenario": "iid", "clients": 2, "data_dir": str(tmp_path), "model": "transformer"}
     with pytest.raises(ValueError, match="shift=1: the samples of ag-news are no images"):
-        experiment.federation(config(**words, shift=1))
+        build.federation(config(**words, shift=1))
     with pytest.raises(
         ValueError, match="model='resnet9' takes image, the samples are tokens; for those there are lstm"
     ):
-        experiment.federation(config(**{**words, "model": "resnet9"}))
+        build.federation(config(**{**words, "model": "resnet9"}))
 
 
 def test_missing_data_are_an_error_before_work(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"torchvision\.datasets\.MNIST"):
-        experiment.run(config(dataset="mnist", data_dir=str(tmp_path)), tmp_path / "run")
+        run(config(dataset="mnist", data_dir=str(tmp_path)), tmp_path / "run")
     assert not (tmp_path / "run").exists()

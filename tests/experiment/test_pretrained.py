@@ -6,7 +6,8 @@ from safetensors.torch import save_file
 
 import fastfact as ff
 from fastfact import models
-from fastfact.experiment import run as experiment
+from fastfact.experiment import build
+from fastfact.experiment.config import Config
 
 
 @pytest.fixture
@@ -20,9 +21,7 @@ def file(tmp_path):
 
 
 def config(file, method, **options):
-    return experiment.Config(
-        method=method, clients=2, samples=10, width=0.125, init_from=str(file), scenario="iid", **options
-    )
+    return Config(method=method, clients=2, samples=10, width=0.125, init_from=str(file), scenario="iid", **options)
 
 
 def test_every_tensor_arrives(file):
@@ -56,7 +55,7 @@ def test_what_does_not_fit(file, tmp_path):
 @pytest.mark.parametrize("method", ["feddecomp", "factorized-fl-alpha", "simfed", "fedavg"])
 def test_a_method_starts_as_the_pretrained_model(file, method):
     path, tensors = file
-    fed = experiment.federation(config(path, method))
+    fed = build.federation(config(path, method))
     start = ff.densify(fed.models[1])
     for name, tensor in start.state_dict().items():
         torch.testing.assert_close(tensor, tensors[name], rtol=1e-4, atol=1e-6)
@@ -66,7 +65,7 @@ def test_a_method_starts_as_the_pretrained_model(file, method):
 
 def test_random_factors_can_be_asked_for_and_products_of_factors_cannot_start_so(file):
     path, _ = file
-    fed = experiment.federation(config(path, "simfed", settings={"simfed": {"init": "random"}}))
+    fed = build.federation(config(path, "simfed", settings={"simfed": {"init": "random"}}))
     assert not fed.states.state["conv3.mu"].any()
     with pytest.raises(ValueError, match="factors of pfedpara cannot start as given weights"):
-        experiment.federation(config(path, "pfedpara"))
+        build.federation(config(path, "pfedpara"))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fastfact.experiment import report
+from fastfact.experiment import plots, report
 
 METHODS = {"factorized-fl-alpha": (0.9, 1_000), "factorized-fl-beta": (0.8, 60_000), "stand-alone": (0.7, 0)}
 LAYERS = [f"conv{i}" for i in range(1, 9)] + ["fc"]
@@ -71,7 +71,7 @@ def is_picture(path):
 
 
 def test_pictures_of_a_comparison(comparison):
-    drawn = report.pictures(report.read(comparison), comparison)
+    drawn = plots.pictures(report.read(comparison), comparison)
     names = ["accuracy_over_rounds.png", "accuracy_over_bytes.png", "similarity.png", "density.png"]
     assert [path.name for path in drawn] == names
     assert all(is_picture(path) for path in drawn)
@@ -80,7 +80,7 @@ def test_pictures_of_a_comparison(comparison):
 def test_a_single_run_and_one_without_factors(comparison):
     cells = report.read(comparison / report.CELLS / "stand-alone-seed1")
     assert [cell.seed for cell in cells] == [1]
-    names = [path.name for path in report.pictures(cells, comparison)]
+    names = [path.name for path in plots.pictures(cells, comparison)]
     assert names == ["accuracy_over_rounds.png", "accuracy_over_bytes.png"]
 
 

@@ -15,8 +15,7 @@ def test_a_federation_that_trains_sends_as_much(name):
     else:
         method = traffic.strategy(name, permuted=False)
     measured = traffic.measure(NETWORK, method, clients=4)
-    fed = traffic.federation(NETWORK, method, 4, 1.0)
-    del fed.method.phases, fed._evaluate
+    fed = traffic.federation(NETWORK, method, 4, 1.0, trains=True)
     fed.fit(5)
     for round, part in enumerate(("first", "second", "later", "later", "later"), 1):
         for direction in ("up", "down"):

@@ -2,20 +2,21 @@
 
 import json
 import tomllib
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from test_cli import call
 
-from fastfact.cli import papers as cli_papers
-from fastfact.experiment import probes as record
-from fastfact.experiment import report
-from fastfact.experiment import run as experiment
+from fastfact.cli import papers
+from fastfact.experiment import build, probes, report
+from fastfact.experiment.config import Config
+from fastfact.experiment.run import run
+from fastfact.federation import Federation
 from fastfact.federation.server.strategy import STRATEGIES
 from fastfact.federation.wire.ledger import Ledger
-from fastfact.papers import figures as pictures
-from fastfact.papers import measures, recipes, reproduce
+from fastfact.papers import figures, measures, recipes, reproduce
 
 ALL = [(paper, name) for paper, found in recipes.papers().items() for name in found]
 
@@ -23,10 +24,10 @@ ALL = [(paper, name) for paper, found in recipes.papers().items() for name in fo
 @pytest.mark.parametrize(("paper", "name"), ALL)
 def test_a_recipe_resolves_on_the_papers_data_and_on_the_stand_in(paper, name):
     recipe = recipes.find(paper, name)
-    for plan in (recipe.plan(), recipe.plan(available=lambda dataset: dataset != "imagenet-400")):
+    for plan in (recipe.resolve(), recipe.resolve(available=lambda dataset: dataset != "imagenet-400")):
         assert plan.cells() and set(plan.grid) == {(row, column) for row in recipe.rows for column in recipe.columns}
         for config in plan.cells().values():
-            experiment.strategy(config)
+            build.strategy(config)
     assert recipe.says or recipe.numbers
     # A setting nobody knows would be silently nobody's.
     for row in recipe.rows:
@@ -55,7 +56,7 @@ def test_every_paper_has_its_results():
 
 def test_settings_come_in_layers():
     recipe = recipes.find("factorized-fl", "table-1-domains")
-    here, there = recipe.plan(), recipe.plan(available=lambda name: True)
+    here, there = recipe.resolve(), recipe.resolve(available=lambda name: True)
     alpha, paper = (plan.grid["Factorized-FL α", "average"][0] for plan in (here, there))
     assert (paper.dataset, paper.rounds, paper.batch_size, paper.lr, paper.width) == ("cifar100", 100, 256, 1e-3, 1.0)
     own = {"l1": 5e-4, "init": "random", "tau": 0.95, "epsilon": 20.0, "min_matches": 4}
@@ -66,17 +67,17 @@ def test_settings_come_in_layers():
     assert "factorized-*.init svd for random" in here.changes
     assert there.grid["FedAvg", "average"][0].settings == {}
     assert [config.seed for config in there.grid["FedAvg", "average"]] == [0, 1, 2]
-    given = recipe.plan({"rounds": 3, "seeds": 1}).grid["FedAvg", "cost"]
+    given = recipe.resolve({"rounds": 3, "seeds": 1}).grid["FedAvg", "cost"]
     assert len(given) == 1 and given[0].rounds == 3
 
 
 def test_columns_of_the_same_runs_share_them():
     recipe = recipes.find("factorized-fl", "table-1-domains")
-    assert len(recipe.plan({"seeds": 1}).cells()) == len(recipe.rows)
-    names = {recipes.name_of(config) for config in recipe.plan().cells().values()}
+    assert len(recipe.resolve({"seeds": 1}).cells()) == len(recipe.rows)
+    names = {recipes.name_of(config) for config in recipe.resolve().cells().values()}
     assert len(names) == 3 * len(recipe.rows)
-    other = recipes.find("factorized-fl", "figure-6-domains").plan()
-    assert set(other.cells()) == set(recipe.plan().cells())
+    other = recipes.find("factorized-fl", "figure-6-domains").resolve()
+    assert set(other.cells()) == set(recipe.resolve().cells())
 
 
 @pytest.mark.parametrize(
@@ -116,17 +117,17 @@ def test_the_command_shows_both_numbers_and_goes_on(tmp_path):
     written = json.loads((tmp_path / "x.json").read_text())
     (row,) = [row for row in written["rows"] if row["column"] == "u, all others"]
     (cell,) = [path for path in (tmp_path / report.CELLS).iterdir()]
-    kept = record.read(cell)
+    kept = probes.read(cell)
     matrix = kept["similarity/u"][2]
     assert sorted(kept["similarity/u"]) == [1, 2] and matrix.shape == (5, 5)
     assert row["ours"]["mean"] == pytest.approx(matrix[~np.eye(5, dtype=bool)].mean(), abs=1e-6)
     assert {"hardware", "versions", "commit", "command"} <= set(written)
     # A run that was stopped: the second round, and what it recorded, is made again and is the same.
     (cell / report.RESULT).unlink()
-    (cell / record.FOLDER / "round-000002.safetensors").unlink()
+    (cell / probes.FOLDER / "round-000002.safetensors").unlink()
     code, out, err = call(*arguments)
     assert code == 0, err
-    assert np.array_equal(record.read(cell)["similarity/u"][2], matrix)
+    assert np.array_equal(probes.read(cell)["similarity/u"][2], matrix)
     code, out, _ = call(*arguments)
     assert code == 0 and "finished earlier" in out
 
@@ -150,7 +151,7 @@ def test_bad_input_is_one_line_before_any_file(tmp_path, arguments, message):
 
 def test_small_costs_keep_their_digits():
     """On the stand-in a run sends kilobytes, where the paper has gigabytes."""
-    shown = [cli_papers._shown(value) for value in (None, (122.33, 0), (0.0, 0), (0.64, 0), (8.64e-6, 0), (0.7, 0.01))]
+    shown = [papers._shown(value) for value in (None, (122.33, 0), (0.0, 0), (0.64, 0), (8.64e-6, 0), (0.7, 0.01))]
     assert shown == ["–", "122.3", "0.00", "0.6400", "0.00000864", "0.7000 ± 0.0100"]
 
 
@@ -178,11 +179,11 @@ def write_run(directory, config, clients=5):
     ]
     directory.mkdir(parents=True)
     summary = {"accuracy": 0.7, "formula": 4e9, "parameters": 2e6, "seconds": 6.0}
-    result = {"config": experiment.asdict(config), "summary": summary, "newcomers": {"ensemble": 0.25}}
+    result = {"config": asdict(config), "summary": summary, "newcomers": {"ensemble": 0.25}}
     (directory / report.RESULT).write_text(json.dumps(result))
     (directory / report.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "config.json").write_text(json.dumps({"format": 1, "samples": [[3, 1]] * clients}))
-    (directory / record.FOLDER).mkdir()
+    (directory / probes.FOLDER).mkdir()
     weights = np.full((clients, clients), 0.25)
     for number in range(1, config.rounds + 1):
         made = {
@@ -207,7 +208,7 @@ def write_run(directory, config, clients=5):
             "leaks/psnr": np.array([10.0, 14.0]),
             "labels/count": rng.integers(0, 9, (clients, 3)),
         }
-        path = directory / record.FOLDER / f"round-{number:06d}.safetensors"
+        path = directory / probes.FOLDER / f"round-{number:06d}.safetensors"
         save_file({name: np.array(array, order="C") for name, array in made.items()}, path)
 
 
@@ -243,7 +244,7 @@ VALUES = {
 
 def test_measures_by_hand(tmp_path):
     """Five clients with accuracies .5 + .1 r + .01 k over three rounds, and what `write_run` records."""
-    write_run(tmp_path / "a", experiment.Config(clients=5, rounds=3))
+    write_run(tmp_path / "a", Config(clients=5, rounds=3))
     cell = report.read_cell(tmp_path / "a")
     for name, value in VALUES.items():
         assert measures.MEASURES[name].of(cell, None) == (value if value is None else pytest.approx(value)), name
@@ -264,22 +265,22 @@ def test_entropy_of_known_densities():
     assert np.isnan(measures.entropy(np.zeros((10, 1)))).all()
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
+@pytest.mark.parametrize("name", figures.PICTURES)
 def test_every_picture_is_drawn(name, tmp_path, monkeypatch):
     recipe = recipes.find("feddecomp", "table-3")
-    plan = recipe.plan({"seeds": 1, "clients": 5, "rounds": 3})
+    plan = recipe.resolve({"seeds": 1, "clients": 5, "rounds": 3})
     for directory, config in plan.cells().items():
         write_run(tmp_path / report.CELLS / directory, config)
     grid = reproduce.grid(plan, tmp_path)
     assert grid.ours["Alternatingly", "Tiny"] == (pytest.approx(82), 0.0)
     assert grid.theirs["Alternatingly", "Tiny"] == (44.22, 0.55)
-    path = pictures.PICTURES[name].draw(grid, tmp_path / "x.png")
+    path = figures.PICTURES[name].draw(grid, tmp_path / "x.png")
     assert path.stat().st_size > 3000
 
 
 def test_relative_to_a_row(tmp_path):
     recipe = recipes.find("fedfac", "table-7")
-    plan = recipe.plan({"clients": 5, "rounds": 2})
+    plan = recipe.resolve({"clients": 5, "rounds": 2})
     for directory, config in plan.cells().items():
         write_run(tmp_path / report.CELLS / directory, config)
     assert reproduce.grid(plan, tmp_path).ours["FedEM", "CIFAR10, π = 0.1"] == (pytest.approx(1.0), 0.0)
@@ -295,13 +296,13 @@ RECORDED = {
 @pytest.mark.parametrize("method", RECORDED)
 def test_recorders_on_a_run(method, tmp_path):
     names = ",".join(sorted({name.split("/")[0] for name in RECORDED[method]}))
-    config = experiment.Config(
+    config = Config(
         method=method, clients=4, rounds=2, epochs=1, model="cnn2", width=0.1, samples=20, record=names, scenario="iid"
     )
-    experiment.run(config, tmp_path / "run")
-    kept = record.read(tmp_path / "run")
+    run(config, tmp_path / "run")
+    kept = probes.read(tmp_path / "run")
     assert RECORDED[method] <= set(kept)
-    fed = experiment.Federation.load(tmp_path / "run")
+    fed = Federation.load(tmp_path / "run")
     if method == "factorized-fl-alpha":
         np.testing.assert_allclose(kept["similarity/v"][2], fed.similarity("v").numpy(), atol=1e-6)
         matrix = kept["matching/weights"][2]
@@ -320,19 +321,19 @@ def test_recorders_on_a_run(method, tmp_path):
 
 
 def test_attacks_are_recorded_five_times_and_not_where_nothing_is_sent(tmp_path, monkeypatch):
-    attack = record.privacy.leakage
-    monkeypatch.setattr(record.privacy, "leakage", lambda fed, images, steps: attack(fed, images=1, steps=2))
+    attack = probes.privacy.leakage
+    monkeypatch.setattr(probes.privacy, "leakage", lambda fed, images, steps: attack(fed, images=1, steps=2))
     small = {"clients": 2, "epochs": 1, "model": "cnn2", "width": 0.1, "samples": 20, "scenario": "iid"}
     for method in ("fedavg", "stand-alone"):
-        config = experiment.Config(method=method, rounds=10, record="leaks", **small)
-        experiment.run(config, tmp_path / method)
-    kept = record.read(tmp_path / "fedavg")["leaks/psnr"]
+        config = Config(method=method, rounds=10, record="leaks", **small)
+        run(config, tmp_path / method)
+    kept = probes.read(tmp_path / "fedavg")["leaks/psnr"]
     assert sorted(kept) == [2, 4, 6, 8, 10] and all(values.shape == (2,) for values in kept.values())
-    assert record.read(tmp_path / "stand-alone") == {}
+    assert probes.read(tmp_path / "stand-alone") == {}
 
 
 def test_newcomers_and_some_clients_only(tmp_path):
-    config = experiment.Config(
+    config = Config(
         method="fedavg",
         clients=5,
         rounds=1,
@@ -343,27 +344,25 @@ def test_newcomers_and_some_clients_only(tmp_path):
         only="1,2,4,5",
         scenario="iid",
     )
-    result = experiment.run(config, tmp_path / "run")
-    assert len(experiment.federation(config)) == 3
+    result = run(config, tmp_path / "run")
+    assert len(build.federation(config)) == 3
     assert set(result["newcomers"]) == {"fine-tune", "download", "ensemble"}
-    whole = experiment._parts(experiment.Config(clients=5, scenario="iid"))["clients"]
-    kept = experiment._parts(experiment.Config(clients=5, scenario="iid", only="2,5"))["clients"]
+    whole = build.parts(Config(clients=5, scenario="iid")).clients
+    kept = build.parts(Config(clients=5, scenario="iid", only="2,5")).clients
     assert [client.train[0].equal(whole[k].train[0]) for client, k in zip(kept, (1, 4), strict=True)] == [True, True]
     for bad, message in (("6", "only='6'"), ("a", "only='a'")):
         with pytest.raises(ValueError, match=message):
-            experiment.Config(clients=5, only=bad)
+            Config(clients=5, only=bad)
     with pytest.raises(ValueError, match="record='everything'"):
-        experiment.Config(record="everything")
+        Config(record="everything")
 
 
 def test_a_pretrained_start_and_the_true_split_of_a_simulation():
-    config = experiment.Config(
-        clients=3, model="mlp1", width=0.2, scenario="iid", method="feddecomp", pretrain=6, lr=0.1
-    )
-    first = experiment.federation(config)
+    config = Config(clients=3, model="mlp1", width=0.2, scenario="iid", method="feddecomp", pretrain=6, lr=0.1)
+    first = build.federation(config)
     model, client = first.models[0], first.clients[0]
     assert (model(client.test[0]).argmax(1) == client.test[1]).double().mean() > 0.8
-    simulated = experiment.Config(
+    simulated = Config(
         dataset="simulation",
         clients=12,
         width=1.0,
@@ -373,8 +372,8 @@ def test_a_pretrained_start_and_the_true_split_of_a_simulation():
         simulation={"shared_units": 0.3, "samples": 4},
         settings={"fedsplit": {"shared_channels": "oracle"}},
     )
-    fed = experiment.federation(simulated)
+    fed = build.federation(simulated)
     (mask,) = {tuple(mask.tolist()) for mask in fed.method.rows("up", {}).values()}
     assert sum(mask) == 60 and sum(mask[140:]) >= 57
     with pytest.raises(ValueError, match="simulation="):
-        experiment.federation(experiment.replace(simulated, simulation={"colour": 1}))
+        build.federation(replace(simulated, simulation={"colour": 1}))

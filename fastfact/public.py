@@ -1,0 +1,34 @@
+"""What `import fastfact` gives its users."""
+
+from fastfact import data, methods, models, nn, ops
+from fastfact.federation import Client, Federation, History, Phase, Strategy
+from fastfact.nn import optim, sparsity
+from fastfact.nn.convert import densify, factorize, factorized_layers
+from fastfact.nn.schedule import Schedule
+from fastfact.nn.specs import Hadamard, LowRank, Rank1, Spec
+from fastfact.ops.backends import backends, use_backend
+
+__all__ = [
+    "Client",
+    "Federation",
+    "Hadamard",
+    "History",
+    "LowRank",
+    "Phase",
+    "Rank1",
+    "Schedule",
+    "Spec",
+    "Strategy",
+    "backends",
+    "data",
+    "densify",
+    "factorize",
+    "factorized_layers",
+    "methods",
+    "models",
+    "nn",
+    "ops",
+    "optim",
+    "sparsity",
+    "use_backend",
+]
