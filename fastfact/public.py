@@ -4,8 +4,10 @@ from fastfact import data, methods, models, nn, ops
 from fastfact.federation import Client, Federation, History, Phase, Strategy
 from fastfact.nn import optim, sparsity
 from fastfact.nn.convert import densify, factorize, factorized_layers
+from fastfact.nn.files import load_into, save
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.specs import Hadamard, LowRank, Rank1, Spec
+from fastfact.nn.summary import summary
 from fastfact.ops.backends import backends, use_backend
 
 __all__ = [
@@ -24,11 +26,14 @@ __all__ = [
     "densify",
     "factorize",
     "factorized_layers",
+    "load_into",
     "methods",
     "models",
     "nn",
     "ops",
     "optim",
+    "save",
     "sparsity",
+    "summary",
     "use_backend",
 ]

@@ -3,6 +3,13 @@
 Imports `ops` and what stands below it. Read `specs.py` first, then `layers.py`.
 """
 
-from fastfact.nn.layers import FactorizedConv2d, FactorizedLayer, FactorizedLinear
+from fastfact.nn.attention import FactorizedMultiheadAttention
+from fastfact.nn.layers import FactorizedConv1d, FactorizedConv2d, FactorizedLayer, FactorizedLinear
 
-__all__ = ["FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
+__all__ = [
+    "FactorizedConv1d",
+    "FactorizedConv2d",
+    "FactorizedLayer",
+    "FactorizedLinear",
+    "FactorizedMultiheadAttention",
+]

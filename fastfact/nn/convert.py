@@ -1,77 +1,124 @@
 """Turn the layers of a model into factorized ones, and back."""
 
-from collections.abc import Callable, Iterable
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from fastfact.nn.layers import FactorizedConv2d, FactorizedLayer, FactorizedLinear
+from fastfact.nn.attention import PROJECTIONS, FactorizedMultiheadAttention
+from fastfact.nn.layers import HOOKS, FactorizedConv1d, FactorizedConv2d, FactorizedLayer, FactorizedLinear
 from fastfact.nn.specs import INITS, Spec
 
-_SUPPORTED = {
-    nn.Conv2d: FactorizedConv2d,
-    nn.Linear: FactorizedLinear,
-    NonDynamicallyQuantizableLinear: FactorizedLinear,
-}
-_WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear)
+log = logging.getLogger("fastfact")
+
+_FACTORIZED = {nn.Conv1d: FactorizedConv1d, nn.Conv2d: FactorizedConv2d, nn.Linear: FactorizedLinear}
+_CONVOLUTIONS = nn.modules.conv._ConvNd
+_WEIGHTED = (_CONVOLUTIONS, nn.Linear, nn.Bilinear)
+_FORWARD = ("forward", "_conv_forward", "__call__", "__getattr__")
+UNSUPPORTED = ("error", "skip")
+
+Specs = Spec | Mapping[str, Spec | None] | Callable[[str, nn.Module], Spec | None]
+Patterns = str | Iterable[str]
+
+
+class Target(NamedTuple):
+    """A weight that a factorized layer can stand for: parameter `name` of `module`; `path` is the layer's to be."""
+
+    path: str
+    module: nn.Module
+    name: str = "weight"
 
 
 def factorize(
     model: nn.Module,
-    spec: Spec,
-    skip: Iterable[str] = (),
+    spec: Specs,
+    skip: Patterns = (),
     init: str = "random",
     generator: torch.Generator | None = None,
+    *,
+    only: Patterns | None = None,
+    unsupported: str = "error",
 ) -> nn.Module:
-    """Replace every `nn.Conv2d` and `nn.Linear` of `model` by its factorized form, in place, and return `model`.
+    """Replace the convolutions and linear layers of `model` by their factorized forms, in place, and return `model`.
 
-    spec: `ff.Rank1`, `ff.LowRank` or `ff.Hadamard`. skip: paths to leave alone, with all that is below them; shell
-    wildcards are allowed ("head", "blocks.*.attn"). init: "random" (the papers') or "svd" (the same function as the
-    dense layer); see the spec. generator: for the random draws. Layers already factorized stay as they are, as do
-    modules that are neither convolution nor linear (norms, embeddings, recurrent layers).
+    Converted are `nn.Conv2d`, `nn.Conv1d`, `nn.Linear`, their subclasses without a forward of their own, the input
+    projections of `nn.MultiheadAttention` (as submodule `in_proj`), `Conv1D` of transformers, and `Linear` and, where
+    it pads as `nn.Conv2d` can, `Conv2dSame` of timm. What is neither (norms, embeddings, recurrent layers) and layers
+    already factorized stay as they are.
+
+    spec: `ff.Rank1`, `ff.LowRank` or `ff.Hadamard` for all; or {pattern: spec}, of which the first that fits a path
+    holds; or (path, module) → spec. Where no pattern fits or the spec is None, the layer stays dense. skip: paths to
+    leave alone; only: paths to convert and no others. Each with all that is below it; shell wildcards are allowed
+    ("head", "blocks.*.attn"). init: "random" (the papers') or "svd" (the same function as the dense layer); see the
+    spec. generator: for the random draws. unsupported: what to do about a layer that cannot be converted (transposed
+    and 3-d convolutions, lazy layers, subclasses with a forward of their own, a weight that is tied to another
+    parameter or is no parameter): "error", or "skip" it.
+
+    What was converted, what was left out and why, and the numbers and bytes before and after are logged at level INFO;
+    `ff.summary(model)` tells the same of any model. A warning names the layers whose factors, μ aside, hold as many
+    numbers as the dense weight: 1×1 convolutions by `Rank1(layout="spatial")`.
 
     If `model` itself is such a layer, the new layer is returned and `model` left as it was.
 
-    Raises ValueError, naming the module's path, for a layer that cannot be converted (transposed, 1-d or 3-d
-    convolutions, lazy layers, subclasses with a forward of their own, a weight tied to another parameter, a spec that
-    does not fit). Nothing is converted then.
+    Raises ValueError, naming the module's path, for a layer that cannot be converted, a spec that does not fit, or a
+    pattern that fits no module. Nothing is converted then.
     """
-    if not isinstance(spec, Spec):
-        raise TypeError(f"factorize(spec={spec!r}): must be ff.Rank1, ff.LowRank or ff.Hadamard")
     if init not in INITS:
         raise ValueError(f"factorize(init={init!r}): must be one of {', '.join(map(repr, INITS))}")
-    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in modules if path):
-            raise ValueError(f"factorize(skip={pattern!r}): no module of the model has that path")
-    tied = _tied_parameters(model)
-
-    def replacement(path: str, module: nn.Module) -> nn.Module | None:
-        if any(_below(path, pattern) for pattern in patterns) or not isinstance(module, _WEIGHTED):
-            return None
-        name = path or "(the model itself)"
-        layer = _SUPPORTED.get(type(module))
-        if layer is None:
-            raise ValueError(f"factorize: {name} is a {type(module).__name__}, which is not supported; see skip=")
-        if id(module.weight) in tied:
-            raise ValueError(f"factorize: {name}.weight is tied to {tied[id(module.weight)]}; see skip=")
+    if unsupported not in UNSUPPORTED:
+        raise ValueError(f"factorize(unsupported={unsupported!r}): must be one of {', '.join(map(repr, UNSUPPORTED))}")
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    paths += [target.path for target in targets(model, duplicates=True)]
+    skipped, chosen = _patterns("skip", skip, paths), None if only is None else _patterns("only", only, paths)
+    spec_of = _spec_of(spec, paths)
+    before, tied, left = counted(model), tied_parameters(model), {}
+    layers: dict[Target, FactorizedLayer] = {}
+    for target in targets(model):
+        path, module = target.path, target.module
+        why = None
+        if pattern := next((p for p in skipped if _below(path, p)), None):
+            why = f"skip={pattern!r}"
+        elif chosen is not None and not any(_below(path, p) for p in chosen):
+            why = "not in only="
+        elif (own := spec_of(path, module)) is None:
+            why = "no spec"
+        elif (why := why_not(target, tied)) and unsupported == "error":
+            raise ValueError(f"factorize: {path or '(the model itself)'} {why}; see skip= and unsupported=")
+        if why:
+            left[path] = why
+            continue
         try:
-            return layer.from_dense(module, spec, init, generator)
+            layers[target] = _factorized(target, own, init, generator)
         except ValueError as error:
-            raise ValueError(f"factorize: {name}: {error}") from error
-
-    return _replace(model, replacement)
+            if unsupported == "error":
+                raise ValueError(f"factorize: {path or '(the model itself)'}: {error}") from error
+            left[path] = str(error)
+    model = put_in(model, layers)
+    _report(before, counted(model), layers, left)
+    return model
 
 
 def densify(model: nn.Module) -> nn.Module:
-    """Replace every factorized layer of `model` by the `nn.Conv2d` or `nn.Linear` of the same function, in place.
+    """Replace every factorized layer of `model` by the dense layer of the same function, in place: the class it was
+    made from, or `nn.Conv2d`, `nn.Conv1d`, `nn.Linear`.
 
     Returns `model` (or the new layer, if `model` itself is a factorized layer).
     """
-    return _replace(model, lambda path, module: module.to_dense() if isinstance(module, FactorizedLayer) else None)
+    new: dict[int, nn.Module] = {}
+    inside = set()
+    for module in model.modules():
+        if isinstance(module, FactorizedMultiheadAttention):
+            new[id(module)] = module.to_dense()
+            inside |= {id(module._modules.get(name)) for name in PROJECTIONS.values()}
+    for module in model.modules():
+        if isinstance(module, FactorizedLayer) and id(module) not in inside:
+            new[id(module)] = _back(module)
+    return _replace(model, new)
 
 
 def factorized_layers(model: nn.Module) -> dict[str, FactorizedLayer]:
@@ -79,20 +126,225 @@ def factorized_layers(model: nn.Module) -> dict[str, FactorizedLayer]:
     return {path: module for path, module in model.named_modules() if isinstance(module, FactorizedLayer)}
 
 
-def _replace(model: nn.Module, replacement: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
-    """Make every replacement first, then put them in: an error on the way leaves the model untouched."""
-    new = {}
-    for path, module in model.named_modules():
-        made = replacement(path, module)
-        if made is not None:
-            new[id(module)] = made
-    if id(model) in new:
-        return new[id(model)]
-    for parent in list(model.modules()):
+def targets(model: nn.Module, duplicates: bool = False) -> Iterable[Target]:
+    """The weights of `model` that belong to convolutions, linear layers and attention, convertible or not; with
+    `duplicates` those of a module that stands in several places once for each."""
+    for path, module in model.named_modules(remove_duplicate=not duplicates):
+        if isinstance(module, _WEIGHTED) or _kind(module) == "transformers.pytorch_utils.Conv1D":
+            yield Target(path, module)
+        elif isinstance(module, nn.MultiheadAttention):
+            for name, projection in PROJECTIONS.items():
+                if module._parameters.get(name) is not None:
+                    yield Target(f"{path}.{projection}" if path else projection, module, name)
+
+
+def why_not(target: Target, tied: Mapping[int, str]) -> str | None:
+    """Why a target cannot be converted; None if it can. tied: what `tied_parameters` says of the model."""
+    module, weight = target.module, target.module._parameters.get(target.name)
+    kind = type(module).__name__
+    if isinstance(module, LazyModuleMixin) or isinstance(weight, nn.UninitializedParameter):
+        return f"is a {kind}, which has no shape yet"
+    if weight is None:
+        return f"is a {kind} whose {target.name} is no parameter (parametrized, pruned or normed)"
+    if id(weight) in tied:
+        return f"holds a weight tied to others: {tied[id(weight)]}"
+    if "forward" in module.__dict__:
+        return f"is a {kind} whose forward was replaced"
+    if target.name != "weight":
+        own = type(module).forward is not nn.MultiheadAttention.forward
+        return f"belongs to a {kind}, which has a forward of its own" if own else None
+    try:
+        _plain(module)
+    except ValueError as error:
+        return f"is a {kind}, which {error}"
+    return None
+
+
+def shell_of(target: Target, spec: Spec) -> FactorizedLayer:
+    """The factorized form of a target with factors that hold no values yet."""
+    return _factorized(target, spec, None, None)
+
+
+def _factorized(target: Target, spec: Spec, init: str | None, generator) -> FactorizedLayer:
+    module = target.module
+    if target.name != "weight":
+        weight = module._parameters[target.name]
+        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        plain.weight = weight
+        return FactorizedLinear.from_dense(plain.train(module.training), spec, init, generator)
+    plain = _plain(module)
+    base = next(base for base in _FACTORIZED if isinstance(plain, base))
+    new = _FACTORIZED[base].from_dense(plain, spec, init, generator)
+    if type(module) is not base:
+        new.origin = (_bare(module),)
+    return new
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The `nn.Conv2d`, `nn.Conv1d` or `nn.Linear` that computes what `module` does, with its parameters.
+
+    Raises ValueError, with the reason, where there is none.
+    """
+    kind = type(module)
+    base = next((base for base in _FACTORIZED if issubclass(kind, base)), None)
+    if base is not None and all(getattr(kind, name, None) is getattr(base, name, None) for name in _FORWARD):
+        return module
+    name = _kind(module)
+    if name == "timm.layers.linear.Linear":
+        return module
+    if name == "timm.layers.conv2d_same.Conv2dSame":
+        return _same_padding(module)
+    if name == "transformers.pytorch_utils.Conv1D":
+        return _with_hooks_of(module, nn.Linear(module.nx, module.nf, device="meta"), module.weight.T)
+    raise ValueError("is not supported" if base is None else "has a forward of its own")
+
+
+def _same_padding(module: nn.Conv2d) -> nn.Conv2d:
+    """The convolution of a `Conv2dSame`, which pads an image so that its side is divided by the stride, rounded up."""
+    if set(module.stride) != {1}:
+        raise ValueError("pads by the size of its input")
+    reach = [gap * (k - 1) for gap, k in zip(module.dilation, module.kernel_size, strict=True)]
+    padding = "same" if any(r % 2 for r in reach) else tuple(r // 2 for r in reach)
+    shape = (module.in_channels, module.out_channels, module.kernel_size, 1, padding, module.dilation, module.groups)
+    plain = nn.Conv2d(*shape, module.bias is not None, device="meta")
+    return _with_hooks_of(module, plain, module.weight)
+
+
+def _with_hooks_of(module: nn.Module, plain: nn.Module, weight: torch.Tensor) -> nn.Module:
+    """`plain` with `weight`, and the bias, hooks and mode of `module`."""
+    plain.weight = nn.Parameter(weight.detach(), requires_grad=module.weight.requires_grad)
+    plain.bias = module.bias
+    return _hooked(plain, module)
+
+
+def _hooked(new: nn.Module, module: nn.Module) -> nn.Module:
+    for name, value in module.__dict__.items():
+        if name in HOOKS:
+            new.__dict__[name] = value.copy()
+    return new.train(module.training)
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """`module` without its parameters and hooks."""
+    bare = type(module).__new__(type(module))
+    bare.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
+    bare._parameters = dict.fromkeys(module._parameters)
+    return _hooked(bare, nn.Module())
+
+
+def _back(layer: FactorizedLayer) -> nn.Module:
+    """The dense layer of the same function, of the class that `layer` was made from."""
+    dense = layer.to_dense()
+    if not layer.origin:
+        return dense
+    back = _bare(layer.origin[0])
+    weight = dense.weight
+    if _kind(back) == "transformers.pytorch_utils.Conv1D":
+        weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
+    back.weight, back.bias = weight, dense.bias
+    return _hooked(back, dense)
+
+
+def put_in(model: nn.Module, layers: Mapping[Target, FactorizedLayer]) -> nn.Module:
+    """`model` with every target's layer in its place."""
+    new: dict[int, nn.Module] = {}
+    attention: dict[int, tuple[nn.MultiheadAttention, dict[str, FactorizedLinear]]] = {}
+    for target, layer in layers.items():
+        if target.name == "weight":
+            new[id(target.module)] = layer
+        else:
+            attention.setdefault(id(target.module), (target.module, {}))[1][target.name] = layer
+    for key, (module, own) in attention.items():
+        new[key] = FactorizedMultiheadAttention.from_dense(module, own)
+    return _replace(model, new)
+
+
+def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
+    """`model` with the modules of these ids replaced, everywhere."""
+    root = new.get(id(model), model)
+    todo, seen = [root], set()
+    while todo:
+        parent = todo.pop()
+        if id(parent) in seen:
+            continue
+        seen.add(id(parent))
         for name, child in list(parent._modules.items()):
             if id(child) in new:
                 setattr(parent, name, new[id(child)])
-    return model
+            if child is not None:
+                todo.append(parent._modules[name])
+    return root
+
+
+def _patterns(argument: str, patterns: Patterns, paths: list[str]) -> tuple[str, ...]:
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths if path):
+            raise ValueError(f"factorize({argument}={pattern!r}): no module of the model has that path")
+    return patterns
+
+
+def _spec_of(spec: Specs, paths: list[str]) -> Callable[[str, nn.Module], Spec | None]:
+    """(path, module) → the spec, checked."""
+    allowed = "must be ff.Rank1, ff.LowRank or ff.Hadamard"
+    if isinstance(spec, Mapping):
+        _patterns("spec", spec, paths)
+        for pattern, own in spec.items():
+            if own is not None and not isinstance(own, Spec):
+                raise TypeError(f"factorize(spec={{{pattern!r}: {own!r}}}): {allowed}, or None")
+    elif not isinstance(spec, Spec) and not callable(spec):
+        raise TypeError(f"factorize(spec={spec!r}): {allowed}, {{pattern: spec}} or a function")
+
+    def choose(path: str, module: nn.Module) -> Spec | None:
+        if isinstance(spec, Spec):
+            return spec
+        if isinstance(spec, Mapping):
+            return next((own for pattern, own in spec.items() if _below(path, pattern)), None)
+        own = spec(path, module)
+        if own is not None and not isinstance(own, Spec):
+            raise TypeError(f"factorize: spec({path!r}, …) gave {own!r}, {allowed}, or None")
+        return own
+
+    return choose
+
+
+def _report(before, after, layers: Mapping[Target, FactorizedLayer], left: Mapping[str, str]) -> None:
+    """Log what was done, and warn of layers that grew by more than a dense factor."""
+    swollen = {}
+    for target, layer in layers.items():
+        whole = torch.Size(layer.size).numel()
+        if layer.spec.sparse_factor in layer._names:
+            others = sum(p.numel() for name, p in layer.factors().items() if name != layer.spec.sparse_factor)
+            if others >= whole:
+                swollen[target.path] = f"{whole:,} → {others + layer.mu.numel():,}"
+    if swollen:
+        shown = ", ".join(f"{path or 'the model itself'} ({numbers})" for path, numbers in list(swollen.items())[:3])
+        warnings.warn(
+            f"factorize: in {len(swollen)} of {len(layers)} layers u and v alone hold as many numbers as the dense "
+            f"weight: {shown}{', …' if len(swollen) > 3 else ''}. The model has {before[0]:,} → "
+            f'{after[0]:,} parameters. Leave them out by skip=, or give them Rank1(layout="kernel")',
+            stacklevel=3,
+        )
+    if log.isEnabledFor(logging.INFO):
+        lines = [f"factorize: {len(layers)} layers converted, {len(left)} left out"]
+        lines += [f"  left out: {path or '(the model itself)'}: {why}" for path, why in left.items()]
+        for what, old, new in zip(("parameters", "bytes"), before, after, strict=True):
+            lines.append(f"  {what}: {old:,} → {new:,}")
+        log.info("\n".join(lines))
+
+
+def counted(model: nn.Module) -> tuple[int, int]:
+    """Numbers in the parameters of `model`, and their bytes with those of the positions of compact μ."""
+    stored = {id(p): p for p in model.parameters() if not isinstance(p, nn.UninitializedParameter)}
+    numbers = sum(parameter.numel() for parameter in stored.values())
+    for layer in factorized_layers(model).values():
+        if layer.is_compact:
+            stored[id(layer.mu_index)] = layer.mu_index
+    return numbers, sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
 
 
 def _below(path: str, pattern: str) -> bool:
@@ -100,7 +352,7 @@ def _below(path: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
 
 
-def _tied_parameters(model: nn.Module) -> dict[int, str]:
+def tied_parameters(model: nn.Module) -> dict[int, str]:
     """id → the paths of parameters that more than one module holds."""
     paths: dict[int, set[str]] = {}
     seen: dict[int, set[int]] = {}

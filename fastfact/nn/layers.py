@@ -16,7 +16,7 @@ from fastfact.ops.common import is_channels_last, is_mapped, transforming
 PATHS = ("auto", "reconstruct", "factored")
 INDEX = "mu_index"
 
-__all__ = ["FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
+__all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
 
 
 class FactorizedLayer(nn.Module):
@@ -52,6 +52,8 @@ class FactorizedLayer(nn.Module):
 
     spec: Spec
     size: tuple[int, ...]
+    origin: tuple[nn.Module, ...] = ()
+    """The module this layer stands for, without its parameters, where that is no plain dense layer (see convert)."""
     path: str = "auto"
     paths = PATHS
     _answer: tuple[tuple, bool] | None = None
@@ -89,6 +91,11 @@ class FactorizedLayer(nn.Module):
                 self.bias.uniform_(-bound, bound, generator=generator)
         for name, value in self.spec.init(self.size, dense, init, generator).items():
             getattr(self, name).copy_(value)
+
+    @staticmethod
+    def _weight_of(layer: nn.Module) -> Tensor:
+        """The weight of the dense layer, of the shape `size`."""
+        return layer.weight.detach()
 
     def factors(self) -> dict[str, nn.Parameter]:
         """The factors by name: u, v, mu | sigma, A, B | x1, y1, x2, y2 (shapes: see the spec)."""
@@ -427,8 +434,10 @@ class FactorizedConv2d(FactorizedLayer):
         for name in (*nn.Conv2d.__constants__, "_reversed_padding_repeated_twice"):
             if hasattr(conv, name):
                 setattr(self, name, getattr(conv, name))
-        size = tuple(conv.weight.shape)
+        size = tuple(self._weight_of(conv).shape)
         self._build(size, spec, conv.out_channels if conv.bias is not None else None, dense, device, dtype)
+
+    _dense = nn.Conv2d
 
     @classmethod
     def from_dense(
@@ -439,7 +448,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def to_dense(self) -> nn.Conv2d:
         """An `nn.Conv2d` of the same function, with W as its weight and this layer's bias."""
-        dense = nn.Conv2d(
+        dense = self._dense(
             self.in_channels,
             self.out_channels,
             self.kernel_size,
@@ -462,12 +471,17 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _work(self, shape, channels_last, step, dtype):
         if shape is None:
-            reach = [gap * (extent - 1) + 1 for gap, extent in zip(self.dilation, self.size[2:], strict=True)]
+            reach = [gap * (extent - 1) + 1 for gap, extent in zip(self._pair("dilation"), self.size[2:], strict=True)]
             shape = (cost.NOMINAL_IMAGES, self.in_channels, *(max(cost.NOMINAL_SIDE, least) for least in reach))
         images, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
-        how = (self.stride, self.padding, self.dilation, self.u.shape[0], self._nonzeros())
         kind = "separable" if self.spec.layout == "kernel" else "conv"
-        return cost.Work(kind, self.size, self.groups, images, image, *how, channels_last, step, dtype)
+        how = (self._pair("stride"), self._pair("padding"), self._pair("dilation"))
+        factors = (self.u.shape[0], self._nonzeros())
+        return cost.Work(kind, self.size, self.groups, images, image, *how, *factors, channels_last, step, dtype)
+
+    def _pair(self, setting: str) -> tuple[int, int]:
+        """A setting (stride, padding, dilation) for both axes of an image."""
+        return getattr(self, setting)
 
     def _fused(self) -> bool:
         """Whether the forward takes the fused path. Raises ValueError where it is asked for and cannot be taken."""
@@ -489,7 +503,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _convolve(self, x: Tensor, fused: bool) -> Tensor:
         """The factored or the fused path, on x with its batch axis."""
-        how = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
+        how = {name: self._pair(name) for name in ("stride", "padding", "dilation")} | {"groups": self.groups}
         if not fused:
             if self.spec.layout == "kernel":
                 return ops.separable_conv2d(x, *self._parts(), size=self.size, **how)
@@ -517,7 +531,8 @@ class FactorizedConv2d(FactorizedLayer):
         if not is_mapped(self.A) or is_mapped(self.sigma):
             return False
         o, i, kh, kw = self.size
-        pixels = x.shape[0] * x.shape[2] * x.shape[3] / (self.stride[0] * self.stride[1])
+        stride = self._pair("stride")
+        pixels = x.shape[0] * x.shape[2] * x.shape[3] / (stride[0] * stride[1])
         return self.A.shape[0] * (1 / (o * kw) + 1 / (i * kh) - 1 / pixels) < 1 / 3
 
     def _settings(self):
@@ -528,13 +543,65 @@ class FactorizedConv2d(FactorizedLayer):
         if fused or self._factored(x):
             y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
             return y if x.dim() == 4 else y.squeeze(0)
-        weight = self._weight_for(is_channels_last(x))
+        return self._conv_forward(x, self._weight_for(is_channels_last(x)), self.bias)
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padding_mode != "zeros":
-            return nn.Conv2d._conv_forward(self, x, weight, self.bias)
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+            return nn.Conv2d._conv_forward(self, x, weight, bias)
+        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"
+
+
+class FactorizedConv1d(FactorizedConv2d):
+    """`nn.Conv1d` whose weight [out, in / groups, k] is made from the factors of `spec`, those of a convolution with
+    1×k kernels: `size` is (out, in / groups, 1, k).
+
+    Arguments as for `nn.Conv1d`, plus `spec` (default `ff.Rank1()`). Input [n, in, length] or [in, length].
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int],
+        stride: int | tuple[int] = 1,
+        padding: str | int | tuple[int] = 0,
+        dilation: int | tuple[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device=None,
+        dtype=None,
+        *,
+        spec: Spec | None = None,
+    ):
+        conv = nn.Conv1d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device="meta"
+        )
+        self._setup(conv, Rank1() if spec is None else spec, None, device, dtype)
+        self.reset_parameters()
+
+    _dense = nn.Conv1d
+
+    @staticmethod
+    def _weight_of(layer: nn.Conv1d) -> Tensor:
+        return layer.weight.detach().unsqueeze(2)
+
+    @property
+    def weight(self) -> Tensor:
+        """W in PyTorch's order [out, in / groups, k], as `FactorizedLayer.weight`."""
+        return super().weight.squeeze(2)
+
+    def _pair(self, setting: str) -> tuple[int, int]:
+        return (0 if setting == "padding" else 1), *getattr(self, setting)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unsqueeze(-2)).squeeze(-2)
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.Conv1d._conv_forward(self, x.squeeze(-2), weight.squeeze(2), bias).unsqueeze(-2)
 
 
 class FactorizedLinear(FactorizedLayer):
@@ -591,16 +658,19 @@ def _digest(index: Tensor) -> int:
     return torch.ops.fastfact.digest([index])
 
 
-_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 
 def _hooks(module: nn.Module) -> Mapping:
-    return {name: getattr(module, name) for name in _HOOKS}
+    return {name: getattr(module, name) for name in HOOKS}
 
 
-def _from_dense(new, layer: nn.Module, spec: Spec, init: str, generator):
-    new._setup(layer, spec, layer.weight.detach())
-    new.reset_parameters(init, layer.weight.detach(), generator)
+def _from_dense(new, layer: nn.Module, spec: Spec, init: str | None, generator):
+    """The factorized form of a dense layer; its factors are left as they are where `init` is None."""
+    weight = new._weight_of(layer)
+    new._setup(layer, spec, weight)
+    if init is not None:
+        new.reset_parameters(init, weight, generator)
     for parameter in new.factors().values():
         parameter.requires_grad_(layer.weight.requires_grad)
     new.bias = layer.bias

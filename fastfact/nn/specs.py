@@ -6,7 +6,7 @@ order: (o, i / groups, kh, kw) for a convolution, (o, i) for a linear layer.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -19,6 +19,8 @@ from fastfact.ops.weights import How, follows_channels_last, weight
 
 Size = tuple[int, ...]
 INITS = ("random", "svd")
+_FULL, _MORE = 64, 8
+"""Rows up to which the full singular value decomposition is taken; columns of a Krylov block beyond the rank."""
 
 
 def _fan_in(size: Size) -> int:
@@ -34,6 +36,36 @@ def _scaled_normal(shape: Size, rms: float, like: Tensor, generator: torch.Gener
     """A normal draw scaled so that its root mean square is exactly `rms` (u may have only nine numbers)."""
     draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return (draw * (rms / draw.square().mean().sqrt())).to(like)
+
+
+def leading_vectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(left [m, r], values [r], right [r, n]): the r = min(`rank`, m, n) leading singular vectors of `matrix` [m, n].
+
+    Where they are few of many, from a block Krylov space (Musco and Musco 2015) that grows until one more block lowers
+    the squared error of the approximation by less than 1e-8 of it; the start is the same in every call. Else by
+    the full decomposition.
+    """
+    m, n = matrix.shape
+    if m > n:
+        left, values, right = leading_vectors(matrix.T, rank)
+        return right.T, values, left.T
+    if m <= _FULL or 4 * rank >= m:
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        return left[:, :rank], values[:rank], right[:rank]
+    start = torch.randn(n, rank + _MORE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    block = matrix @ start.to(matrix)
+    basis, images, all_energy, captured = block[:, :0], matrix[:0], matrix.square().sum(), 0.0
+    while True:
+        for _ in range(2):  # once leaves parts of the basis where the block is nearly inside it
+            block = torch.linalg.qr(block - basis @ (basis.T @ block)).Q
+        basis, image = torch.cat([basis, block], 1), block.T @ matrix
+        images = torch.cat([images, image])
+        before, captured = captured, torch.linalg.eigvalsh(images @ images.T)[-rank:].sum()
+        if captured - before <= 1e-8 * (all_energy - captured) or basis.shape[1] + block.shape[1] > m:
+            break
+        block = matrix @ image.T
+    left, values, right = torch.linalg.svd(images, full_matrices=False)
+    return basis @ left[:, :rank], values[:rank], right[:rank]
 
 
 def _check_choice(spec: str, name: str, value: object, allowed: tuple) -> None:
@@ -73,6 +105,25 @@ class Spec:
     def weight(self, factors: Mapping[str, Tensor | None], size: Size, channels_last: bool | None = None) -> Tensor:
         """W of `size` from factors of the `shapes` for it (not checked again). Differentiable."""
         raise NotImplementedError
+
+    def to_dict(self) -> dict[str, str | int | float | bool | None]:
+        """The class by name and the settings, as JSON holds them."""
+        return {"spec": type(self).__name__, **asdict(self)}
+
+    @staticmethod
+    def from_dict(settings: Mapping) -> "Spec":
+        """The inverse of `to_dict`. Raises ValueError for a class that is not there or settings that it has not."""
+        settings = dict(settings)
+        name, known = settings.pop("spec", None), {kind.__name__: kind for kind in _below(Spec)}
+        if name not in known:
+            raise ValueError(f"spec={name!r}: must be one of {', '.join(known)}")
+        if unknown := set(settings) - {field.name for field in fields(known[name])}:
+            raise ValueError(f"{name} has no setting {', '.join(sorted(unknown))}")
+        return known[name](**settings)
+
+
+def _below(kind: type) -> list[type]:
+    return [one for child in kind.__subclasses__() for one in (child, *_below(child))]
 
 
 @dataclass(frozen=True)
@@ -124,15 +175,12 @@ class Rank1(Spec):
             factors = {name: _scaled_normal(shapes[name], rms[name], dense, generator) for name in ("u", "v")}
             mu = torch.zeros_like(dense)
         else:
-            left, values, right = torch.linalg.svd(self._matrix(dense.double(), size), full_matrices=False)
-            root = torch.zeros(self.rank, dtype=torch.float64, device=dense.device)
-            root[: len(values)] = values[: self.rank].sqrt()
-            rank = min(self.rank, len(values))
+            left, values, right = leading_vectors(self._matrix(dense.double(), size), self.rank)
             factors = {}
             for name, vectors in (("u", left.T), ("v", right)):
                 factor = torch.zeros(self.rank, vectors.shape[1], dtype=torch.float64, device=dense.device)
-                factor[:rank] = vectors[:rank]
-                factors[name] = (factor * root[:, None]).reshape(shapes[name]).to(dense.dtype)
+                factor[: len(values)] = vectors * values.sqrt()[:, None]
+                factors[name] = factor.reshape(shapes[name]).to(dense.dtype)
             product = ops.rank1_weight(factors["u"], factors["v"], layout=self._op_layout(size))
             mu = torch.empty_like(dense).copy_(dense - product)
         return factors | ({"mu": mu} if self.sparse else {})

@@ -1,10 +1,12 @@
 """factorize and densify on whole models."""
 
 import copy
+import logging
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import fastfact as ff
 
@@ -173,7 +175,6 @@ class MyLinear(nn.Linear):
     "bad",
     [
         nn.ConvTranspose2d(3, 4, 3),
-        nn.Conv1d(3, 4, 3),
         nn.Conv3d(3, 4, 3),
         MyLinear(3, 4),
         nn.LazyLinear(3),
@@ -193,7 +194,7 @@ def test_unsupported_modules_are_named_and_nothing_is_converted(bad):
 def test_tied_weights_are_an_error(net):
     net.embedding = nn.Embedding(4, 6)
     net.head.weight = net.embedding.weight
-    with pytest.raises(ValueError, match=r"head\.weight is tied to embedding\.weight, head\.weight"):
+    with pytest.raises(ValueError, match=r"head holds a weight tied to others: embedding\.weight, head\.weight"):
         ff.factorize(net, ff.Rank1())
     assert not ff.factorized_layers(net)
 
@@ -216,7 +217,7 @@ def test_a_transformer_layer_converts_and_trains():
     x = torch.randn(2, 5, 16)
     wanted = layer(x)
     ff.factorize(layer, ff.Rank1(), init="svd")
-    assert set(ff.factorized_layers(layer)) == {"self_attn.out_proj", "linear1", "linear2"}
+    assert set(ff.factorized_layers(layer)) == {"self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2"}
     torch.testing.assert_close(layer(x), wanted)
     layer.eval()
     with torch.no_grad():
@@ -245,3 +246,234 @@ def test_the_ranks_of_hadamard_tensors(size):
     assert numbers(large + 1) > whole
     shapes = ff.Hadamard(tensor=True).shapes(size)
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == numbers(ff.Hadamard(tensor=True).rank(size))
+
+
+class Sequence(nn.Module):
+    """Convolutions in one dimension, attention, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv1d(3, 8, 5, stride=2, padding=2, dilation=2)
+        self.same = nn.Conv1d(8, 8, 4, padding="same", groups=2)
+        self.ring = nn.Conv1d(8, 8, 3, padding=1, padding_mode="circular", bias=False)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.ring(self.same(self.first(x)).relu())
+        return self.head(self.attention(x.transpose(-1, -2)).mean(-2))
+
+
+SERIES = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def sequence():
+    torch.manual_seed(0)
+    return Sequence()
+
+
+@pytest.mark.parametrize("spec", EXACT, ids=str)
+def test_sequences_convert_and_come_back(sequence, spec):
+    wanted, names = sequence(SERIES), set(sequence.state_dict())
+    ff.factorize(sequence, spec, init="svd")
+    assert len(ff.factorized_layers(sequence)) == 8
+    torch.testing.assert_close(sequence(SERIES), wanted)
+    torch.testing.assert_close(sequence.first(SERIES[0]), sequence.first(SERIES)[0])
+    sequence(SERIES).square().sum().backward()
+    assert all(p.grad is not None for p in sequence.parameters())
+    ff.densify(sequence)
+    assert type(sequence.first) is nn.Conv1d and type(sequence.attention.self_attn) is nn.MultiheadAttention
+    assert set(sequence.state_dict()) == names
+    torch.testing.assert_close(sequence(SERIES), wanted)
+
+
+@pytest.mark.parametrize("layout", ["spatial", "kernel"])
+def test_compact_sequences_have_the_function_of_the_dense_ones(sequence, layout):
+    ff.factorize(sequence, ff.Rank1(layout=layout), init="svd")
+    for layer in ff.factorized_layers(sequence).values():
+        layer.compact(0.3)
+    dense = ff.densify(copy.deepcopy(sequence))
+    for path in ("reconstruct", "factored"):
+        for name in ("first", "head"):
+            getattr(sequence, name).path = path
+        torch.testing.assert_close(sequence(SERIES), dense(SERIES), atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(sequence.eval()(SERIES), dense.eval()(SERIES), atol=1e-5, rtol=1e-4)
+
+
+def test_attention_with_keys_of_another_width():
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=5, batch_first=True)
+    inputs = torch.randn(2, 3, 8), torch.randn(2, 4, 6), torch.randn(2, 4, 5)
+    wanted = attention(*inputs)[0]
+    new = ff.factorize(attention, ff.Rank1(), skip="v_proj", init="svd")
+    assert set(ff.factorized_layers(new)) == {"q_proj", "k_proj", "out_proj"}
+    torch.testing.assert_close(new(*inputs)[0], wanted)
+    back = ff.densify(new)
+    assert set(back.state_dict()) == set(attention.state_dict())
+    torch.testing.assert_close(back(*inputs)[0], wanted)
+
+
+class Conv1D(nn.Module):
+    """As that of transformers, which GPT-2 is made of: a linear layer whose weight is [in, out]."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+def _same(base, module, forward):
+    made = type(base.__name__ if module.endswith("linear") else "Conv2dSame", (base,), {"forward": forward})
+    made.__module__ = module
+    return made
+
+
+TimmLinear = _same(nn.Linear, "timm.layers.linear", lambda self, x: nn.functional.linear(x, self.weight, self.bias))
+Conv2dSame = _same(
+    nn.Conv2d,
+    "timm.layers.conv2d_same",
+    lambda self, x: nn.functional.conv2d(x, self.weight, self.bias, 1, "same", self.dilation, self.groups),
+)
+
+
+class Named(nn.Linear):
+    """A subclass without a forward of its own."""
+
+
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (lambda: Conv1D(5, 4), (2, 3, 4)),
+        (lambda: TimmLinear(4, 5), (2, 4)),
+        (lambda: Conv2dSame(3, 5, 3, dilation=2), (2, 3, 7, 7)),
+        (lambda: Conv2dSame(3, 5, (4, 3), bias=False), (2, 3, 7, 7)),
+        (lambda: Named(4, 5, bias=False), (2, 4)),
+    ],
+)
+def test_layers_of_other_libraries_convert_and_come_back_as_they_were(layer, shape):
+    torch.manual_seed(0)
+    dense, x, calls = layer(), torch.randn(shape), []
+    dense.register_forward_hook(lambda *_: calls.append(1))
+    wanted = dense(x)
+    model = ff.factorize(nn.Sequential(dense), ff.Rank1(), init="svd")
+    assert list(ff.factorized_layers(model)) == ["0"]
+    torch.testing.assert_close(model(x), wanted)
+    back = ff.densify(copy.deepcopy(model))
+    assert type(back[0]) is type(dense) and set(back.state_dict()) == {f"0.{name}" for name in dense.state_dict()}
+    assert {name: p.shape for name, p in back[0].named_parameters()} == {
+        n: p.shape for n, p in dense.named_parameters()
+    }
+    torch.testing.assert_close(back(x), wanted)
+    assert len(calls) == 3
+
+
+def test_padding_that_depends_on_the_image_is_refused():
+    with pytest.raises(ValueError, match=r"0 is a Conv2dSame, which pads by the size of its input"):
+        ff.factorize(nn.Sequential(Conv2dSame(3, 5, 3, stride=2)), ff.Rank1())
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm", "parametrizations.weight_norm", "prune"])
+def test_a_weight_that_is_made_by_something_else_is_refused(net, norm):
+    if norm == "prune":
+        prune.identity(net.head, "weight")
+    elif norm.startswith("parametrizations"):
+        nn.utils.parametrizations.weight_norm(net.head)
+    else:
+        getattr(nn.utils, norm)(net.head)
+    with pytest.raises(ValueError, match=r"head is a .*Linear whose weight is no parameter"):
+        ff.factorize(net, ff.Rank1())
+    ff.factorize(net, ff.Rank1(), unsupported="skip")
+    assert set(ff.factorized_layers(net)) == {"body.0", "body.3"}
+    net(X)
+
+
+def test_what_cannot_be_converted_can_be_left_out(net, caplog):
+    net.more = nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.Embedding(4, 6))
+    net.head.weight = net.more[1].weight
+    with caplog.at_level(logging.INFO, "fastfact"):
+        ff.factorize(net, ff.Rank1(), skip="body.0", unsupported="skip")
+    assert list(ff.factorized_layers(net)) == ["body.3"]
+    assert "1 layers converted, 3 left out" in caplog.text
+    for line in (
+        "body.0: skip='body.0'",
+        "more.0: is a ConvTranspose2d, which is not supported",
+        "head: holds a weight tied to others: head.weight, more.1.weight",
+    ):
+        assert f"left out: {line}" in caplog.text
+
+
+def test_only_and_specs_by_path(net):
+    ff.factorize(net, {"body.0": ff.LowRank(), "head": None, "*": ff.Rank1()}, only=("body", "head"))
+    specs = {path: type(layer.spec) for path, layer in ff.factorized_layers(net).items()}
+    assert specs == {"body.0": ff.LowRank, "body.3": ff.Rank1}
+    other = ff.factorize(Net(), ff.Rank1(), only="head")
+    assert list(ff.factorized_layers(other)) == ["head"]
+    chosen = ff.factorize(Net(), lambda path, module: ff.Rank1() if isinstance(module, nn.Linear) else None)
+    assert list(ff.factorized_layers(chosen)) == ["head"]
+
+
+@pytest.mark.parametrize(
+    "spec, options, error, match",
+    [
+        ({"haed": ff.Rank1()}, {}, ValueError, "spec='haed'"),
+        ({"head": "rank1"}, {}, TypeError, "'head': 'rank1'"),
+        (lambda path, module: "rank1", {}, TypeError, r"spec\('body.0', …\) gave 'rank1'"),
+        (ff.Rank1(), {"only": "haed"}, ValueError, "only='haed'"),
+        (ff.Rank1(), {"unsupported": "ignore"}, ValueError, "unsupported='ignore'"),
+    ],
+)
+def test_bad_choices_are_named_and_nothing_is_converted(net, spec, options, error, match):
+    with pytest.raises(error, match=match):
+        ff.factorize(net, spec, **options)
+    assert not ff.factorized_layers(net)
+
+
+def test_layers_that_grow_are_told(recwarn):
+    with pytest.warns(UserWarning, match=r"in 1 of 2 layers .* 0 \(32,768 → 65,537\).*34,049 → 66,955 parameters"):
+        ff.factorize(nn.Sequential(nn.Conv2d(256, 128, 1), nn.Conv2d(128, 1, 3)), ff.Rank1())
+    assert not recwarn.list
+    ff.factorize(nn.Sequential(nn.Conv2d(256, 128, 1), nn.Linear(40, 40)), ff.Rank1(layout="kernel"))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("shape, rank", [((200, 300), 1), ((300, 200), 3), ((80, 400), 30), ((70, 70), 1)])
+@pytest.mark.parametrize("decay", [0.0, 0.3, 1.0])
+def test_truncated_vectors_approximate_as_the_full_decomposition_does(shape, rank, decay):
+    from fastfact.nn.specs import leading_vectors
+
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    matrix = left * (values * torch.arange(1, len(values) + 1) ** -decay) @ right
+    state = torch.random.get_rng_state()
+    left, values, right = leading_vectors(matrix, rank)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(map(torch.equal, leading_vectors(matrix, rank), (left, values, right)))
+    best = torch.linalg.svdvals(matrix)[rank:].norm()
+    # Growth ends where a block gains less than 1e-8 of the squared error; 1e-5 allows a thousand such blocks.
+    assert (matrix - left * values @ right).norm() <= best * (1 + 1e-5)
+    torch.testing.assert_close(left.T @ left, torch.eye(rank, dtype=torch.float64))
+
+
+def test_a_large_layer_starts_from_few_vectors(monkeypatch):
+    """A full decomposition of a layer of AlexNet takes minutes."""
+    monkeypatch.setattr(torch.linalg, "svd", _refuse_large(torch.linalg.svd))
+    layer = nn.Linear(500, 700)
+    factorized = ff.nn.FactorizedLinear.from_dense(layer, ff.Rank1(rank=2), init="svd")
+    torch.testing.assert_close(factorized.weight, layer.weight)
+
+
+def _refuse_large(svd):
+    def checked(matrix, **options):
+        assert min(matrix.shape) <= 400, f"a full decomposition of {tuple(matrix.shape)}"
+        return svd(matrix, **options)
+
+    return checked

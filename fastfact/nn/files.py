@@ -1,0 +1,167 @@
+"""A model with factorized layers in a file, and back without the code that factorized it."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fastfact.nn.convert import Target, factorized_layers, put_in, shell_of, targets, tied_parameters, why_not
+from fastfact.nn.layers import INDEX, FactorizedLayer
+from fastfact.nn.specs import Spec
+
+_KEY, _VERSION = "fastfact", 1
+
+
+def specs_of(model: nn.Module) -> dict[str, dict]:
+    """Path → spec (`Spec.to_dict`) of every factorized layer, with the number of nonzeros `nnz` of compact μ."""
+    return {
+        path: layer.spec.to_dict() | ({"nnz": len(layer.mu)} if layer.is_compact else {})
+        for path, layer in factorized_layers(model).items()
+    }
+
+
+def save(model: nn.Module, file: str | os.PathLike) -> None:
+    """Write the state of `model` to a safetensors file, with the spec of each factorized layer by path.
+
+    A tensor that stands under several names is written once. The file is complete or not there. Raises ValueError for
+    state that is no tensor.
+    """
+    state = model.state_dict()
+    tensors, aliases, first = {}, {}, {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"save: {name} of the model's state is a {type(value).__name__}, must be a tensor")
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if value.numel() and key in first:
+            aliases[name] = first[key]
+            continue
+        first[key] = name
+        tensors[name] = value.detach().cpu().contiguous().clone()
+    about = {"version": _VERSION, "layers": specs_of(model), "aliases": aliases}
+    file = Path(file)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        save_file(tensors, temporary, {"format": "pt", _KEY: json.dumps(about)})
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_into(model: nn.Module, file: str | os.PathLike) -> nn.Module:
+    """Read a file of `save` into `model`, in place, and return `model`: its layers become factorized as the file says.
+
+    model: the dense model, as its constructor makes it, or with layers factorized as in the file; its dtypes, devices
+    and memory formats stay. If `model` itself is the layer, the new layer is returned.
+
+    Raises ValueError, naming the path, for a file that `save` did not write, layers that are not there or cannot be
+    converted, another spec, and tensors of other names or shapes. Nothing is changed then.
+    """
+    state, layers = _read(Path(file))
+    where = f"load_into({str(file)!r})"
+    model = _shaped(model, layers, where, state)
+    model.load_state_dict(state)
+    return model
+
+
+def shape_as(model: nn.Module, layers: Mapping[str, Mapping]) -> nn.Module:
+    """Factorize `model` as `specs_of` said of another, with factors that hold no values yet."""
+    return _shaped(model, layers, "shape_as", None)
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, dict]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            about = json.loads((opened.metadata() or {}).get(_KEY, "null"))
+            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
+    except SafetensorError as error:
+        raise ValueError(f"load_into({str(file)!r}): no safetensors file: {error}") from error
+    if about is None:
+        raise ValueError(f"load_into({str(file)!r}): not written by ff.save; it does not say how layers are factorized")
+    if about["version"] > _VERSION:
+        raise ValueError(f"load_into({str(file)!r}): written by a newer fastfact (format {about['version']})")
+    return state | {name: state[kept] for name, kept in about["aliases"].items()}, about["layers"]
+
+
+def _shaped(model: nn.Module, layers: Mapping[str, Mapping], where: str, state: Mapping[str, Tensor] | None):
+    """`model` factorized as `layers` says; checked before anything is changed, against `state` too if it is given."""
+    own, tied = factorized_layers(model), tied_parameters(model)
+    convertible = {target.path: target for target in targets(model)}
+    new: dict[Target, FactorizedLayer] = {}
+    compact: dict[FactorizedLayer, int | None] = {}
+    for path in own:
+        if path not in layers:
+            raise ValueError(f"{where}: {path} is factorized in the model, and dense in the file; see ff.densify")
+    for path, told in layers.items():
+        told = dict(told)
+        nonzeros, name = told.pop("nnz", None), path or "the model itself"
+        spec = Spec.from_dict(told)
+        if path in own:
+            layer = own[path]
+            if layer.spec != spec:
+                raise ValueError(f"{where}: {name} has {layer.spec} in the model, {spec} in the file")
+        elif path not in convertible:
+            raise ValueError(f"{where}: the model has no layer {name} to be factorized")
+        elif why := why_not(convertible[path], tied):
+            raise ValueError(f"{where}: {name} {why}")
+        else:
+            try:
+                layer = new[convertible[path]] = shell_of(convertible[path], spec)
+            except ValueError as error:
+                raise ValueError(f"{where}: {name}: {error}") from error
+        compact[layer] = nonzeros
+    if state is not None:
+        _check_state(model, new, compact, state, where)
+    for layer, nonzeros in compact.items():
+        if nonzeros is None:
+            if layer.is_compact:
+                layer.expand()
+        elif not layer.is_compact or len(layer.mu) != nonzeros:
+            index = torch.arange(nonzeros, dtype=torch.int32, device=layer.mu.device)
+            layer.set_support(layer.mu.new_zeros(nonzeros), index)
+    return put_in(model, new)
+
+
+def _check_state(model, new, compact, state, where: str) -> None:
+    """Raise ValueError where the names or shapes of `state` are not those of the model as it will be."""
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    prefix = {id(layer): path for path, layer in factorized_layers(model).items()}
+    for target, layer in new.items():
+        start = target.path + "." if target.path else ""
+        prefix[id(layer)] = target.path
+        dense = start if target.name == "weight" else start.rpartition(".")[0].rpartition(".")[0]
+        if target.name == "weight":
+            expected.pop(f"{start}weight", None)
+        else:
+            expected.pop(f"{dense}.{target.name}" if dense else target.name)
+        expected |= {start + name: tuple(p.shape) for name, p in layer.factors().items()}
+    for layer, nonzeros in compact.items():
+        start = prefix[id(layer)] + "." if prefix[id(layer)] else ""
+        expected.pop(start + INDEX, None)
+        if layer.spec.sparse_factor in layer._names:
+            expected[start + "mu"] = layer.size if nonzeros is None else (nonzeros,)
+        if nonzeros is not None:
+            expected[start + INDEX] = (nonzeros,)
+    lacking, more = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    if lacking:
+        raise ValueError(f"{where}: the file has no {_some(lacking)}")
+    if more:
+        raise ValueError(f"{where}: the model has no {_some(more)}")
+    for name, shape in expected.items():
+        if tuple(state[name].shape) != shape:
+            raise ValueError(f"{where}: {name} has shape {list(state[name].shape)}, must be {list(shape)} in the model")
+    for layer in compact:
+        name = f"{prefix[id(layer)]}.{INDEX}".removeprefix(".")
+        if (index := state.get(name)) is None or not index.numel():
+            continue
+        last = torch.Size(layer.size).numel() - 1
+        if index.dtype != torch.int32 or index[0] < 0 or index[-1] > last or (index.diff() <= 0).any():
+            raise ValueError(f"{where}: {name} must be ascending int32 positions, from 0 to {last}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

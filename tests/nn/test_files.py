@@ -1,0 +1,159 @@
+"""Models with factorized layers in files, and read back by code that knows the dense model only."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fastfact as ff
+
+
+class Net(nn.Module):
+    def __init__(self, classes=4):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 1))
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, classes)
+        self.again = nn.Linear(6, classes, bias=False)
+        self.again.weight = self.head.weight
+
+    def forward(self, x):
+        x = self.body(x).flatten(2).mT
+        return self.head(self.attention(x, x, x)[0].mean(1)) + self.again(x.mean(1))
+
+
+X = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+SPECS = [
+    ff.Rank1(rank=2),
+    ff.Rank1(layout="kernel", sparse=False),
+    ff.LowRank(layout="view", scaling=0.5),
+    ff.Hadamard(tensor=True),
+]
+
+
+def made(spec, density=None, **options):
+    torch.manual_seed(0)
+    net = ff.factorize(Net(), spec, skip=("head", "again"), **options)
+    net(X)
+    for layer in ff.factorized_layers(net).values() if density is not None else ():
+        nn.init.normal_(layer.mu)
+        layer.compact(density)
+    return net.eval()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_model_comes_back_into_the_dense_one(spec, tmp_path):
+    net, file = made(spec), tmp_path / "net.safetensors"
+    ff.save(net, file)
+    new = Net().to(memory_format=torch.channels_last).eval()
+    assert ff.load_into(new, file) is new
+    for path, layer in ff.factorized_layers(net).items():
+        assert ff.factorized_layers(new)[path].spec == layer.spec
+    torch.testing.assert_close(new(X), net(X))
+    assert new.again.weight is new.head.weight and "again.weight" not in load_file(file)
+    assert ff.load_into(new, file) is new, "and into one that is factorized already"
+
+
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_compact_layers_come_back_compact(density, tmp_path):
+    net, file = made(ff.Rank1(), density), tmp_path / "net.safetensors"
+    ff.save(net, file)
+    for new in (Net(), made(ff.Rank1()), made(ff.Rank1(), 0.7)):
+        ff.load_into(new.eval(), file)
+        assert all(layer.is_compact for layer in ff.factorized_layers(new).values())
+        assert torch.equal(new(X), net(X))
+        new.train()(X).sum().backward()
+    ff.save(made(ff.Rank1()), file)
+    ff.load_into(net, file)
+    assert not any(layer.is_compact for layer in ff.factorized_layers(net).values())
+
+
+def test_a_layer_by_itself(tmp_path):
+    layer = ff.nn.FactorizedLinear(4, 3)
+    ff.save(layer, tmp_path / "layer")
+    new = ff.load_into(nn.Linear(4, 3), tmp_path / "layer")
+    assert torch.equal(new.weight, layer.weight)
+
+
+def test_the_type_and_device_of_the_model_stay(tmp_path):
+    ff.save(made(ff.Rank1()), tmp_path / "net")
+    new = ff.load_into(Net().double(), tmp_path / "net")
+    assert new.head.weight.dtype == new.body[0].u.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "model, match",
+    [
+        (lambda: Net(classes=5), r"head\.weight has shape \[4, 6\], must be \[5, 6\] in the model"),
+        (lambda: made(ff.LowRank()), r"body\.0 has LowRank.* in the model, Rank1.* in the file"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "the model has no layer body"),
+    ],
+)
+def test_another_model_is_refused_and_left_as_it_was(model, match, tmp_path):
+    ff.save(made(ff.Rank1()), tmp_path / "net")
+    model = model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=match):
+        ff.load_into(model, tmp_path / "net")
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_model_with_other_names_or_more_factorized_layers_is_refused(tmp_path):
+    ff.save(made(ff.Rank1()), tmp_path / "net")
+    more = Net()
+    more.extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"the file has no extra\.bias, extra\.weight"):
+        ff.load_into(more, tmp_path / "net")
+    ff.factorize(more, ff.Rank1(), only="extra")
+    with pytest.raises(ValueError, match="extra is factorized in the model, and dense in the file"):
+        ff.load_into(more, tmp_path / "net")
+    less = Net()
+    less.body[1] = nn.Identity()
+    with pytest.raises(ValueError, match=r"the model has no body\.1\.bias, body\.1\.num_batches_tracked"):
+        ff.load_into(less, tmp_path / "net")
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(ValueError, match="no safetensors file"):
+        ff.load_into(Net(), tmp_path / "text")
+    save_file({"a": X}, tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"not written by ff\.save"):
+        ff.load_into(Net(), tmp_path / "plain")
+    with pytest.raises(FileNotFoundError):
+        ff.load_into(Net(), tmp_path / "none")
+    about = {"version": 1, "layers": {"head": {"spec": "Rank7"}}, "aliases": {}}
+    setting = {"layers": {"head": {"spec": "Rank1", "x": 1}}}
+    for change, match in (({}, "spec='Rank7'"), ({"version": 2}, "newer"), (setting, "Rank1 has no setting x")):
+        save_file({"a": X}, tmp_path / "bad", {"fastfact": json.dumps(about | change)})
+        with pytest.raises(ValueError, match=match):
+            ff.load_into(Net(), tmp_path / "bad")
+
+
+@pytest.mark.parametrize("positions", [[0, 216], [5, 5], [7, 3], [-1, 3]])
+def test_positions_outside_the_weight_are_refused(positions, tmp_path):
+    """The kernels write where they say."""
+    net = made(ff.Rank1(), 0.3)
+    layer = net.body[0]
+    layer.set_support(torch.ones(2), torch.tensor(positions, dtype=torch.int32))
+    ff.save(net, tmp_path / "net")
+    with pytest.raises(ValueError, match=r"body\.0\.mu_index must be ascending int32 positions, from 0 to 215"):
+        ff.load_into(Net(), tmp_path / "net")
+
+
+def test_state_that_is_no_tensor_is_refused(tmp_path):
+    class Odd(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(ValueError, match="_extra_state of the model's state is a dict"):
+        ff.save(Odd(2, 2), tmp_path / "net")
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_spec_is_described_by_plain_values():
+    for spec in (*SPECS, ff.Rank1(layout="view"), ff.Hadamard(personalized=True)):
+        assert ff.Spec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
