@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 KERNELS := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*)
 CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/ops/*.cpp tests/ops/*.h))
 
-.PHONY: setup demo test bench gpu-check lint format clean
+.PHONY: setup demo test test-all bench gpu-check lint format clean
 setup: $(VENV)/.built
 
 demo: setup
@@ -16,6 +16,10 @@ demo: setup
 
 test: setup
 	$(PY) -m pytest
+
+# What the suite has samples of as well: every architecture, every way to install.
+test-all: setup
+	$(PY) -m pytest -m "slow or not slow"
 
 bench: setup
 	$(PY) -m fastfact bench layers --only reconstruct,weight --json bench/results/weights.json

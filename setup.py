@@ -2,8 +2,10 @@
 
 FASTFACT_BUILD=must fails where a library does not build (the CUDA one only where nvcc is), FASTFACT_BUILD=skip builds
 none. By default a library that does not build is left out, with the reason, and plain PyTorch serves in its place.
+build_backend.py says where PyTorch's headers come from in an isolated build.
 """
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,6 +15,9 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
+from build_backend import OLDEST, compiler, show_pytorch
+
+show_pytorch()
 try:
     import torch
     from torch.utils import cpp_extension
@@ -20,10 +25,10 @@ try:
 except ImportError as error:
     from setuptools.command.build_ext import build_ext as BuildExtension
 
-    no_torch = f"PyTorch cannot be imported ({error}); install it first, then use pip install --no-build-isolation"
+    no_torch = f"PyTorch cannot be imported ({error})"
 else:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    no_torch = None if version >= (2, 11) else f"PyTorch {torch.__version__} is older than 2.11"
+    no_torch = None if version >= OLDEST else f"PyTorch {torch.__version__} is older than {'.'.join(map(str, OLDEST))}"
 
 MODE = os.environ.get("FASTFACT_BUILD", "")
 if MODE not in ("", "must", "skip"):
@@ -36,6 +41,14 @@ CXX = ["-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-err
 
 class NotBuilt(Exception):
     pass
+
+
+def tell(message):
+    """Say it on stderr and, since pip keeps that to itself unless -v is given, on the terminal."""
+    print(message, file=sys.stderr)
+    if not sys.stderr.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            print("\n" + message, file=terminal)
 
 
 class Build(BuildExtension):
@@ -54,14 +67,20 @@ class Build(BuildExtension):
             except Exception as error:
                 if MODE == "must":
                     raise
-                print(f"fastfact: {extension.name} is not built: {error}", file=sys.stderr)
+                tell(
+                    f"fastfact: WARNING: {extension.name} is NOT BUILT: {error}\n"
+                    "fastfact: it is installed without these kernels, and slower by far; plain PyTorch serves in their "
+                    "place. Once that is mended, install it again; FASTFACT_BUILD=must makes this an error."
+                )
         self.extensions = built
 
     def prepare_cpu(self, extension):
         if MODE == "skip":
             raise NotBuilt("FASTFACT_BUILD=skip")
+        if not compiler():
+            raise RuntimeError("there is no C++ compiler (install g++ or clang++, or name one in CXX)")
         if no_torch:
-            raise RuntimeError(no_torch) if MODE == "must" else NotBuilt(no_torch)
+            raise RuntimeError(no_torch)
         extension.include_dirs += cpp_extension.include_paths()
         extension.library_dirs += cpp_extension.library_paths()
         extension.libraries += ["torch_cpu", "c10"]
@@ -106,7 +125,10 @@ def library(name, kernels):
         Extension(
             f"fastfact._{name}",
             sorted(glob(f"csrc/bind_{name}*.cpp") + glob(f"csrc/{name}/*.{kernels}")),
-            depends=sorted(glob("csrc/*.h") + glob(f"csrc/{name}/*.h") + glob(f"csrc/{name}/*.cuh")),
+            depends=[
+                "build_backend.py",
+                *sorted(glob("csrc/*.h") + glob(f"csrc/{name}/*.h") + glob(f"csrc/{name}/*.cuh")),
+            ],
             define_macros=list(MACROS),
             language="c++",
             py_limited_api=True,

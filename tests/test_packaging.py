@@ -1,5 +1,7 @@
-"""The source distribution and the wheel hold everything, and the wheel works away from the checkout."""
+"""The source distribution and the wheel hold everything, the wheel works away from the checkout, and a plain
+`pip install` ends with kernels wherever there is a compiler."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,11 +15,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def run(*args, cwd, **environment):
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FASTFACT_BUILD", "CXX")} | environment
+    done = subprocess.run(list(map(str, args)), cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
 def python(*args, cwd, **environment):
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
-    done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run(sys.executable, *args, cwd=cwd, **environment).stdout
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +74,138 @@ def test_wheel_works_elsewhere(sources, tmp_path):
     out = python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert out.count(str(tmp_path / "site")) >= 2
     assert "_cpu" in out
+
+
+@pytest.fixture
+def isolated(tmp_path):
+    """The environment variables that hide all installed packages but setuptools, as pip does for a build."""
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    for name in ("setuptools", "_distutils_hack", "wheel"):
+        (overlay / name).symlink_to(Path(importlib.util.find_spec(name).origin).parent)
+    (overlay / "sitecustomize.py").write_text(
+        "import sys, sysconfig\n"
+        "hidden = {sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}\n"
+        "sys.path[:] = [path for path in sys.path if path not in hidden]\n"
+    )
+    return {"PYTHONPATH": str(overlay), "PYTHONNOUSERSITE": "1", "CUDA_HOME": "/nonexistent"}
+
+
+BUILD = (
+    "import importlib.util, sys\n"
+    "out = sys.argv[1]  # the backend takes the others' place\n"
+    "sys.path.insert(0, '.')\n"
+    "assert importlib.util.find_spec('torch') is None, 'not isolated'\n"
+    "import build_backend\n"
+    "print('requires', build_backend.get_requires_for_build_wheel())\n"
+    "build_backend.build_wheel(out)\n"
+)
+
+
+def required(done):
+    """What the build asked for."""
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("requires "))
+    return line.removeprefix("requires ")
+
+
+def built(wheels):
+    (wheel,) = wheels.glob("fastfact-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return [name for name in archive.namelist() if name.endswith(".so")]
+
+
+@pytest.fixture
+def fresh(sources, tmp_path):
+    """The source distribution without what other builds left in it."""
+    return shutil.copytree(sources, tmp_path / "fresh", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+
+
+def test_an_isolated_build_finds_pytorch_and_ends_with_the_library(fresh, isolated, tmp_path):
+    """With a compiler that writes empty files: the library itself is built by `make`, and in `-m slow`."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        f"#!{sys.executable} -S\n"
+        "import sys\n"
+        "if '-dumpfullversion' in sys.argv: print('12.2.0')\n"
+        "elif '-o' in sys.argv: open(sys.argv[sys.argv.index('-o') + 1], 'w').close()\n"
+    )
+    compiler.chmod(0o755)
+    done = run(sys.executable, "-c", BUILD, tmp_path, cwd=fresh, CXX=str(compiler), FASTFACT_BUILD="must", **isolated)
+    assert "torch" not in required(done)
+    assert built(tmp_path) == ["fastfact/_cpu.abi3.so"]
+
+
+def test_without_a_compiler_the_build_says_so(fresh, isolated, tmp_path):
+    done = run(sys.executable, "-c", BUILD, tmp_path, cwd=fresh, PATH="", **isolated)
+    assert required(done) == "[]"
+    assert "fastfact._cpu is NOT BUILT: there is no C++ compiler" in done.stderr
+    assert built(tmp_path) == []
+
+
+def test_pytorch_is_a_requirement_of_the_build_only_where_it_is_needed(monkeypatch):
+    spec = importlib.util.spec_from_file_location("build_backend", ROOT / "build_backend.py")
+    backend = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(backend)
+    monkeypatch.delenv("FASTFACT_BUILD", raising=False)
+    monkeypatch.setattr(backend, "compiler", lambda: "/usr/bin/c++")
+    assert not [name for name in backend.get_requires_for_build_wheel() if name.startswith("torch")]
+    monkeypatch.setattr(backend, "_serves", lambda path: False)
+    assert "torch>=2.11" in backend.get_requires_for_build_wheel()
+    assert "torch>=2.11" in backend.get_requires_for_build_editable()
+    monkeypatch.setattr(backend, "compiler", lambda: None)
+    assert backend.get_requires_for_build_wheel() == []
+    monkeypatch.setattr(backend, "compiler", lambda: "/usr/bin/c++")
+    monkeypatch.setenv("FASTFACT_BUILD", "skip")
+    assert backend.get_requires_for_build_wheel() == []
+
+
+@pytest.mark.parametrize("version, serves", [("2.10.1", False), ("2.11.0+cpu", True), ("3.0a1", True)])
+def test_a_pytorch_serves_the_build_by_its_version(monkeypatch, tmp_path, version, serves):
+    spec = importlib.util.spec_from_file_location("build_backend", ROOT / "build_backend.py")
+    backend = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(backend)
+    (tmp_path / f"torch-{version}.dist-info").mkdir()
+    (tmp_path / f"torch-{version}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+    assert backend._serves([str(tmp_path)]) is serves
+
+
+def test_the_import_says_once_what_builds_the_kernels(fresh, tmp_path):
+    """From a checkout without libraries, and from an installed wheel."""
+    done = run(sys.executable, "-c", "import fastfact; import fastfact.ops", cwd=fresh)
+    assert done.stderr.count("without its compiled kernels") == 1
+    assert f"cd {fresh} && FASTFACT_BUILD=must {sys.executable} setup.py build_ext --inplace" in done.stderr
+    site = tmp_path / "site"
+    options = ("-q", "--no-deps", "--no-build-isolation", "--target", site)
+    python("-m", "pip", "install", *options, ".", cwd=fresh, FASTFACT_BUILD="skip")
+    done = run(sys.executable, "-c", "import fastfact", cwd=tmp_path, PYTHONPATH=str(site))
+    assert done.stderr.count("without its compiled kernels") == 1
+    assert f"FASTFACT_BUILD=must {sys.executable} -m pip install --force-reinstall --no-deps" in done.stderr
+    assert f"file://{fresh}" in done.stderr
+
+
+# Each installs into an environment made for it, which sees this one's packages, and builds the real library.
+INSTALL = ("-m", "pip", "install", "-q", "--no-deps")
+INSTALLS = {
+    "isolated": [(*INSTALL, "{sources}")],
+    "not isolated": [(*INSTALL, "--no-build-isolation", "{sources}")],
+    "wheel": [
+        ("-m", "pip", "wheel", "-q", "--no-deps", "-w", "{top}/dist", "{sources}"),
+        (*INSTALL, "--no-index", "--find-links", "{top}/dist", "fastfact"),
+    ],
+    "editable": [(*INSTALL, "-e", "{sources}")],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", INSTALLS)
+def test_an_install_ends_with_kernels(fresh, tmp_path, how):
+    python("-m", "venv", "env", cwd=tmp_path)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "outer.pth").write_text(str(Path(pytest.__file__).parents[1]))
+    own = tmp_path / "env" / "bin" / "python"
+    for command in INSTALLS[how]:
+        words = [word.format(sources=fresh, top=tmp_path) for word in command]
+        run(own, *words, cwd=tmp_path, CUDA_HOME="/nonexistent")
+    code = "import fastfact as ff; print(ff.__file__, ff.backends()['cpu'])"
+    told = run(own, "-c", code, cwd=tmp_path).stdout
+    assert str(tmp_path) in told and "available=True, detail='_cpu.abi3.so'" in told

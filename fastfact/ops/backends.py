@@ -9,9 +9,12 @@ for tests and benchmarks.
 import contextlib
 import importlib
 import importlib.util
+import json
 import logging
 import os
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +43,19 @@ def library_file(name: str) -> Path | None:
 
 
 def _load_library(name: str) -> Backend:
-    file = library_file(name)
+    file, why_not = library_file(name), None
     if file is None:
-        return Backend(False, f"not built: no fastfact/_{name}*.so beside the package")
-    try:
-        torch.ops.load_library(str(file))
-    except OSError as error:
-        return Backend(False, f"{file.name} does not load: {error}")
+        why_not = f"not built: no fastfact/_{name}*.so beside the package"
+    else:
+        try:
+            torch.ops.load_library(str(file))
+        except OSError as error:
+            why_not = f"{file.name} does not load: {error}"
+    if why_not:
+        if name == "cpu":
+            why_not += f"; with a C++ compiler (g++ or clang++) this builds it, or says why not: {_mend()}"
+            log.warning("fastfact runs without its compiled kernels, slower by far: %s", why_not)
+        return Backend(False, why_not)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     lacking = [op for op in with_kernels(name) if not has_kernel(f"fastfact::{op}", name.upper())]
     if not lacking:
@@ -56,6 +65,22 @@ def _load_library(name: str) -> Backend:
         # That of a device that may not be here is told when asked for.
         log.warning("%s", detail)
     return Backend(True, detail)
+
+
+def _mend() -> str:
+    """The command that builds the library of this installation, or says why it cannot."""
+    from importlib import metadata
+
+    root, must = Path(__file__).parents[2], f"FASTFACT_BUILD=must {shlex.quote(sys.executable)}"
+    if (root / "csrc").is_dir():
+        return f"cd {shlex.quote(str(root))} && {must} setup.py build_ext --inplace"
+    source = "--no-binary fastfact fastfact"
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if origin := metadata.distribution("fastfact").read_text("direct_url.json"):
+            told = json.loads(origin)
+            scheme = told["vcs_info"]["vcs"] + "+" if "vcs_info" in told else ""
+            source = "THE_SOURCES" if told["url"].endswith(".whl") else shlex.quote(scheme + told["url"])
+    return f"{must} -m pip install --force-reinstall --no-deps --no-cache-dir {source}"
 
 
 _LIBRARIES: dict[str, Backend] = {}
