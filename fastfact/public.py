@@ -5,6 +5,7 @@ from fastfact.federation import Client, Federation, History, Phase, Strategy
 from fastfact.nn import optim, sparsity
 from fastfact.nn.convert import densify, factorize, factorized_layers
 from fastfact.nn.files import load_into, save
+from fastfact.nn.pretrained import register_transformers
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.specs import Hadamard, LowRank, Rank1, Spec
 from fastfact.nn.summary import summary
@@ -32,6 +33,7 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "register_transformers",
     "save",
     "sparsity",
     "summary",

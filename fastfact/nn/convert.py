@@ -21,6 +21,8 @@ _CONVOLUTIONS = nn.modules.conv._ConvNd
 _WEIGHTED = (_CONVOLUTIONS, nn.Linear, nn.Bilinear)
 _FORWARD = ("forward", "_conv_forward", "__call__", "__getattr__")
 UNSUPPORTED = ("error", "skip")
+when_factorized: list[Callable[[nn.Module], None]] = []
+"""Called with every model that was factorized, by whatever has to know of it."""
 
 Specs = Spec | Mapping[str, Spec | None] | Callable[[str, nn.Module], Spec | None]
 Patterns = str | Iterable[str]
@@ -260,7 +262,10 @@ def put_in(model: nn.Module, layers: Mapping[Target, FactorizedLayer]) -> nn.Mod
             attention.setdefault(id(target.module), (target.module, {}))[1][target.name] = layer
     for key, (module, own) in attention.items():
         new[key] = FactorizedMultiheadAttention.from_dense(module, own)
-    return _replace(model, new)
+    model = _replace(model, new)
+    for tell in when_factorized:
+        tell(model)
+    return model
 
 
 def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
