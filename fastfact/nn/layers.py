@@ -11,7 +11,7 @@ from fastfact.nn import choice as cost
 from fastfact.nn import sparsity, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
-from fastfact.ops.common import is_channels_last, is_mapped, transforming
+from fastfact.ops.common import autocast, is_channels_last, is_mapped, transforming
 
 PATHS = ("auto", "reconstruct", "factored")
 INDEX = "mu_index"
@@ -38,7 +38,7 @@ class FactorizedLayer(nn.Module):
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
     convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
     σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
-    is two smaller convolutions. "auto" takes it on a GPU, for clients and for `Rank1(sparse=False)`.
+    is two smaller convolutions, where they cost less. "auto" takes it on a GPU, for clients and for those two.
 
     In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
     every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()` or
@@ -122,8 +122,12 @@ class FactorizedLayer(nn.Module):
         weight = self._weight(None)
         return weight if type(weight) is not Tensor or transforming() else weight.as_subclass(Derived)
 
-    def _weight(self, channels_last: bool | None) -> Tensor:
-        return self.spec.weight(self._tensors(), self.size, channels_last)
+    def _weight(self, channels_last: bool | None, cast: bool = False) -> Tensor:
+        """W. cast: under autocast in its dtype, which the dense layer would cast W to: written once, and by half."""
+        tensors = self._tensors()
+        if cast and torch.is_autocast_enabled(next(iter(tensors.values())).device.type):
+            tensors = dict(zip(tensors, autocast(*tensors.values()), strict=True))
+        return self.spec.weight(tensors, self.size, channels_last)
 
     @property
     def is_compact(self) -> bool:
@@ -339,7 +343,7 @@ class FactorizedLayer(nn.Module):
         if self.training or not weight_cache.allowed():
             # With a dense factor W has the format of that, which its gradient goes back to.
             follows_x = self.spec.dense not in self._names or self.is_compact
-            return self._weight(channels_last if follows_x else None)
+            return self._weight(channels_last if follows_x else None, cast=True)
         layout = torch.channels_last if channels_last else torch.contiguous_format
         key = self.spec, self.size, channels_last
         return self._cache.weight(
@@ -490,11 +494,19 @@ class FactorizedConv2d(FactorizedLayer):
             if not next(iter(factors)).is_cuda or torch.compiler.is_compiling():
                 return False
             mapped = any(t is not None and is_mapped(t) for t in (*factors, self.bias))
-            two_parts = isinstance(self.spec, Rank1) and self.spec.layout != "view" and not self.spec.sparse
-            return (mapped or two_parts) and self._why_not_fused() is None
+            return (mapped or self._in_two_parts()) and self._why_not_fused() is None
         if self.path == "fused" and (why_not := self._why_not_fused()):
             raise ValueError(f'path="fused": {why_not}')
         return self.path == "fused"
+
+    def _in_two_parts(self) -> bool:
+        """Whether the fused path makes no weight: two smaller convolutions cost less."""
+        if not isinstance(self.spec, Rank1) or self.spec.sparse:
+            return False
+        o, i, kh, kw = self.size
+        if self.spec.layout == "kernel":
+            return self.groups == 1 and self.spec.rank * (i * kh + o * kw) < o * i * kh * kw
+        return self.spec.layout == "spatial" and self.spec.rank < kh * kw
 
     def _why_not_fused(self) -> str | None:
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
@@ -518,7 +530,7 @@ class FactorizedConv2d(FactorizedLayer):
             down, across = self.B.mT.unflatten(-1, (i, kh)), (spec.scaling * self.A).unflatten(-1, (o, kw))
             y = F.conv2d(x, self.sigma, None, **how) + ops.separable_conv2d(x, down, across, size=self.size, **how)
             return y if self.bias is None else y + self.bias[:, None, None]
-        return ops.fused_conv2d(x, mu=self._weight(is_channels_last(x)), bias=self.bias, size=self.size, **how)
+        return ops.fused_conv2d(x, mu=self._weight(is_channels_last(x), True), bias=self.bias, size=self.size, **how)
 
     def _shares_sigma(self, x: Tensor) -> bool:
         """Whether clients of `vmap` share σ, and σ and BA apart cost less than each client's own W.

@@ -177,6 +177,27 @@ def test_autocast(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_under_autocast_the_weight_is_written_in_its_dtype(spec, monkeypatch):
+    """Once, in the type that the convolution takes; `weight` itself stays in that of the parameters."""
+    taken = []
+    convolve = torch.nn.functional.conv2d
+    monkeypatch.setattr(torch.nn.functional, "conv2d", lambda x, w, *a: taken.append(w.dtype) or convolve(x, w, *a))
+    multiply = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, *a: taken.append(w.dtype) or multiply(x, w, *a))
+    layer, x = conv(spec, dtype=torch.float32, padding=1), torch.randn(2, 4, 6, 6)
+    linear = ff.nn.FactorizedLinear(6, 5, spec=spec)
+    layer.path = linear.path = "reconstruct"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x), linear(x)
+        assert layer.weight.dtype == torch.float32
+    assert taken == [torch.bfloat16] * 2
+    layer.double()(x.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        layer(x.double())
+    assert taken[2:] == [torch.float64] * 2
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_channels_last_model_needs_no_permutation(spec):
     model = torch.nn.Sequential(conv(spec, dtype=torch.float32, padding=1))
     x = torch.randn(2, 4, 6, 6)
