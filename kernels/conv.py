@@ -1,324 +1,128 @@
-"""Convolution with a rank-1 weight that is never written: an implicit GEMM whose weight tile is made from u, v and μ.
+"""Convolution of many clients at once, each with a weight of its own, as one implicit GEMM.
 
 Every tensor has the client axis in front, and any strides; channels_last inputs (NHWC) read and write in full lines.
-The weight is that of `ops.reference.rank1_weight` in the spatial, kernel and view layouts. μ is dense, or compact:
-values on a support given as one bit for each element of W and the number of values before every 32. Without u and v
-the weight is μ alone: a convolution with weights of each client's own.
+The weight is that of `ops.reference.factored_weight`: made from u, v and μ once, in the dtype of x, for the forward and
+for the data gradient. The weight gradient is summed into du, dv and dμ while its tile is in registers. Where u and v
+alone are the weight and their parts cost less, no weight is made (`rank1_conv`, `separable_conv`).
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastfact.formats import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
 from fastfact.kernels import rank1_conv, separable_conv
-from fastfact.kernels.geometry import INT32_LIMIT, accumulator, empty_weight, slices
+from fastfact.kernels.geometry import INT32_LIMIT, Axis, ImageStrides, accumulator, empty_weight, slices
+from fastfact.kernels.launch import Tile, first_that_fits
 from fastfact.kernels.support import support_bits, support_tile
-from fastfact.kernels.taps import tap_position
-from fastfact.kernels.weights import TL_DTYPES, _gather, rank1_weight_backward
+from fastfact.kernels.taps import address, pixel, tap_position
+from fastfact.kernels.weights import TL_DTYPES, _gather, compact_weight, rank1_weight, rank1_weight_backward
 
 
-@triton.jit
-def weight_tile(
-    mu,
-    bits,
-    starts,
-    u,
-    v,
-    o,
-    i,
-    o_inside,
-    i_inside,
-    mu_o,
-    mu_i,
-    mu_y,
-    mu_x,
-    ky,
-    kx,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    RANK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    MU: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """W[o, i, ky, kx] for one tap; `o`, `i` and their masks are 2D, one along each axis of the tile.
+class WeightStrides(NamedTuple):
+    """Of a weight as `conv_kernel` reads it: `c` and `j` go along the channels of the result and of the source."""
 
-    MU: 0 none, 1 dense, 2 on a support.
-    """
-    inside = o_inside & i_inside
-    tile = tl.zeros(inside.shape, ACC)
-    for r in tl.static_range(RANK):
-        if LAYOUT == 1:
-            left = tl.load(u + ((r * KH + ky) * KW + kx)).to(ACC)
-            right = tl.load(v + ((r * OUT + o) * IN + i), mask=inside, other=0.0).to(ACC)
-        elif LAYOUT == 2:
-            left = tl.load(u + ((r * IN + i) * KH + ky), mask=i_inside, other=0.0).to(ACC)
-            right = tl.load(v + ((r * OUT + o) * KW + kx), mask=o_inside, other=0.0).to(ACC)
-        else:
-            flat = ((o * IN + i) * KH + ky) * KW + kx
-            left = tl.load(u + (r * KH * KW + flat // (OUT * IN)), mask=inside, other=0.0).to(ACC)
-            right = tl.load(v + (r * OUT * IN + flat % (OUT * IN)), mask=inside, other=0.0).to(ACC)
-        tile += left * right
-    if MU == 1:
-        at = o.to(tl.int64) * mu_o + i.to(tl.int64) * mu_i + ky * mu_y + kx * mu_x
-        tile += tl.load(mu + at, mask=inside, other=0.0).to(ACC)
-    if MU == 2:
-        on_support, place = support_tile(bits, starts, ((o * IN + i) * KH + ky) * KW + kx, inside)
-        tile += tl.load(mu + place, mask=on_support, other=0.0).to(ACC)
-    return tile
+    client: int
+    group: int
+    c: int
+    j: int
+    y: int
+    x: int
 
 
-@triton.jit
+class GradientStrides(NamedTuple):
+    """Of dμ [part, o, i, kh, kw], or of its values on a support, [part, nnz]."""
+
+    part: int
+    o: int = 0
+    i: int = 0
+    y: int = 0
+    x: int = 0
+
+
+@triton.jit(do_not_specialize=["sizes"])
 def conv_kernel(
     out,
-    x,
-    mu,
-    bits,
-    starts,
-    u,
-    v,
+    source,
+    weight,
     bias,
-    rows,
-    height,
-    width,
-    out_height,
-    out_width,
-    m_blocks,
-    o_blocks,
-    out_client,
-    out_n,
-    out_c,
-    out_y,
-    out_x,
-    x_client,
-    x_n,
-    x_c,
-    x_y,
-    x_x,
-    mu_client,
-    mu_o,
-    mu_i,
-    mu_y,
-    mu_x,
-    bits_client,
-    u_client,
-    v_client,
+    sizes,
+    image,
+    source_image,
+    out_strides,
+    source_strides,
+    weight_strides,
     bias_client,
-    stride_y,
-    stride_x,
-    padding_y,
-    padding_x,
-    dilation_y,
-    dilation_x,
+    window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     GROUPS: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
-    RANK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    MU: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_J: tl.constexpr,
 ):
-    """out[client, (n, y, x), o] = Σ over i and taps of x · W, a tile [BLOCK_O, BLOCK_M] a program.
+    """out[client, (n, y, x), c] = Σ over taps and j of source[client, (n, y, x) at the tap, j] · W[client, c, j, tap].
 
-    The weight is the left operand, which Hopper's tensor cores take from registers, where it is made.
+    OUT and IN are the channels of `out` and `source` in a group. TRANSPOSED: the data gradient, from dy to dx. A program
+    makes a tile [BLOCK_C, BLOCK_M]. sizes: pixels (n, y, x) of a client, blocks of them, blocks of c.
     """
+    rows, m_blocks, c_blocks = sizes
     pid = tl.program_id(0)
-    group = pid // o_blocks // m_blocks % GROUPS
-    in_group = pid % o_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
-    o = group * (OUT // GROUPS) + in_group
-    m = pid // o_blocks % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    client = (pid // o_blocks // m_blocks // GROUPS).to(tl.int64)
+    group = pid // c_blocks // m_blocks % GROUPS
+    c = pid % c_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    m = pid // c_blocks % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    client = (pid // c_blocks // m_blocks // GROUPS).to(tl.int64)
     m_inside = m < rows
-    o_inside = in_group < OUT // GROUPS
-    ox = m % out_width
-    oy = m // out_width % out_height
-    n = (m // out_width // out_height).to(tl.int64)
-    x_image = x + client * x_client + n * x_n + group.to(tl.int64) * IN * x_c
-    acc = tl.zeros([BLOCK_O, BLOCK_M], ACC)
-    # the channels are the inner loop: only that one is pipelined, and with the taps in it each would take its own
-    # stages of shared memory. The taps of a row are a loop at run time: unrolled, the addresses of 25 taps spilled.
+    c_inside = c < OUT
+    n, y, x = pixel(m, image)
+    source += client * source_strides.client + group.to(tl.int64) * IN * source_strides.c
+    weight += client * weight_strides.client + group.to(tl.int64) * weight_strides.group
+    weight_row = weight + c.to(tl.int64) * weight_strides.c
+    acc = tl.zeros([BLOCK_C, BLOCK_M], ACC)
+    # The channels are the inner loop: only that one is pipelined, and with the taps in it each would take its own stages
+    # of shared memory. The taps of a row are a loop at run time: unrolled, the addresses of 25 taps spilled.
     for ky in tl.static_range(KH):
-        iy, row_inside = tap_position(oy, ky, height, stride_y, padding_y, dilation_y, False)
+        source_y, row_inside = tap_position(y, ky, source_image[0], window[0], TRANSPOSED)
         for kx in range(KW):
-            ix, column_inside = tap_position(ox, kx, width, stride_x, padding_x, dilation_x, False)
+            source_x, column_inside = tap_position(x, kx, source_image[1], window[1], TRANSPOSED)
             there = m_inside & row_inside & column_inside
-            pixel = x_image + iy.to(tl.int64) * x_y + ix.to(tl.int64) * x_x
-            for start in range(0, IN, BLOCK_I):
-                i = start + tl.arange(0, BLOCK_I)
-                i_inside = i < IN
+            at = source + address(source_strides, 0, n, source_y, source_x)
+            tap = weight_row + ky * weight_strides.y + kx * weight_strides.x
+            for start in range(0, IN, BLOCK_J):
+                j = start + tl.arange(0, BLOCK_J)
+                j_inside = j < IN
                 pixels = tl.load(
-                    pixel[None, :] + (i.to(tl.int64) * x_c)[:, None],
-                    mask=there[None, :] & i_inside[:, None],
+                    at[None, :] + (j.to(tl.int64) * source_strides.c)[:, None],
+                    mask=there[None, :] & j_inside[:, None],
                     other=0.0,
                 )
-                weight = weight_tile(
-                    mu + client * mu_client if MU else mu,
-                    bits + client * bits_client if MU == 2 else bits,
-                    starts + client * bits_client if MU == 2 else starts,
-                    u + client * u_client if RANK else u,
-                    v + client * v_client if RANK else v,
-                    o[:, None],
-                    i[None, :],
-                    o_inside[:, None],
-                    i_inside[None, :],
-                    mu_o,
-                    mu_i,
-                    mu_y,
-                    mu_x,
-                    ky,
-                    kx,
-                    OUT,
-                    IN,
-                    KH,
-                    KW,
-                    RANK,
-                    LAYOUT,
-                    MU,
-                    ACC,
+                factor = tl.load(
+                    tap[:, None] + (j.to(tl.int64) * weight_strides.j)[None, :],
+                    mask=c_inside[:, None] & j_inside[None, :],
+                    other=0.0,
                 )
-                acc = tl.dot(weight.to(x.dtype.element_ty), pixels, acc, input_precision=PRECISION, out_dtype=ACC)
+                acc = tl.dot(factor, pixels, acc, input_precision=PRECISION, out_dtype=ACC)
+    channel = group * OUT + c
     if HAS_BIAS:
-        acc += tl.load(bias + client * bias_client + o, mask=o_inside, other=0.0).to(ACC)[:, None]
-    at = client * out_client + n * out_n + oy.to(tl.int64) * out_y + ox.to(tl.int64) * out_x
+        acc += tl.load(bias + client * bias_client + channel, mask=c_inside, other=0.0).to(ACC)[:, None]
     tl.store(
-        out + (at[None, :] + (o.to(tl.int64) * out_c)[:, None]),
+        out + (address(out_strides, client, n, y, x)[None, :] + (channel.to(tl.int64) * out_strides.c)[:, None]),
         acc.to(out.dtype.element_ty),
-        mask=m_inside[None, :] & o_inside[:, None],
+        mask=m_inside[None, :] & c_inside[:, None],
     )
 
 
-@triton.jit
-def conv_input_kernel(
-    dx,
-    grad,
-    mu,
-    bits,
-    starts,
-    u,
-    v,
-    rows,
-    height,
-    width,
-    out_height,
-    out_width,
-    m_blocks,
-    i_blocks,
-    dx_client,
-    dx_n,
-    dx_c,
-    dx_y,
-    dx_x,
-    grad_client,
-    grad_n,
-    grad_c,
-    grad_y,
-    grad_x,
-    mu_client,
-    mu_o,
-    mu_i,
-    mu_y,
-    mu_x,
-    bits_client,
-    u_client,
-    v_client,
-    stride_y,
-    stride_x,
-    padding_y,
-    padding_x,
-    dilation_y,
-    dilation_x,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    RANK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    MU: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-):
-    """dx[client, (n, y, x), i] = Σ over o and taps of dy · W."""
-    pid = tl.program_id(0)
-    group = pid // i_blocks // m_blocks % GROUPS
-    i = pid % i_blocks * BLOCK_I + tl.arange(0, BLOCK_I)
-    m = pid // i_blocks % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    client = (pid // i_blocks // m_blocks // GROUPS).to(tl.int64)
-    m_inside = m < rows
-    i_inside = i < IN
-    ix = m % width
-    iy = m // width % height
-    n = (m // width // height).to(tl.int64)
-    grad_image = grad + client * grad_client + n * grad_n
-    acc = tl.zeros([BLOCK_I, BLOCK_M], ACC)
-    for ky in tl.static_range(KH):
-        # the output rows that this tap takes from row iy
-        oy, row_inside = tap_position(iy, ky, out_height, stride_y, padding_y, dilation_y, True)
-        for kx in range(KW):
-            ox, column_inside = tap_position(ix, kx, out_width, stride_x, padding_x, dilation_x, True)
-            there = m_inside & row_inside & column_inside
-            pixel = grad_image + oy.to(tl.int64) * grad_y + ox.to(tl.int64) * grad_x
-            for start in range(0, OUT // GROUPS, BLOCK_O):
-                in_group = start + tl.arange(0, BLOCK_O)
-                o = group * (OUT // GROUPS) + in_group
-                o_inside = in_group < OUT // GROUPS
-                pixels = tl.load(
-                    pixel[None, :] + (o.to(tl.int64) * grad_c)[:, None],
-                    mask=there[None, :] & o_inside[:, None],
-                    other=0.0,
-                )
-                weight = weight_tile(
-                    mu + client * mu_client if MU else mu,
-                    bits + client * bits_client if MU == 2 else bits,
-                    starts + client * bits_client if MU == 2 else starts,
-                    u + client * u_client if RANK else u,
-                    v + client * v_client if RANK else v,
-                    o[None, :],
-                    i[:, None],
-                    o_inside[None, :],
-                    i_inside[:, None],
-                    mu_o,
-                    mu_i,
-                    mu_y,
-                    mu_x,
-                    ky,
-                    kx,
-                    OUT,
-                    IN,
-                    KH,
-                    KW,
-                    RANK,
-                    LAYOUT,
-                    MU,
-                    ACC,
-                )
-                acc = tl.dot(weight.to(grad.dtype.element_ty), pixels, acc, input_precision=PRECISION, out_dtype=ACC)
-    at = client * dx_client + n * dx_n + iy.to(tl.int64) * dx_y + ix.to(tl.int64) * dx_x
-    channel = (group * IN + i).to(tl.int64)
-    tl.store(
-        dx + (at[None, :] + (channel * dx_c)[:, None]),
-        acc.to(dx.dtype.element_ty),
-        mask=m_inside[None, :] & i_inside[:, None],
-    )
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["sizes"])
 def conv_weight_kernel(
     dmu,
     bits,
@@ -329,38 +133,16 @@ def conv_weight_kernel(
     x,
     u,
     v,
-    rows,
-    height,
-    width,
-    out_height,
-    out_width,
-    o_blocks,
-    i_blocks,
-    splits,
-    dmu_part,
-    dmu_o,
-    dmu_i,
-    dmu_y,
-    dmu_x,
+    sizes,
+    image,
+    x_image,
+    dmu_strides,
     bits_client,
-    grad_client,
-    grad_n,
-    grad_c,
-    grad_y,
-    grad_x,
-    x_client,
-    x_n,
-    x_c,
-    x_y,
-    x_x,
+    grad_strides,
+    x_strides,
     u_client,
     v_client,
-    stride_y,
-    stride_x,
-    padding_y,
-    padding_x,
-    dilation_y,
-    dilation_x,
+    window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -368,7 +150,6 @@ def conv_weight_kernel(
     KW: tl.constexpr,
     RANK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    STEPS: tl.constexpr,
     MU: tl.constexpr,
     NEED_U: tl.constexpr,
     NEED_V: tl.constexpr,
@@ -380,11 +161,13 @@ def conv_weight_kernel(
 ):
     """A tile of dW, one tap after the other: written as dμ, and summed into parts of du and dv while in registers.
 
-    Each program takes one of `splits` stretches of the pixels; with p = (client, split), parts are
-    dμ [p, …] (MU as in `weight_tile`: 0 not asked for, 1 all of dW, 2 on the support);
+    Each program takes one of the splits of the pixels, `steps` tiles of them; with p = (client, split), parts are
+    dμ [p, …] (MU: 0 not asked for, 1 all of dW, 2 on the support);
     spatial (rank 1): du [p, (group, i block, o block), ky, kx], dv [p, o, i];
     kernel: du [p, (group, o block, kx), r, i, ky], dv [p, (i block, ky), r, o, kx].
+    OUT and IN are the channels in a group. sizes: pixels of a client, steps, splits, blocks of o and of i.
     """
+    rows, steps, splits, o_blocks, i_blocks = sizes
     pid = tl.program_id(0)
     o_block = pid % o_blocks
     i_block = pid // o_blocks % i_blocks
@@ -393,12 +176,13 @@ def conv_weight_kernel(
     client = (pid // o_blocks // i_blocks // GROUPS // splits).to(tl.int64)
     p = client * splits + split
     in_group = o_block * BLOCK_O + tl.arange(0, BLOCK_O)
-    o = group * (OUT // GROUPS) + in_group
+    o = group * OUT + in_group
     i = i_block * BLOCK_I + tl.arange(0, BLOCK_I)
-    o_inside = in_group < OUT // GROUPS
+    o_inside = in_group < OUT
     i_inside = i < IN
     inside = o_inside[:, None] & i_inside[None, :]
-    channel = (group * IN + i).to(tl.int64)
+    grad_row = grad + client * grad_strides.client + o.to(tl.int64) * grad_strides.c
+    x_column = x + client * x_strides.client + (group * IN + i).to(tl.int64) * x_strides.c
     if NEED_U or NEED_V:
         u += client * u_client
         v += client * v_client
@@ -406,37 +190,32 @@ def conv_weight_kernel(
     for ky in tl.static_range(KH):
         for kx in range(KW):
             acc = tl.zeros([BLOCK_O, BLOCK_I], ACC)
-            for step in range(STEPS):
-                m = (split * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
-                m_inside = m < rows
-                ox = m % out_width
-                oy = m // out_width % out_height
-                n = (m // out_width // out_height).to(tl.int64)
-                iy, row_inside = tap_position(oy, ky, height, stride_y, padding_y, dilation_y, False)
-                ix, column_inside = tap_position(ox, kx, width, stride_x, padding_x, dilation_x, False)
-                there = m_inside & row_inside & column_inside
-                y_pixel = client * grad_client + n * grad_n + oy.to(tl.int64) * grad_y + ox.to(tl.int64) * grad_x
-                x_pixel = client * x_client + n * x_n + iy.to(tl.int64) * x_y + ix.to(tl.int64) * x_x
+            for step in range(steps):
+                m = (split * steps + step) * BLOCK_M + tl.arange(0, BLOCK_M)
+                n, oy, ox = pixel(m, image)
+                iy, row_inside = tap_position(oy, ky, x_image[0], window[0], False)
+                ix, column_inside = tap_position(ox, kx, x_image[1], window[1], False)
+                there = (m < rows) & row_inside & column_inside
                 above = tl.load(
-                    grad + (y_pixel[None, :] + (o.to(tl.int64) * grad_c)[:, None]),
+                    grad_row[:, None] + address(grad_strides, 0, n, oy, ox)[None, :],
                     mask=there[None, :] & o_inside[:, None],
                     other=0.0,
                 )
                 below = tl.load(
-                    x + (x_pixel[:, None] + (channel * x_c)[None, :]),
+                    x_column[None, :] + address(x_strides, 0, n, iy, ix)[:, None],
                     mask=there[:, None] & i_inside[None, :],
                     other=0.0,
                 )
                 acc = tl.dot(above, below, acc, input_precision=PRECISION, out_dtype=ACC)
             if MU == 1:
-                at = p * dmu_part + ky * dmu_y + kx * dmu_x
-                at_tile = (o.to(tl.int64) * dmu_o)[:, None] + (i.to(tl.int64) * dmu_i)[None, :]
+                at = p * dmu_strides.part + ky * dmu_strides.y + kx * dmu_strides.x
+                at_tile = (o.to(tl.int64) * dmu_strides.o)[:, None] + (i.to(tl.int64) * dmu_strides.i)[None, :]
                 tl.store(dmu + (at + at_tile), acc.to(dmu.dtype.element_ty), mask=inside)
             if MU == 2:
                 flat = ((o[:, None] * IN + i[None, :]) * KH + ky) * KW + kx
                 of_client = client * bits_client
                 on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside)
-                tl.store(dmu + p * dmu_part + place, acc.to(dmu.dtype.element_ty), mask=on_support)
+                tl.store(dmu + p * dmu_strides.part + place, acc.to(dmu.dtype.element_ty), mask=on_support)
             if LAYOUT == 1:
                 if NEED_U:
                     # loaded again for each tap: kept, it would push the sums out of the registers
@@ -448,30 +227,17 @@ def conv_weight_kernel(
             if LAYOUT == 2:
                 for r in tl.static_range(RANK):
                     if NEED_U:
-                        factor = tl.load(v + ((r * OUT + o) * KW + kx), mask=o_inside, other=0.0).to(ACC)
+                        factor = tl.load(v + ((r * GROUPS * OUT + o) * KW + kx), mask=o_inside, other=0.0).to(ACC)
                         part = (((p * GROUPS + group) * o_blocks + o_block) * KW + kx) * RANK + r
                         tl.store(du + ((part * IN + i) * KH + ky), tl.sum(acc * factor[:, None], 0), mask=i_inside)
                     if NEED_V:
                         factor = tl.load(u + ((r * IN + i) * KH + ky), mask=i_inside, other=0.0).to(ACC)
                         part = ((p * i_blocks + i_block) * KH + ky) * RANK + r
-                        tl.store(dv + ((part * OUT + o) * KW + kx), tl.sum(acc * factor[None, :], 1), mask=o_inside)
+                        at = dv + ((part * GROUPS * OUT + o) * KW + kx)
+                        tl.store(at, tl.sum(acc * factor[None, :], 1), mask=o_inside)
     if LAYOUT == 1 and NEED_V:
-        at = p * OUT * IN + o[:, None] * IN + i[None, :]
+        at = p * GROUPS * OUT * IN + o[:, None] * IN + i[None, :]
         tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=inside)
-
-
-class Tile(NamedTuple):
-    """A program's part of a product: rows × columns of the result, `depth` at a time."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int = 3
-
-    @property
-    def settings(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 def image_tile(dtype: torch.dtype, k: int, m: int, n: int, inner: int) -> Tile:
@@ -509,45 +275,45 @@ class _Problem:
     """Shapes and settings of one convolution."""
 
     def __init__(self, dtype, x_shape, u, layout, size, stride, padding, dilation, groups):
-        self.k, self.n, self.channels, self.height, self.width = x_shape
+        self.k, self.n, self.channels, *self.image = x_shape
         self.out, self.into, self.kh, self.kw = size
-        self.groups, self.size = groups, tuple(size)
+        self.groups, self.size, self.layout = groups, tuple(size), layout
         if self.channels != self.into * groups or self.out % groups:
             raise ValueError(
                 f"fused_conv2d: x has {self.channels} channels, a weight of {list(size)} in {groups} groups needs "
                 f"{self.into * groups}, and its {self.out} outputs must be a multiple of the groups"
             )
+        self.window = tuple(Axis(*one) for one in zip(stride, padding, dilation, strict=True))
         spans = [
-            extent + 2 * pad - gap * (taps - 1) - 1
-            for extent, pad, gap, taps in zip(x_shape[3:], padding, dilation, (self.kh, self.kw), strict=True)
+            extent + 2 * axis.padding - axis.dilation * (taps - 1) - 1
+            for extent, axis, taps in zip(self.image, self.window, size[2:], strict=True)
         ]
         if min(spans) < 0:
             raise ValueError(
-                f"fused_conv2d: the kernel does not fit into x of {self.height} × {self.width} with its padding"
+                f"fused_conv2d: the kernel does not fit into x of {' × '.join(map(str, self.image))} with its padding"
             )
-        self.out_height, self.out_width = (span // step + 1 for span, step in zip(spans, stride, strict=True))
-        self.rows = self.n * self.out_height * self.out_width
+        self.out_image = [span // axis.stride + 1 for span, axis in zip(spans, self.window, strict=True)]
         self.rank = 0 if u is None else u.shape[1]
-        self.settings = (*stride, *padding, *dilation)
         self.constants = {
-            "OUT": self.out,
-            "IN": self.into,
             "GROUPS": groups,
             "KH": self.kh,
             "KW": self.kw,
-            "RANK": self.rank,
-            "LAYOUT": layout,
             "ACC": TL_DTYPES[accumulator(dtype)],
             "PRECISION": _conv_precision(dtype),
         }
-        pixels = self.n * max(self.height * self.width, self.out_height * self.out_width)
-        if max(pixels, max(self.rank, 1) * self.out * self.into * self.kh * self.kw) > INT32_LIMIT:
+        pixels = self.n * max(torch.Size(image).numel() for image in (self.image, self.out_image))
+        if max(pixels, max(self.rank, 1) * torch.Size(size).numel()) > INT32_LIMIT:
             raise ValueError(f"fused_conv2d: {pixels} pixels a client, must be at most {INT32_LIMIT}")
+
+    @property
+    def rows(self) -> int:
+        """Pixels of the output of a client."""
+        return self.n * torch.Size(self.out_image).numel()
 
     @property
     def splits_in_two(self) -> bool:
         """Whether the product of u and v is a depthwise and a 1×1 convolution that cost less than their weight."""
-        return self.rank > 0 and self.constants["LAYOUT"] == SPATIAL and self.rank < self.kh * self.kw
+        return self.rank > 0 and self.layout == SPATIAL and self.rank < self.kh * self.kw
 
     @property
     def separates(self) -> bool:
@@ -556,34 +322,16 @@ class _Problem:
         return (
             self.rank > 0
             and self.groups == 1
-            and self.constants["LAYOUT"] == KERNEL
+            and self.layout == KERNEL
             and cost < self.into * self.out * self.kh * self.kw
         )
 
     def halves(self, u: Tensor, v: Tensor) -> tuple[tuple[Tensor, tuple], tuple[Tensor, tuple]]:
         """The weights of the kh×1 and the 1×kw convolution, and their settings as the ops take them."""
-        sy, sx, py, px, dy, dx = self.settings
+        (sy, py, dy), (sx, px, dx) = self.window
         down = (SPATIAL, (self.rank, self.into, self.kh, 1), False, (sy, 1), (py, 0), (dy, 1), 1)
         across = (SPATIAL, (self.out, self.rank, 1, self.kw), False, (1, sx), (0, px), (1, dx), 1)
         return (u.unsqueeze(-1), down), (v.transpose(1, 2).unsqueeze(-2), across)
-
-    @property
-    def extents(self):
-        return self.height, self.width, self.out_height, self.out_width
-
-
-class _Mu:
-    """μ as the kernels take it: none, dense [k, o, i, kh, kw], or values [k, nnz] on the support `index` [k, nnz]."""
-
-    def __init__(self, mu: Tensor | None, index: Tensor | None, size):
-        self.data, self.bits, self.starts, self.bits_client = mu, None, None, 0
-        self.code = 0 if mu is None else 1 if index is None else 2
-        self.strides = (0,) * 5 if mu is None else mu.stride()
-        if index is not None:
-            self.bits, self.starts, self.bits_client = support_bits(index, size)
-            if mu is not None:
-                self.data, client = slices(mu)
-                self.strides = (client, 0, 0, 0, 0)
 
 
 def _factors(u: Tensor | None, v: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:
@@ -592,6 +340,70 @@ def _factors(u: Tensor | None, v: Tensor | None) -> tuple[Tensor | None, Tensor 
         return None, None, 0, 0
     (u, u_client), (v, v_client) = slices(u), slices(v)
     return u, v, u_client, v_client
+
+
+def _weight(p: _Problem, u: Tensor | None, v: Tensor | None, mu: Tensor | None, index: Tensor | None) -> Tensor:
+    """W [k, o, i, kh, kw]. One that is made has the input channels side by side, so that its tiles are read in lines.
+
+    To make a tile of W inside the convolution, as often as there are tiles of pixels, reads and multiplies more than W
+    written once and read again (bench/NOTES.md).
+    """
+    if index is None:
+        return mu if u is None else rank1_weight(mu, u, v, p.layout, True)
+    if u is None:
+        u, v = (mu.new_zeros(1, 1, *sides).expand(p.k, -1, -1, -1) for sides in (p.size[2:], p.size[:2]))
+        return compact_weight(u, v, mu, index, SPATIAL, True)
+    return compact_weight(u, v, mu, index, p.layout, True)
+
+
+def _by_cudnn(p: _Problem) -> dict:
+    (sy, py, dy), (sx, px, dx) = p.window
+    return {"stride": (sy, sx), "padding": (py, px), "dilation": (dy, dx), "groups": p.groups}
+
+
+def _convolve(p: _Problem, out: Tensor, source: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
+    """The forward from `source` = x into `out`, or (transposed) the data gradient from dy."""
+    channels, inner = p.out // p.groups, p.into
+    client, o, i, y, x = weight.stride()
+    strides = WeightStrides(client, channels * o, o, i, y, x)
+    if transposed:
+        channels, inner, strides = inner, channels, WeightStrides(client, channels * o, i, o, y, x)
+    bias, bias_client = slices(bias) if bias is not None else (None, 0)
+    image, source_image = tuple(out.shape[3:]), tuple(source.shape[3:])
+    rows = p.n * torch.Size(image).numel()
+    constants = p.constants | {"OUT": channels, "IN": inner, "TRANSPOSED": transposed, "HAS_BIAS": bias is not None}
+
+    def launch(tile: Tile) -> None:
+        blocks = triton.cdiv(rows, tile.rows), triton.cdiv(channels, tile.columns)
+        conv_kernel[(p.k * p.groups * blocks[0] * blocks[1],)](
+            out,
+            source,
+            weight,
+            bias,
+            (rows, *blocks),
+            image,
+            source_image,
+            ImageStrides(*out.stride()),
+            ImageStrides(*source.stride()),
+            strides,
+            bias_client,
+            p.window,
+            **constants,
+            BLOCK_M=tile.rows,
+            BLOCK_C=tile.columns,
+            BLOCK_J=tile.depth,
+            **tile.settings,
+        )
+
+    tiles = image_tile(source.dtype, p.k, rows, channels, inner).and_smaller()
+    with torch.cuda.device_of(source):
+        if first_that_fits(tiles, source.device, ("conv", source.dtype, *constants.values()), launch):
+            return
+    for j in range(p.k):
+        if transposed:
+            out[j] = torch.nn.grad.conv2d_input(out.shape[1:], weight[j], source[j], **_by_cudnn(p))
+        else:
+            out[j] = F.conv2d(source[j], weight[j], None if bias is None else bias[j], **_by_cudnn(p))
 
 
 def fused_conv2d(
@@ -610,53 +422,18 @@ def fused_conv2d(
     groups: int,
 ) -> Tensor:
     p = _Problem(x.dtype, x.shape, u, layout, size, stride, padding, dilation, groups)
-    out = empty_weight(x, (p.n, p.out, p.out_height, p.out_width), is_channels_last(x))
+    out = empty_weight(x, (p.n, p.out, *p.out_image), is_channels_last(x))
     if not out.numel():
         return out
-    u, v, u_client, v_client = _factors(u, v)
-    bias, bias_client = slices(bias) if bias is not None else (None, 0)
-    if mu is None and p.splits_in_two:
-        return rank1_conv.launch(p, out, x, u, v, bias, (u_client, v_client, bias_client), False)
+    if mu is None and p.splits_in_two and rank1_conv.launch(p, out, x, *_factors(u, v), bias, False):
+        return out
     if mu is None and p.separates:
-        if separable_conv.fits(x.dtype, p.rank, p.width, p.out_width):
-            return separable_conv.launch(p, out, x, u, v, bias, (u_client, v_client, bias_client), False)
-        (down, first), (across, second) = p.halves(u, v)
+        if separable_conv.launch(p, out, x, *_factors(u, v), bias, False):
+            return out
+        (down, first), (across, second) = p.halves(*_factors(u, v)[:2])
         hidden = fused_conv2d(x, None, None, down, None, None, *first)
         return to_format(fused_conv2d(hidden, None, None, across, None, bias, *second), is_channels_last(x))
-    mu = _Mu(mu, index, size)
-    tile = image_tile(x.dtype, p.k, p.rows, p.out // groups, p.into)
-    block_m, block_o, block_i, *_ = tile
-    m_blocks, o_blocks = triton.cdiv(p.rows, block_m), triton.cdiv(p.out // groups, block_o)
-    with torch.cuda.device_of(x):
-        conv_kernel[(p.k * groups * m_blocks * o_blocks,)](
-            out,
-            x,
-            mu.data,
-            mu.bits,
-            mu.starts,
-            u,
-            v,
-            bias,
-            p.rows,
-            *p.extents,
-            m_blocks,
-            o_blocks,
-            *out.stride(),
-            *x.stride(),
-            *mu.strides,
-            mu.bits_client,
-            u_client,
-            v_client,
-            bias_client,
-            *p.settings,
-            **p.constants,
-            MU=mu.code,
-            HAS_BIAS=bias is not None,
-            BLOCK_M=block_m,
-            BLOCK_O=block_o,
-            BLOCK_I=block_i,
-            **tile.settings,
-        )
+    _convolve(p, out, x, _weight(p, u, v, mu, index), bias, False)
     return out
 
 
@@ -676,53 +453,20 @@ def fused_conv2d_dx(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    k = grad.shape[0]
-    p = _Problem(grad.dtype, (k, *image), u, layout, size, stride, padding, dilation, groups)
+    p = _Problem(grad.dtype, (grad.shape[0], *image), u, layout, size, stride, padding, dilation, groups)
     dx = empty_weight(grad, image, image_channels_last)
     if not dx.numel():
         return dx
-    u, v, u_client, v_client = _factors(u, v)
-    if mu is None and p.splits_in_two:
-        return rank1_conv.launch(p, dx, grad, u, v, None, (u_client, v_client, 0), True)
+    if mu is None and p.splits_in_two and rank1_conv.launch(p, dx, grad, *_factors(u, v), None, True):
+        return dx
     if mu is None and p.separates:
-        if separable_conv.fits(grad.dtype, p.rank, p.height, p.out_height):
-            return separable_conv.launch(p, dx, grad, u, v, None, (u_client, v_client, 0), True)
-        (down, first), (across, second) = p.halves(u, v)
-        hidden = (p.n, p.rank, p.out_height, p.width)
+        if separable_conv.launch(p, dx, grad, *_factors(u, v), None, True):
+            return dx
+        (down, first), (across, second) = p.halves(*_factors(u, v)[:2])
+        hidden = (p.n, p.rank, p.out_image[0], p.image[1])
         above = fused_conv2d_dx(grad, None, None, across, None, hidden, is_channels_last(grad), *second)
         return fused_conv2d_dx(above, None, None, down, None, image, image_channels_last, *first)
-    mu = _Mu(mu, index, size)
-    rows = p.n * p.height * p.width
-    tile = image_tile(grad.dtype, k, rows, p.into, p.out // groups)
-    block_m, block_i, block_o, *_ = tile
-    m_blocks, i_blocks = triton.cdiv(rows, block_m), triton.cdiv(p.into, block_i)
-    with torch.cuda.device_of(grad):
-        conv_input_kernel[(k * groups * m_blocks * i_blocks,)](
-            dx,
-            grad,
-            mu.data,
-            mu.bits,
-            mu.starts,
-            u,
-            v,
-            rows,
-            *p.extents,
-            m_blocks,
-            i_blocks,
-            *dx.stride(),
-            *grad.stride(),
-            *mu.strides,
-            mu.bits_client,
-            u_client,
-            v_client,
-            *p.settings,
-            **p.constants,
-            MU=mu.code,
-            BLOCK_M=block_m,
-            BLOCK_I=block_i,
-            BLOCK_O=block_o,
-            **tile.settings,
-        )
+    _convolve(p, dx, grad, _weight(p, u, v, mu, index), None, True)
     return dx
 
 
@@ -747,100 +491,124 @@ def fused_conv2d_dw(
     p = _Problem(x.dtype, x.shape, u, layout, size, stride, padding, dilation, groups)
     need_u, need_v, need_mu = (bool(needs >> bit & 1) for bit in range(3))
     need_u, need_v = need_u and u is not None, need_v and v is not None
-    reduced = layout == KERNEL or (layout != VIEW and p.rank == 1)
-    whole = (need_u or need_v) and not reduced
     nothing = x.new_empty(0)
     if not (p.rows and p.k * p.out * p.into and (need_u or need_v or need_mu)):
         dmu = nothing
         if need_mu:
             dmu = _zero_weight(x, size, channels_last) if index is None else x.new_zeros(index.shape)
         return u.new_zeros(u.shape) if need_u else nothing, v.new_zeros(v.shape) if need_v else nothing, dmu
-    acc = accumulator(x.dtype)
-    left, right, u_client, v_client = _factors(u, v)
     if not need_mu and p.splits_in_two:
-        wanted = (u if need_u else None, v if need_v else None)
-        found = rank1_conv.weight_gradient(p, grad, x, left, right, (u_client, v_client), *wanted, acc)
-        du, dv = (_gather(one, x).to(x.dtype) for one in found)
-        return du, dv, nothing
+        found = rank1_conv.weight_gradient(p, grad, x, *_factors(u, v), need_u, need_v)
+        if found is not None:
+            du, dv = (_gather(one, x).to(x.dtype) for one in found)
+            return du, dv, nothing
     if not need_mu and p.separates:
-        (down, first), (across, second) = p.halves(left, right)
+        (down, first), (across, second) = p.halves(*_factors(u, v)[:2])
         du = dv = nothing
         if need_u:
-            hidden = (p.n, p.rank, p.out_height, p.width)
+            hidden = (p.n, p.rank, p.out_image[0], p.image[1])
             above = fused_conv2d_dx(grad, None, None, across, None, hidden, is_channels_last(x), *second)
             du = fused_conv2d_dw(above, x, None, None, None, *first, 4)[2].squeeze(-1)
         if need_v:
             hidden = fused_conv2d(x, None, None, down, None, None, *first)
             dv = fused_conv2d_dw(grad, hidden, None, None, None, *second, 4)[2].squeeze(-2).transpose(1, 2).contiguous()
         return du, dv, nothing
-    tile = gradient_tile(x.dtype, p.out // groups, p.into, p.rows)
-    block_o, block_i, block_m, *_ = tile
-    o_blocks, i_blocks = triton.cdiv(p.out // groups, block_o), triton.cdiv(p.into, block_i)
-    steps, programs = triton.cdiv(p.rows, block_m), p.k * groups * o_blocks * i_blocks
-    # enough programs to fill a large GPU even for one model, without going below four steps each
-    splits = max(1, min(triton.cdiv(264, programs), steps // 4))
-    part_dtype = x.dtype if splits == 1 else acc
-    parts = p.k * splits
-    mu = _Mu(None, index if need_mu and not whole else None, size)
-    dmu, dmu_strides = None, (0,) * 5
-    if whole or (need_mu and index is None):
-        dmu, mu.code = empty_weight(x.new_empty(parts, 0, dtype=part_dtype), tuple(size), channels_last), 1
-        dmu_strides = dmu.stride()
-    elif need_mu:
-        dmu, mu.code = x.new_empty(parts, index.shape[1], dtype=part_dtype), 2
-        dmu_strides = (index.shape[1], 0, 0, 0, 0)
+    reduced = layout == KERNEL or (layout != VIEW and p.rank == 1)
+    whole = (need_u or need_v) and not reduced
+    wanted = (u if need_u and reduced else None, v if need_v and reduced else None)
+    support = index if need_mu and not whole else None
+    parts = _weight_gradient(p, grad, x, u, v, wanted, need_mu or whole, support, channels_last)
+    if parts is None:
+        # W and cuDNN, one client after the other
+        dw = [torch.nn.grad.conv2d_weight(x[j], size, grad[j], **_by_cudnn(p)) for j in range(p.k)]
+        dmu, whole = to_format(torch.stack(dw), channels_last), True
     else:
-        mu.code = 0
-    if layout == KERNEL:
-        parts_u, parts_v = groups * o_blocks * p.kw, i_blocks * p.kh
-    else:
-        parts_u, parts_v = groups * o_blocks * i_blocks, 1
-    du = u.new_empty(p.k, splits * parts_u, *u.shape[1:], dtype=acc) if need_u and reduced else None
-    dv = v.new_empty(p.k, splits * parts_v, *v.shape[1:], dtype=acc) if need_v and reduced else None
-    with torch.cuda.device_of(x):
+        du, dv, dmu = parts
+    if not whole:
+        du, dv = (_gather(one, like).to(x.dtype) if one is not None else nothing for one, like in ((du, u), (dv, v)))
+        return du, dv, dmu if need_mu else nothing
+    du, dv = rank1_weight_backward(dmu, u, v, layout, need_u | need_v << 1) if need_u or need_v else (nothing, nothing)
+    if not need_mu:
+        return du, dv, nothing
+    return du, dv, dmu if index is None else dmu.contiguous().flatten(1).gather(1, index.long())
+
+
+def _weight_gradient(
+    p: _Problem, grad: Tensor, x: Tensor, u, v, wanted, need_mu: bool, index: Tensor | None, channels_last: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+    """Parts of du and dv for the factors that are `wanted`, [k, parts, …] in the accumulator's dtype, and dμ: all of dW
+    [k, o, i, kh, kw], or [k, nnz] on the support `index`; None for what is not asked for. None where no tile fits.
+    """
+    acc, out = accumulator(x.dtype), p.out // p.groups
+    left, right, u_client, v_client = _factors(u, v)
+    mu_code = 0 if not need_mu else 1 if index is None else 2
+    bits, starts, bits_client = support_bits(index, p.size) if mu_code == 2 else (None, None, 0)
+    constants = p.constants | {
+        "OUT": out,
+        "IN": p.into,
+        "RANK": 0 if wanted == (None, None) else p.rank,
+        "LAYOUT": p.layout,
+        "MU": mu_code,
+        "NEED_U": wanted[0] is not None,
+        "NEED_V": wanted[1] is not None,
+    }
+    results = []
+
+    def launch(tile: Tile) -> None:
+        o_blocks, i_blocks = triton.cdiv(out, tile.rows), triton.cdiv(p.into, tile.columns)
+        tiles, programs = triton.cdiv(p.rows, tile.depth), p.k * p.groups * o_blocks * i_blocks
+        # enough programs to fill a large GPU even for one model, without going below four steps each
+        splits = max(1, min(triton.cdiv(264, programs), tiles // 4))
+        part_dtype = x.dtype if splits == 1 else acc
+        dmu, strides = None, GradientStrides(0)
+        if mu_code == 1:
+            dmu = empty_weight(x.new_empty(p.k * splits, 0, dtype=part_dtype), p.size, channels_last)
+            strides = GradientStrides(*dmu.stride())
+        elif mu_code == 2:
+            dmu = x.new_empty(p.k * splits, index.shape[1], dtype=part_dtype)
+            strides = GradientStrides(index.shape[1])
+        parts_u, parts_v = p.groups * o_blocks * i_blocks, 1
+        if p.layout == KERNEL:
+            parts_u, parts_v = p.groups * o_blocks * p.kw, i_blocks * p.kh
+        du, dv = (
+            None if like is None else x.new_empty(p.k, splits * count, *like.shape[1:], dtype=acc)
+            for like, count in zip(wanted, (parts_u, parts_v), strict=True)
+        )
         conv_weight_kernel[(programs * splits,)](
             dmu,
-            mu.bits,
-            mu.starts,
+            bits,
+            starts,
             du,
             dv,
             grad,
             x,
             left,
             right,
-            p.rows,
-            *p.extents,
-            o_blocks,
-            i_blocks,
-            splits,
-            *dmu_strides,
-            mu.bits_client,
-            *grad.stride(),
-            *x.stride(),
+            (p.rows, triton.cdiv(tiles, splits), splits, o_blocks, i_blocks),
+            tuple(p.out_image),
+            tuple(p.image),
+            strides,
+            bits_client,
+            ImageStrides(*grad.stride()),
+            ImageStrides(*x.stride()),
             u_client,
             v_client,
-            *p.settings,
-            **p.constants,
-            STEPS=triton.cdiv(steps, splits),
-            MU=mu.code,
-            NEED_U=du is not None,
-            NEED_V=dv is not None,
-            BLOCK_M=block_m,
-            BLOCK_O=block_o,
-            BLOCK_I=block_i,
+            p.window,
+            **constants,
+            BLOCK_M=tile.depth,
+            BLOCK_O=tile.rows,
+            BLOCK_I=tile.columns,
             **tile.settings,
         )
-    if dmu is not None and splits > 1:
-        dmu = to_format(dmu.unflatten(0, (p.k, splits)).sum(1).to(x.dtype), channels_last)
-    if not whole:
-        grads = (
-            _gather(parts, like).to(x.dtype) if parts is not None else nothing for parts, like in ((du, u), (dv, v))
-        )
-        return *grads, dmu if need_mu else nothing
-    du, dv = rank1_weight_backward(dmu, u, v, layout, need_u | need_v << 1)
-    if not need_mu:
-        return du, dv, nothing
-    return du, dv, dmu if index is None else dmu.contiguous().flatten(1).gather(1, index.long())
+        if dmu is not None and splits > 1:
+            dmu = dmu.unflatten(0, (p.k, splits)).sum(1).to(x.dtype)
+            dmu = to_format(dmu, channels_last) if mu_code == 1 else dmu
+        results.append((du, dv, dmu))
+
+    tiles = gradient_tile(x.dtype, out, p.into, p.rows).and_smaller()
+    with torch.cuda.device_of(x):
+        fits = first_that_fits(tiles, x.device, ("conv_weight", x.dtype, *constants.values()), launch)
+    return results[0] if fits else None
 
 
 def _zero_weight(like: Tensor, size, channels_last: bool) -> Tensor:

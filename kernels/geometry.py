@@ -70,6 +70,24 @@ def hadamard_sides(shape, strides) -> tuple[Side, Side]:
     return side(1, o, 0, so), side(i, kh * kw, si, sw if kw > 1 else sh)
 
 
+class ImageStrides(NamedTuple):
+    """Of a tensor [k, n, c, h, w]."""
+
+    client: int
+    n: int
+    c: int
+    y: int
+    x: int
+
+
+class Axis(NamedTuple):
+    """How the taps of a convolution lie along one axis of the image."""
+
+    stride: int
+    padding: int
+    dilation: int
+
+
 def slices(tensor: Tensor) -> tuple[Tensor, int]:
     """`tensor` with each client's slice contiguous, and its client stride (0 where the clients share it)."""
     if not tensor[:1].is_contiguous():

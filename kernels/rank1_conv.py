@@ -9,86 +9,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.kernels.taps import tap_position
+from fastfact.kernels.geometry import ImageStrides, accumulator, slices
+from fastfact.kernels.launch import Tile, first_that_fits
+from fastfact.kernels.taps import address, pixel, tap_position
 
 
 @triton.jit
 def depthwise_tile(
     source,
+    strides,
+    image,
     u,
+    n,
     y,
     x,
     pixel_inside,
     channel,
     channel_inside,
-    height,
-    width,
-    source_c,
-    source_y,
-    source_x,
-    stride_y,
-    stride_x,
-    padding_y,
-    padding_x,
-    dilation_y,
-    dilation_x,
+    window,
     KH: tl.constexpr,
     KW: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Σ over taps of u · source at pixels (y, x) for `channel`; all are 2D, pixels and channels along different axes.
+    """Σ over taps of u · source at pixels (n, y, x) for `channel`; all are 2D, pixels and channels along different axes.
 
-    TRANSPOSED: the taps that the gradient takes, from pixels of the input to those of the output.
+    image: (height, width) of `source`. TRANSPOSED: the taps that the gradient takes, from pixels of the input to those
+    of the output.
     """
     inside = pixel_inside & channel_inside
     tile = tl.zeros(inside.shape, ACC)
-    column = channel.to(tl.int64) * source_c
+    column = source + channel.to(tl.int64) * strides.c
     for ky in tl.static_range(KH):
-        sy, row_inside = tap_position(y, ky, height, stride_y, padding_y, dilation_y, TRANSPOSED)
+        sy, row_inside = tap_position(y, ky, image[0], window[0], TRANSPOSED)
         for kx in tl.static_range(KW):
-            sx, column_inside = tap_position(x, kx, width, stride_x, padding_x, dilation_x, TRANSPOSED)
+            sx, column_inside = tap_position(x, kx, image[1], window[1], TRANSPOSED)
             there = inside & row_inside & column_inside
-            at = sy.to(tl.int64) * source_y + sx.to(tl.int64) * source_x
-            tile += tl.load(u + (ky * KW + kx)).to(ACC) * tl.load(source + (at + column), mask=there, other=0.0).to(ACC)
+            value = tl.load(column + address(strides, 0, n, sy, sx), mask=there, other=0.0)
+            tile += tl.load(u + (ky * KW + kx)).to(ACC) * value.to(ACC)
     return tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sizes"])
 def rank1_conv_kernel(
     out,
     source,
     u,
     v,
     bias,
-    rows,
-    height,
-    width,
-    out_height,
-    out_width,
-    m_blocks,
-    c_blocks,
-    out_client,
-    out_n,
-    out_c,
-    out_y,
-    out_x,
-    source_client,
-    source_n,
-    source_c,
-    source_y,
-    source_x,
-    u_client,
-    v_client,
-    bias_client,
-    v_out,
-    v_in,
-    stride_y,
-    stride_x,
-    padding_y,
-    padding_x,
-    dilation_y,
-    dilation_x,
+    sizes,
+    image,
+    source_image,
+    out_strides,
+    source_strides,
+    client_strides,
+    v_strides,
+    window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -105,8 +81,10 @@ def rank1_conv_kernel(
 ):
     """out[client, (n, y, x), c] = Σ_r Σ_j v_r[c, j] · depthwise_{u_r}(source)[(n, y, x), j], a tile a program.
 
-    OUT and IN are the channels of `out` and `source` in a group; v[c, j] lies at c · v_out + j · v_in of its group.
+    OUT and IN are the channels of `out` and `source` in a group; v[c, j] lies at (c, j) · v_strides of its group.
+    sizes: pixels of a client, blocks of them and of c. client_strides: of u, v and bias.
     """
+    rows, m_blocks, c_blocks = sizes
     pid = tl.program_id(0)
     c = pid % c_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
     m = pid // c_blocks % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -114,103 +92,78 @@ def rank1_conv_kernel(
     client = (pid // c_blocks // m_blocks // GROUPS).to(tl.int64)
     m_inside = m < rows
     c_inside = c < OUT
-    x = m % out_width
-    y = m // out_width % out_height
-    n = (m // out_width // out_height).to(tl.int64)
-    image = source + client * source_client + n * source_n
-    u += client * u_client
-    v += client * v_client + group * OUT * IN
+    n, y, x = pixel(m, image)
+    source += client * source_strides.client
+    u += client * client_strides[0]
+    v += client * client_strides[1] + group * OUT * IN
     acc = tl.zeros([BLOCK_O, BLOCK_M], ACC)
     for start in range(0, IN, BLOCK_I):
         j = start + tl.arange(0, BLOCK_I)
         j_inside = j < IN
         for r in tl.static_range(RANK):
             tile = depthwise_tile(
-                image[None, :],
+                source,
+                source_strides,
+                source_image,
                 u + r * KH * KW,
+                n[None, :],
                 y[None, :],
                 x[None, :],
                 m_inside[None, :],
                 (group * IN + j)[:, None],
                 j_inside[:, None],
-                height,
-                width,
-                source_c,
-                source_y,
-                source_x,
-                stride_y,
-                stride_x,
-                padding_y,
-                padding_x,
-                dilation_y,
-                dilation_x,
+                window,
                 KH,
                 KW,
                 TRANSPOSED,
                 ACC,
             )
             factor = tl.load(
-                v + r * GROUPS * OUT * IN + (c[:, None] * v_out + j[None, :] * v_in),
+                v + r * GROUPS * OUT * IN + (c[:, None] * v_strides[0] + j[None, :] * v_strides[1]),
                 mask=c_inside[:, None] & j_inside[None, :],
                 other=0.0,
             )
             acc = tl.dot(factor, tile.to(factor.dtype), acc, input_precision=PRECISION, out_dtype=ACC)
     channel = group * OUT + c
     if HAS_BIAS:
-        acc += tl.load(bias + client * bias_client + channel, mask=c_inside, other=0.0).to(ACC)[:, None]
-    at = client * out_client + n * out_n + y.to(tl.int64) * out_y + x.to(tl.int64) * out_x
+        acc += tl.load(bias + client * client_strides[2] + channel, mask=c_inside, other=0.0).to(ACC)[:, None]
     tl.store(
-        out + (at[None, :] + (channel.to(tl.int64) * out_c)[:, None]),
+        out + (address(out_strides, client, n, y, x)[None, :] + (channel.to(tl.int64) * out_strides.c)[:, None]),
         acc.to(out.dtype.element_ty),
         mask=m_inside[None, :] & c_inside[:, None],
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sizes"])
 def rank1_conv_v_kernel(
     dv,
     grad,
     source,
     u,
-    rows,
-    height,
-    width,
-    out_height,
-    out_width,
-    o_blocks,
-    i_blocks,
-    splits,
-    grad_client,
-    grad_n,
-    grad_c,
-    grad_y,
-    grad_x,
-    source_client,
-    source_n,
-    source_c,
-    source_y,
-    source_x,
+    sizes,
+    image,
+    source_image,
+    grad_strides,
+    source_strides,
     u_client,
-    stride_y,
-    stride_x,
-    padding_y,
-    padding_x,
-    dilation_y,
-    dilation_x,
+    window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     GROUPS: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
     RANK: tl.constexpr,
-    STEPS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """dv[(client, split), r, o, i] = Σ over a stretch of the pixels of dy[o] · depthwise_{u_r}(x)[i]."""
+    """dv[(client, split), r, o, i] = Σ over a stretch of the pixels of dy[o] · depthwise_{u_r}(x)[i].
+
+    sizes: pixels of a client, tiles of them a program, splits, blocks of o and of i.
+    """
+    rows, steps, splits, o_blocks, i_blocks = sizes
     pid = tl.program_id(0)
     o = pid % o_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
     pid = pid // o_blocks
@@ -224,40 +177,32 @@ def rank1_conv_v_kernel(
     i_inside = i < IN
     u += client * u_client + r * KH * KW
     o_all = group * OUT + o
+    grad_row = grad + client * grad_strides.client + o_all.to(tl.int64) * grad_strides.c
+    source += client * source_strides.client
     acc = tl.zeros([BLOCK_O, BLOCK_I], ACC)
-    for step in range(STEPS):
-        m = (split * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
+    for step in range(steps):
+        m = (split * steps + step) * BLOCK_M + tl.arange(0, BLOCK_M)
         m_inside = m < rows
-        x = m % out_width
-        y = m // out_width % out_height
-        n = (m // out_width // out_height).to(tl.int64)
+        n, y, x = pixel(m, image)
         tile = depthwise_tile(
-            (source + client * source_client + n * source_n)[:, None],
+            source,
+            source_strides,
+            source_image,
             u,
+            n[:, None],
             y[:, None],
             x[:, None],
             m_inside[:, None],
             (group * IN + i)[None, :],
             i_inside[None, :],
-            height,
-            width,
-            source_c,
-            source_y,
-            source_x,
-            stride_y,
-            stride_x,
-            padding_y,
-            padding_x,
-            dilation_y,
-            dilation_x,
+            window,
             KH,
             KW,
             False,
             ACC,
         )
-        at = client * grad_client + n * grad_n + y.to(tl.int64) * grad_y + x.to(tl.int64) * grad_x
         above = tl.load(
-            grad + (at[None, :] + (o_all.to(tl.int64) * grad_c)[:, None]),
+            grad_row[:, None] + address(grad_strides, 0, n, y, x)[None, :],
             mask=m_inside[None, :] & o_inside[:, None],
             other=0.0,
         )
@@ -266,36 +211,19 @@ def rank1_conv_v_kernel(
     tl.store(dv + at + (o_all[:, None] * IN + i[None, :]), acc, mask=o_inside[:, None] & i_inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sizes"])
 def rank1_conv_u_kernel(
     du,
     grad,
     source,
     v,
-    rows,
-    height,
-    width,
-    out_height,
-    out_width,
-    m_blocks,
-    i_blocks,
-    grad_client,
-    grad_n,
-    grad_c,
-    grad_y,
-    grad_x,
-    source_client,
-    source_n,
-    source_c,
-    source_y,
-    source_x,
+    sizes,
+    image,
+    source_image,
+    grad_strides,
+    source_strides,
     v_client,
-    stride_y,
-    stride_x,
-    padding_y,
-    padding_x,
-    dilation_y,
-    dilation_x,
+    window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -308,7 +236,11 @@ def rank1_conv_u_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """du[client, (group, m block, i block), r, ky, kx] = Σ over the tile of (v_rᵀ dy) · x at the tap."""
+    """du[client, (group, m block, i block), r, ky, kx] = Σ over the tile of (v_rᵀ dy) · x at the tap.
+
+    sizes: pixels of a client, blocks of them and of i.
+    """
+    rows, m_blocks, i_blocks = sizes
     pid = tl.program_id(0)
     i_block = pid % i_blocks
     m_block = pid // i_blocks % m_blocks
@@ -319,146 +251,145 @@ def rank1_conv_u_kernel(
     m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     m_inside = m < rows
     i_inside = i < IN
-    x = m % out_width
-    y = m // out_width % out_height
-    n = (m // out_width // out_height).to(tl.int64)
+    n, y, x = pixel(m, image)
     v += client * v_client + (r * GROUPS + group) * OUT * IN
-    at = client * grad_client + n * grad_n + y.to(tl.int64) * grad_y + x.to(tl.int64) * grad_x
+    grad_column = grad + address(grad_strides, client, n, y, x)
     back = tl.zeros([BLOCK_I, BLOCK_M], ACC)
     for start in range(0, OUT, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
         o_inside = o < OUT
         factor = tl.load(v + (o[None, :] * IN + i[:, None]), mask=o_inside[None, :] & i_inside[:, None], other=0.0)
         above = tl.load(
-            grad + (at[None, :] + ((group * OUT + o).to(tl.int64) * grad_c)[:, None]),
+            grad_column[None, :] + ((group * OUT + o).to(tl.int64) * grad_strides.c)[:, None],
             mask=m_inside[None, :] & o_inside[:, None],
             other=0.0,
         )
         back = tl.dot(factor, above, back, input_precision=PRECISION, out_dtype=ACC)
     part = (((client * GROUPS + group) * m_blocks + m_block) * i_blocks + i_block) * RANK + r
-    image = source + client * source_client + n * source_n
-    column = (group * IN + i).to(tl.int64) * source_c
+    source_row = source + client * source_strides.client + (group * IN + i).to(tl.int64) * source_strides.c
     inside = m_inside[None, :] & i_inside[:, None]
     for ky in tl.static_range(KH):
-        sy, row_inside = tap_position(y, ky, height, stride_y, padding_y, dilation_y, False)
+        sy, row_inside = tap_position(y, ky, source_image[0], window[0], False)
         for kx in tl.static_range(KW):
-            sx, column_inside = tap_position(x, kx, width, stride_x, padding_x, dilation_x, False)
+            sx, column_inside = tap_position(x, kx, source_image[1], window[1], False)
             there = row_inside & column_inside
-            pixel = image + sy.to(tl.int64) * source_y + sx.to(tl.int64) * source_x
-            tile = tl.load(pixel[None, :] + column[:, None], mask=inside & there[None, :], other=0.0).to(ACC)
+            at = source_row[:, None] + address(source_strides, 0, n, sy, sx)[None, :]
+            tile = tl.load(at, mask=inside & there[None, :], other=0.0).to(ACC)
             tl.store(du + (part * KH * KW + (ky * KW + kx)), tl.sum(tl.sum(back * tile, 1), 0))
 
 
-def blocks(dtype: torch.dtype, out: int) -> dict[str, int]:
-    """The tile: all output channels up to 256 in one, since each block of them makes the depthwise part again."""
+def forward_tile(dtype: torch.dtype, out: int) -> Tile:
+    """All output channels up to 256 in one tile, since each block of them makes the depthwise part again. One stage:
+    pipelining would keep the loads of every tap in shared memory."""
     whole = max(16, triton.next_power_of_2(out))
     if dtype in (torch.float64, torch.float32):
-        tile = 32 if dtype == torch.float64 else 64
-        return {"BLOCK_M": 32, "BLOCK_O": min(whole, tile), "BLOCK_I": 16, "num_warps": 4}
-    return {"BLOCK_M": 64, "BLOCK_O": min(whole, 256), "BLOCK_I": 32, "num_warps": 8 if whole > 64 else 4}
+        return Tile(32, min(whole, 32 if dtype == torch.float64 else 64), 16, 4, 1)
+    return Tile(64, min(whole, 256), 32, 8 if whole > 64 else 4, 1)
 
 
-# Software pipelining would keep the loads of every tap in shared memory.
-STAGES = 1
+def launch(p, out: Tensor, source: Tensor, u, v, u_client: int, v_client: int, bias, transposed: bool) -> bool:
+    """`rank1_conv_kernel`: the forward from `source` = x into `out`, or (transposed) the data gradient from dy.
 
-
-def launch(p, out: Tensor, source: Tensor, u, v, bias, clients_of, transposed: bool) -> Tensor:
-    """`rank1_conv_kernel`: the forward from `source` = x, or (transposed) dx from `source` = dy.
-
-    p: the `_Problem` of the convolution; clients_of: the client strides of u, v and bias.
+    p: the `_Problem` of the convolution; u and v with contiguous slices. False where no tile fits the device.
     """
     o, i = p.out // p.groups, p.into
     channels, inner = (i, o) if transposed else (o, i)
-    height, width = source.shape[3:]
+    bias, bias_client = slices(bias) if bias is not None else (None, 0)
     rows = p.n * out.shape[3] * out.shape[4]
-    settings = blocks(source.dtype, channels)
-    m_blocks = triton.cdiv(rows, settings["BLOCK_M"])
-    c_blocks = triton.cdiv(channels, settings["BLOCK_O"])
-    with torch.cuda.device_of(source):
-        rank1_conv_kernel[(p.k * p.groups * m_blocks * c_blocks,)](
+    constants = p.constants | {
+        "OUT": channels,
+        "IN": inner,
+        "RANK": p.rank,
+        "TRANSPOSED": transposed,
+        "HAS_BIAS": bias is not None,
+    }
+
+    def run(tile: Tile) -> None:
+        blocks = triton.cdiv(rows, tile.rows), triton.cdiv(channels, tile.columns)
+        rank1_conv_kernel[(p.k * p.groups * blocks[0] * blocks[1],)](
             out,
             source,
             u,
             v,
             bias,
-            rows,
-            height,
-            width,
-            out.shape[3],
-            out.shape[4],
-            m_blocks,
-            c_blocks,
-            *out.stride(),
-            *source.stride(),
-            *clients_of,
-            *((1, i) if transposed else (i, 1)),
-            *p.settings,
-            OUT=channels,
-            IN=inner,
-            GROUPS=p.groups,
-            KH=p.kh,
-            KW=p.kw,
-            RANK=p.rank,
-            TRANSPOSED=transposed,
-            HAS_BIAS=bias is not None,
-            ACC=p.constants["ACC"],
-            PRECISION=p.constants["PRECISION"],
-            **settings,
-            num_stages=STAGES,
+            (rows, *blocks),
+            tuple(out.shape[3:]),
+            tuple(source.shape[3:]),
+            ImageStrides(*out.stride()),
+            ImageStrides(*source.stride()),
+            (u_client, v_client, bias_client),
+            (1, i) if transposed else (i, 1),
+            p.window,
+            **constants,
+            BLOCK_M=tile.rows,
+            BLOCK_O=tile.columns,
+            BLOCK_I=tile.depth,
+            **tile.settings,
         )
-    return out
+
+    tiles = forward_tile(source.dtype, channels).and_smaller()
+    with torch.cuda.device_of(source):
+        return first_that_fits(tiles, source.device, ("rank1_conv", source.dtype, *constants.values()), run)
 
 
-def weight_gradient(p, grad: Tensor, x: Tensor, u, v, clients_of, du_like, dv_like, acc) -> list[Tensor | None]:
-    """Parts of (du, dv), [k, parts, r, …] in the dtype `acc`; None for one whose `like` is None."""
-    o, i = p.out // p.groups, p.into
-    constants = {name: p.constants[name] for name in ("GROUPS", "KH", "KW", "RANK", "ACC", "PRECISION")}
-    half = x.dtype not in (torch.float64, torch.float32)
-    common = constants | {"OUT": o, "IN": i, "num_warps": 4, "num_stages": STAGES}
-    du = dv = None
+def weight_gradient(
+    p, grad: Tensor, x: Tensor, u: Tensor, v: Tensor, u_client: int, v_client: int, need_u: bool, need_v: bool
+) -> list[Tensor | None] | None:
+    """Parts of (du, dv), [k, parts, r, …] in the accumulator's dtype; None for one not needed. None where no tile fits
+    the device.
+    """
+    o, i, acc = p.out // p.groups, p.into, accumulator(x.dtype)
+    constants = p.constants | {"OUT": o, "IN": i, "RANK": p.rank}
+    side = 32 if x.dtype in (torch.float64, torch.float32) else 64
+    images = tuple(p.out_image), tuple(p.image), ImageStrides(*grad.stride()), ImageStrides(*x.stride())
+    results: list[Tensor | None] = [None, None]
+
+    def run_v(tile: Tile) -> None:
+        o_blocks, i_blocks = triton.cdiv(o, tile.rows), triton.cdiv(i, tile.columns)
+        tiles, programs = triton.cdiv(p.rows, tile.depth), p.k * p.groups * p.rank * o_blocks * i_blocks
+        splits = max(1, min(triton.cdiv(528, programs), tiles // 4))
+        dv = v.new_empty(p.k, splits, *v.shape[1:], dtype=acc)
+        rank1_conv_v_kernel[(programs * splits,)](
+            dv,
+            grad,
+            x,
+            u,
+            (p.rows, triton.cdiv(tiles, splits), splits, o_blocks, i_blocks),
+            *images,
+            u_client,
+            p.window,
+            **constants,
+            BLOCK_M=tile.depth,
+            BLOCK_O=tile.rows,
+            BLOCK_I=tile.columns,
+            **tile.settings,
+        )
+        results[1] = dv
+
+    def run_u(tile: Tile) -> None:
+        m_blocks, i_blocks = triton.cdiv(p.rows, tile.rows), triton.cdiv(i, tile.columns)
+        du = u.new_empty(p.k, p.groups * m_blocks * i_blocks, *u.shape[1:], dtype=acc)
+        rank1_conv_u_kernel[(p.k * p.groups * p.rank * m_blocks * i_blocks,)](
+            du,
+            grad,
+            x,
+            v,
+            (p.rows, m_blocks, i_blocks),
+            *images,
+            v_client,
+            p.window,
+            **constants,
+            BLOCK_M=tile.rows,
+            BLOCK_O=tile.depth,
+            BLOCK_I=tile.columns,
+            **tile.settings,
+        )
+        results[0] = du
+
+    key = (x.dtype, *constants.values())
+    tiles = Tile(side, side, 32, 4, 1).and_smaller()
     with torch.cuda.device_of(x):
-        if dv_like is not None:
-            tile = {"BLOCK_M": 32, "BLOCK_O": 64 if half else 32, "BLOCK_I": 64 if half else 32}
-            o_blocks, i_blocks = triton.cdiv(o, tile["BLOCK_O"]), triton.cdiv(i, tile["BLOCK_I"])
-            steps, programs = triton.cdiv(p.rows, 32), p.k * p.groups * p.rank * o_blocks * i_blocks
-            splits = max(1, min(triton.cdiv(528, programs), steps // 4))
-            dv = v.new_empty(p.k, splits, *v.shape[1:], dtype=acc)
-            rank1_conv_v_kernel[(programs * splits,)](
-                dv,
-                grad,
-                x,
-                u,
-                p.rows,
-                *p.extents,
-                o_blocks,
-                i_blocks,
-                splits,
-                *grad.stride(),
-                *x.stride(),
-                clients_of[0],
-                *p.settings,
-                STEPS=triton.cdiv(steps, splits),
-                **common,
-                **tile,
-            )
-        if du_like is not None:
-            tile = {"BLOCK_M": 64 if half else 32, "BLOCK_O": 32, "BLOCK_I": 64 if half else 32}
-            m_blocks, i_blocks = triton.cdiv(p.rows, tile["BLOCK_M"]), triton.cdiv(i, tile["BLOCK_I"])
-            du = u.new_empty(p.k, p.groups * m_blocks * i_blocks, *u.shape[1:], dtype=acc)
-            rank1_conv_u_kernel[(p.k * p.groups * p.rank * m_blocks * i_blocks,)](
-                du,
-                grad,
-                x,
-                v,
-                p.rows,
-                *p.extents,
-                m_blocks,
-                i_blocks,
-                *grad.stride(),
-                *x.stride(),
-                clients_of[1],
-                *p.settings,
-                **common,
-                **tile,
-            )
-    return [du, dv]
+        for name, needed, run in (("rank1_conv_v", need_v, run_v), ("rank1_conv_u", need_u, run_u)):
+            if needed and not first_that_fits(tiles, x.device, (name, *key), run):
+                return None
+    return results

@@ -5,49 +5,45 @@ two convolutions would be, and takes its neighbours in the line from the tile, s
 is made twice. Forward, the lines are rows; in the gradient the parts change places and the lines are columns.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastfact.kernels.geometry import slices
+from fastfact.kernels.launch import Tile, first_that_fits
 from fastfact.kernels.taps import tap_position
 
 MAX_RANK, MAX_LINE = 64, 128
 
 
-@triton.jit
+class LineStrides(NamedTuple):
+    """Of images, across and along the lines."""
+
+    client: int
+    n: int
+    c: int
+    across: int
+    along: int
+
+
+@triton.jit(do_not_specialize=["sizes"])
 def separable_conv_kernel(
     out,
     source,
     first,
     second,
     bias,
-    lines,
+    sizes,
     lines_an_image,
     lines_a_tile,
-    tiles,
-    extent,
-    middle,
-    length,
-    out_client,
-    out_n,
-    out_c,
-    out_across,
-    out_along,
-    source_client,
-    source_n,
-    source_c,
-    source_across,
-    source_along,
-    first_client,
-    second_client,
-    bias_client,
-    stride1,
-    padding1,
-    dilation1,
-    stride2,
-    padding2,
-    dilation2,
+    extents,
+    out_strides,
+    source_strides,
+    client_strides,
+    window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     TAPS1: tl.constexpr,
@@ -67,26 +63,30 @@ def separable_conv_kernel(
     h[line, b, r] = Σ_i Σ_t first[r, i, t] · source[line at tap t, b, i].
 
     The axis across the lines has `extent` positions in `source`; along them are `middle` in it and `length` in `out`.
+    sizes: lines and tiles of them. client_strides: of `first`, `second` and bias. window: of the two parts.
     """
+    lines, tiles = sizes
+    extent, middle, length = extents
     pid = tl.program_id(0)
     tile = pid % tiles
     client = (pid // tiles).to(tl.int64)
-    source += client * source_client
-    first += client * first_client
-    second += client * second_client
+    source += client * source_strides.client
+    first += client * client_strides[0]
+    second += client * client_strides[1]
     r = tl.arange(0, BLOCK_R)
     j = tl.arange(0, BLOCK_M)
     line = tile * lines_a_tile + j // middle
     inside = (j < lines_a_tile * middle) & (line < lines)
-    image = (line // lines_an_image).to(tl.int64) * source_n + (j % middle).to(tl.int64) * source_along
+    image = (line // lines_an_image).to(tl.int64) * source_strides.n
+    image += (j % middle).to(tl.int64) * source_strides.along
     hidden = tl.zeros([BLOCK_M, BLOCK_R], ACC)
     for tap in tl.static_range(TAPS1):
-        across, there = tap_position(line % lines_an_image, tap, extent, stride1, padding1, dilation1, TRANSPOSED)
-        pixel = source + image + across.to(tl.int64) * source_across
+        across, there = tap_position(line % lines_an_image, tap, extent, window[0], TRANSPOSED)
+        pixel = source + image + across.to(tl.int64) * source_strides.across
         for start in range(0, IN, BLOCK_I):
             i = start + tl.arange(0, BLOCK_I)
             pixels = tl.load(
-                pixel[:, None] + (i.to(tl.int64) * source_c)[None, :],
+                pixel[:, None] + (i.to(tl.int64) * source_strides.c)[None, :],
                 mask=(inside & there)[:, None] & (i < IN)[None, :],
                 other=0.0,
             )
@@ -102,13 +102,13 @@ def separable_conv_kernel(
     target = tile * lines_a_tile + own
     written = (q < lines_a_tile * length) & (target < lines)
     n = (target // lines_an_image).to(tl.int64)
-    at = client * out_client + n * out_n + (target % lines_an_image).to(tl.int64) * out_across
-    at += (q % length).to(tl.int64) * out_along
+    at = client * out_strides.client + n * out_strides.n
+    at += (target % lines_an_image).to(tl.int64) * out_strides.across + (q % length).to(tl.int64) * out_strides.along
     for start in range(0, OUT, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
         acc = tl.zeros([BLOCK_Q, BLOCK_O], ACC)
         for tap in tl.static_range(TAPS2):
-            along, beside = tap_position(q % length, tap, middle, stride2, padding2, dilation2, TRANSPOSED)
+            along, beside = tap_position(q % length, tap, middle, window[1], TRANSPOSED)
             beside = written & beside
             place = tl.where(beside, own * middle + along, 0)
             neighbours = tl.gather(hidden, tl.broadcast_to(place[:, None], [BLOCK_Q, BLOCK_R]), 0)
@@ -120,9 +120,9 @@ def separable_conv_kernel(
             )
             acc = tl.dot(neighbours, factor, acc, input_precision=PRECISION, out_dtype=ACC)
         if HAS_BIAS:
-            acc += tl.load(bias + client * bias_client + o, mask=o < OUT, other=0.0).to(ACC)[None, :]
+            acc += tl.load(bias + client * client_strides[2] + o, mask=o < OUT, other=0.0).to(ACC)[None, :]
         tl.store(
-            out + (at[:, None] + (o.to(tl.int64) * out_c)[None, :]),
+            out + (at[:, None] + (o.to(tl.int64) * out_strides.c)[None, :]),
             acc.to(out.dtype.element_ty),
             mask=written[:, None] & (o < OUT)[None, :],
         )
@@ -137,72 +137,63 @@ def fits(dtype: torch.dtype, rank: int, *extents: int) -> bool:
     return longest * max(16, triton.next_power_of_2(rank)) * dtype.itemsize <= 2 * MAX_LINE * MAX_RANK
 
 
-def launch(p, out: Tensor, source: Tensor, u, v, bias, clients_of, transposed: bool) -> Tensor:
-    """The forward from `source` = x, or (transposed) dx from `source` = dy.
+def launch(p, out: Tensor, source: Tensor, u, v, u_client: int, v_client: int, bias, transposed: bool) -> bool:
+    """The forward from `source` = x into `out`, or (transposed) the data gradient from dy; False where it does not fit.
 
-    p: the `_Problem` of the convolution, in one group; clients_of: the client strides of u, v and bias.
+    p: the `_Problem` of the convolution, in one group; u and v with contiguous slices.
     """
-    y, x = p.settings[0::2], p.settings[1::2]
-    out_client, out_n, out_c, out_y, out_x = out.stride()
-    source_client, source_n, source_c, source_y, source_x = source.stride()
+    along = 0 if transposed else 1
+    if not fits(source.dtype, p.rank, p.image[along], p.out_image[along]):
+        return False
+    bias, bias_client = slices(bias) if bias is not None else (None, 0)
+    parts, taps, window, clients = (u, v), (p.kh, p.kw), p.window, (u_client, v_client)
+    extent, lines_an_image, middle, length = p.image[0], p.out_image[0], p.image[1], p.out_image[1]
+    strides = [LineStrides(*tensor.stride()) for tensor in (out, source)]
+    channels, inner = p.out, p.into
     if transposed:
-        first, second, taps, settings = v, u, (p.kw, p.kh), (*x, *y)
-        first_client, second_client, bias_client = clients_of[1], clients_of[0], 0
-        lines_an_image, extent, middle, length = p.width, p.out_width, p.out_height, p.height
-        out_axes, source_axes, channels, inner = (out_x, out_y), (source_x, source_y), p.into, p.out
-    else:
-        first, second, taps, settings = u, v, (p.kh, p.kw), (*y, *x)
-        first_client, second_client, bias_client = clients_of
-        lines_an_image, extent, middle, length = p.out_height, p.height, p.width, p.out_width
-        out_axes, source_axes, channels, inner = (out_y, out_x), (source_y, source_x), p.out, p.into
+        # the second part first, along columns
+        parts, taps, window, clients = parts[::-1], taps[::-1], window[::-1], clients[::-1]
+        extent, lines_an_image, middle, length = p.out_image[1], p.image[1], p.out_image[0], p.image[0]
+        strides = [one._replace(across=one.along, along=one.across) for one in strides]
+        channels, inner = inner, channels
     half = source.dtype in (torch.float16, torch.bfloat16)
-    longest = max(middle, length)
-    lines_a_tile = max(1, (128 if half else 32) // longest)
+    lines_a_tile = max(1, (128 if half else 32) // max(middle, length))
     lines = p.n * lines_an_image
     tiles = triton.cdiv(lines, lines_a_tile)
-    rank = max(16, triton.next_power_of_2(p.rank))
     block_m, block_q = (max(16, triton.next_power_of_2(lines_a_tile * one)) for one in (middle, length))
-    with torch.cuda.device_of(source):
+    constants = p.constants | {"RANK": p.rank, "TRANSPOSED": transposed, "HAS_BIAS": bias is not None}
+    constants = {name: value for name, value in constants.items() if name not in ("GROUPS", "KH", "KW")}
+    constants |= {"OUT": channels, "IN": inner, "TAPS1": taps[0], "TAPS2": taps[1], "BLOCK_M": block_m}
+    constants |= {"BLOCK_Q": block_q, "BLOCK_R": max(16, triton.next_power_of_2(p.rank))}
+
+    def run(tile: Tile) -> None:
         separable_conv_kernel[(p.k * tiles,)](
             out,
             source,
-            first,
-            second,
+            *parts,
             bias,
-            lines,
+            (lines, tiles),
             lines_an_image,
             lines_a_tile,
-            tiles,
-            extent,
-            middle,
-            length,
-            out_client,
-            out_n,
-            out_c,
-            *out_axes,
-            source_client,
-            source_n,
-            source_c,
-            *source_axes,
-            first_client,
-            second_client,
-            bias_client,
-            *settings,
-            OUT=channels,
-            IN=inner,
-            TAPS1=taps[0],
-            TAPS2=taps[1],
-            RANK=p.rank,
-            TRANSPOSED=transposed,
-            HAS_BIAS=bias is not None,
-            ACC=p.constants["ACC"],
-            PRECISION=p.constants["PRECISION"],
-            BLOCK_M=block_m,
-            BLOCK_Q=block_q,
-            BLOCK_R=rank,
-            BLOCK_I=min(max(16, triton.next_power_of_2(inner)), 64 if half else 16),
-            BLOCK_O=min(max(16, triton.next_power_of_2(channels)), 64 if half else 32),
-            num_warps=8 if max(block_m, block_q) > 64 else 4,
-            num_stages=3,
+            (extent, middle, length),
+            *strides,
+            (*clients, bias_client),
+            window,
+            **constants,
+            BLOCK_I=tile.depth,
+            BLOCK_O=tile.columns,
+            **tile.settings,
         )
-    return out
+
+    largest = Tile(
+        rows=block_q,
+        columns=min(max(16, triton.next_power_of_2(channels)), 64 if half else 32),
+        depth=min(max(16, triton.next_power_of_2(inner)), 64 if half else 16),
+        warps=8 if max(block_m, block_q) > 64 else 4,
+    )
+    smaller = [largest._replace(stages=stages) for stages in (2, 1)] + [
+        largest._replace(columns=16, depth=16, stages=1)
+    ]
+    with torch.cuda.device_of(source):
+        key = ("separable_conv", source.dtype, *constants.values())
+        return first_that_fits([largest, *smaller], source.device, key, run)

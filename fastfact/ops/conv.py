@@ -247,12 +247,13 @@ def fused_conv2d(
     dilation: int | tuple[int, int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """conv2d(x, Σ_r u_r ⊗ v_r + μ, bias) as a dense product whose weight tile is made where it is used, never written.
+    """conv2d(x, Σ_r u_r ⊗ v_r + μ, bias), of which the backward pass keeps u, v and μ, not the weight.
 
     Where there are only u and v, spatial, of a rank below kh·kw, it is a depthwise and a 1×1 convolution in one kernel;
     in layout "kernel", where that costs less than W, a kh×1 and a 1×kw one, in one kernel up to rank 64.
     One call serves all clients, each with its own weight, which `vmap` over `conv2d` turns into a grouped convolution.
-    On CUDA a Triton implicit GEMM on the tensor cores; elsewhere W is made and convolved, one client after the other.
+    On CUDA a Triton implicit GEMM on the tensor cores, which makes W for as long as it runs; elsewhere W is made and
+    convolved, one client after the other.
 
     Shapes, each with an optional leading client axis k (a tensor without it is shared by all clients):
     x [n, groups·i, h, w]; u and v as `rank1_weight` has them in `layout` "spatial", "kernel" or "view", or neither: the

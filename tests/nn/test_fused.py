@@ -135,6 +135,18 @@ def test_where_there_is_no_fused_path():
         layer.path = "fused"
 
 
+def test_without_mu_the_fused_path_is_automatic_only_where_it_makes_no_weight():
+    """What costs as much as W is left to the dense layer of a GPU, but for clients."""
+
+    def in_two(spec, groups=1):
+        return ff.nn.FactorizedConv2d(8, 8, 3, groups=groups, spec=spec)._in_two_parts()
+
+    assert in_two(ff.Rank1(rank=8, sparse=False)) and not in_two(ff.Rank1(rank=9, sparse=False))
+    assert in_two(ff.Rank1("kernel", 11, False)) and not in_two(ff.Rank1("kernel", 12, False))
+    assert not in_two(ff.Rank1("kernel", 1, False), groups=2) and not in_two(ff.Rank1("view", 1, False))
+    assert not in_two(ff.Rank1()) and not in_two(ff.LowRank())
+
+
 @pytest.mark.parametrize(("ratio", "once"), [(0.1, True), (0.9, False)])
 def test_low_rank_layers_that_share_sigma_run_it_once(ratio, once):
     """Under vmap with σ not mapped, σ meets all clients in one ungrouped convolution, unless B A costs more than W."""

@@ -153,7 +153,13 @@ def test_separable_without_mu(case, ranks, monkeypatch):
     torch.manual_seed(0)
     launched = []
     launch = separable_conv.launch
-    monkeypatch.setattr(separable_conv, "launch", lambda *args: launched.append(args[-1]) or launch(*args))
+
+    def watched(*args):
+        fits = launch(*args)
+        launched.extend([args[-1]] * fits)
+        return fits
+
+    monkeypatch.setattr(separable_conv, "launch", watched)
     monkeypatch.setattr(separable_conv, "MAX_RANK", ranks)
     for number, how in enumerate(("channels_last", "shared") if ranks else ("channels_last",)):
         dtypes = DTYPES[case == CASES[0] :][:1]

@@ -24,8 +24,33 @@ def interpret(cases: str) -> None:
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
+"""What a block may have, in bytes (CUDA programming guide, technical specifications for each compute capability)."""
+
+
+class Device:
+    """Stands in for Triton's driver: a GPU of an architecture that compiles and never runs."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        # kernels are kept for each device
+        return self.arch
+
+    def get_current_stream(self, device=None) -> int:
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
 class Compiler:
-    """Stands in for a kernel: a launch compiles it for `arch` with the types and alignments of its arguments."""
+    """Stands in for a kernel: a launch compiles it for `arch` as a launch there would, with the same error where it
+    needs more shared memory than a block may have.
+    """
 
     def __init__(self, kernel, arch):
         self.kernel, self.arch, self.compiled = kernel, arch, []
@@ -33,27 +58,13 @@ class Compiler:
     def __getitem__(self, grid):
         return self
 
-    def __call__(self, *args, num_warps=4, num_stages=3, **constants):
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+    def __call__(self, *args, **constants):
+        from triton.runtime.errors import OutOfResources
 
-        arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
-        signature, fixed, attributes = {}, {}, {}
-        for position, param in enumerate(self.kernel.params):
-            value = arguments[param.name]
-            if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-                signature[param.name], fixed[(position,)] = "constexpr", value
-            elif isinstance(value, float):
-                signature[param.name] = param.annotation_type or "fp32"
-            else:
-                signature[param.name] = triton.runtime.jit.mangle_type(value)
-                number = value.data_ptr() if torch.is_tensor(value) else value
-                if number % 16 == 0:
-                    attributes[(position,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, fixed, attributes)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        self.compiled.append(triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=options))
+        compiled = self.kernel.warmup(*args, grid=(1,), **constants)
+        if compiled.metadata.shared > SHARED_MEMORY[self.arch]:
+            raise OutOfResources(compiled.metadata.shared, SHARED_MEMORY[self.arch], "shared memory")
+        self.compiled.append(compiled)
 
 
 def stack_bytes(compiled) -> int:
@@ -77,7 +88,13 @@ class Nothing:
 
 def stand_in(monkeypatch, modules, name, arch) -> Compiler:
     """Replace every kernel of `modules` by `Nothing`, but `name` by a `Compiler`, which is returned."""
+    from triton.runtime import driver
+
+    from fastfact.kernels import launch
+
     chosen = None
+    monkeypatch.setattr(driver, "_active", Device(arch))
+    monkeypatch.setattr(launch, "_too_large", set())
     for module in modules:
         for kernel in [x for x in vars(module) if x.endswith("_kernel")]:
             replacement = Compiler(getattr(module, kernel), arch) if kernel == name else Nothing()
@@ -86,3 +103,26 @@ def stand_in(monkeypatch, modules, name, arch) -> Compiler:
     # the stand-ins write nothing, and counts decide how much is allocated
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     return chosen
+
+
+class Variants:
+    """Stands in for a kernel: a launch asks Triton which variant would be compiled for it."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.kernel.warmup(*args, grid=(1,), **constants)
+
+
+def variants_of(monkeypatch, modules) -> dict[str, set]:
+    """Replace every kernel of `modules` by one that does not run: its name → the variants that launches asked for."""
+    from triton.runtime.jit import JITFunction
+
+    found = {}
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, key, *_: found[self.__name__].add(key))
+    for module in modules:
+        for name in [x for x in vars(module) if x.endswith("_kernel")]:
+            found[name] = set()
+            monkeypatch.setattr(module, name, Variants(getattr(module, name)))
+    return found
