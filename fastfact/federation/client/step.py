@@ -4,6 +4,7 @@
 where they are, and `capture` replays the operations of the gradient. `Steps` chooses; all give the same numbers.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,18 @@ class Buffers:
     def __init__(self):
         self.kept: dict[str, Tensor] = {}
 
+    def copies(self, key: str, state: State) -> tuple[State, bool]:
+        """(tensors like those of `state` [k, …] that stay at their addresses, whether they are new ones)."""
+        copies, new = {}, False
+        for name, tensor in state.items():
+            kept, like = self.kept.get(f"{key} {name}"), torch.empty_like(tensor, device="meta")
+            same = kept is not None and (kept.dtype, kept.shape[1:]) == (like.dtype, like.shape[1:])
+            if not same or kept.stride() != like.stride() or len(kept) < len(like):
+                kept, new = torch.empty_like(tensor), True
+                self.kept[f"{key} {name}"] = kept
+            copies[name] = kept[: len(tensor)]
+        return copies, new
+
     def of(self, key: str, like: Tensor, n: int) -> Tensor:
         """A buffer [n or more, …] in the dtype and memory format of `like` [any number, …]."""
         last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
@@ -89,10 +102,25 @@ class Steps:
         self.interval = 20
         """After how many calls something may be captured, see `Captured`."""
         self._captured: dict[tuple, Captured] = {}
+        self._replayed: dict[tuple, ReplayedStep] = {}
 
     @property
     def _has_cuda_graphs(self) -> bool:
-        return self.device.type == "cuda"
+        # Dropout that draws from each client's own stream draws on the CPU, which a replay would not do again.
+        return self.device.type == "cuda" and self.settings.draws != "own"
+
+    def places(self, state: State, momenta: State) -> tuple[State, State]:
+        """Where `state` and `momenta` [k, …] train: copies at addresses that stay from cohort to cohort and from round
+        to round, as CUDA graphs need them; the tensors themselves where there are none."""
+        if not (self._has_cuda_graphs and self.settings.graphs):
+            return state, momenta
+        places, moved = zip(self.buffers.copies("state", state), self.buffers.copies("momentum", momenta), strict=True)
+        if any(moved):
+            self._replayed.clear()
+        for place, tensors in zip(places, (state, momenta), strict=True):
+            for name, tensor in place.items():
+                tensor.copy_(tensors[name])
+        return places
 
     def of(self, phase: Phase, names: Sequence[str], state: State, momenta: State, start: State) -> "Step":
         """The step of a phase that trains the tensors `names` of `state` [k, …]; it moves `state` and `momenta` (empty
@@ -101,10 +129,11 @@ class Steps:
         plain = phase.loss is None and settings.draws == "no"
         if self.device.type == "cpu" and plain and settings.augment is None and not self._has_cuda_graphs:
             kind = GatheredStep
-        step = kind(self, phase, names, state, momenta, start)
+        step = kind(self, phase, names, state, momenta, start if phase.loss is not None else {})
         if settings.graphs and phase.loss is None:
             if self._has_cuda_graphs:
-                return ReplayedStep(step)
+                key = tuple(step.names), frozenset(step.common), phase.lr, step.k
+                return self._replayed.setdefault(key, ReplayedStep(step))
             if plain:
                 key = tuple(step.names), frozenset(step.common)
                 if key not in self._captured:
@@ -218,7 +247,8 @@ class GatheredStep(Step):
 
 
 class ReplayedStep:
-    """A `Step` whose calls with all rows are captured as a CUDA graph, one for each shape of batch, and replayed.
+    """A `Step` whose calls with all rows are captured as a CUDA graph, one for each shape of batch, and replayed for as
+    long as its state is where it was (see `Steps.places`).
 
     The first calls run as they are: what they initialise must not be initialised in a capture.
     """
@@ -249,9 +279,15 @@ class ReplayedStep:
 def cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     """(replay, losses): `step` as a CUDA graph, which leaves its result in `losses` each time; nothing runs yet."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=_pool()):
         losses = step()
     return graph.replay, losses
+
+
+@functools.cache
+def _pool() -> tuple[int, int]:
+    """The memory that all graphs work in: they run one after the other, and nothing is read of one but its losses."""
+    return torch.cuda.graph_pool_handle()
 
 
 def _rows(tensor: Tensor, rows: list[int]) -> Tensor:

@@ -173,6 +173,7 @@ class Trainer:
         sizes = [len(y) for _, y in data]
         steps = [batches(n, settings.batch_size) for n in sizes]
         momenta = {name: torch.zeros_like(state[name]) for name in self.momenta} if settings.momentum else {}
+        trained, (state, momenta) = state, self.steps.places(state, momenta)
         total, seen = torch.zeros(k, dtype=torch.float64, device=self.device), 0
         start = {}
         if any(phase.loss is not None or phase.update is not None for phase in phases):
@@ -194,6 +195,9 @@ class Trainer:
                         else:
                             total.add_(losses, alpha=end - begin)
                 seen += 1
+        if state is not trained:
+            for name, tensor in trained.items():
+                tensor.copy_(state[name])
         return [loss / (n * max(seen, 1)) for loss, n in zip(total.tolist(), sizes, strict=True)]
 
     def _order(self, sizes: Sequence[int], orders: Sequence[torch.Generator]) -> Tensor:
