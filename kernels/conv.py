@@ -44,13 +44,15 @@ class GradientStrides(NamedTuple):
     x: int = 0
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["rows", "m_blocks"])
 def conv_kernel(
     out,
     source,
     weight,
     bias,
-    sizes,
+    rows,
+    m_blocks,
+    c_blocks,
     image,
     source_image,
     out_strides,
@@ -73,10 +75,9 @@ def conv_kernel(
 ):
     """out[client, (n, y, x), c] = Σ over taps and j of source[client, (n, y, x) at the tap, j] · W[client, c, j, tap].
 
-    OUT and IN are the channels of `out` and `source` in a group. TRANSPOSED: the data gradient, from dy to dx. A program
-    makes a tile [BLOCK_C, BLOCK_M]. sizes: pixels (n, y, x) of a client, blocks of them, blocks of c.
+    OUT and IN are the channels of `out` and `source` in a group. TRANSPOSED: the data gradient, dy to dx. A program
+    makes a tile [BLOCK_C, BLOCK_M]. rows: pixels (n, y, x) of a client.
     """
-    rows, m_blocks, c_blocks = sizes
     pid = tl.program_id(0)
     group = pid // c_blocks // m_blocks % GROUPS
     c = pid % c_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -89,8 +90,8 @@ def conv_kernel(
     weight += client * weight_strides.client + group.to(tl.int64) * weight_strides.group
     weight_row = weight + c.to(tl.int64) * weight_strides.c
     acc = tl.zeros([BLOCK_C, BLOCK_M], ACC)
-    # The channels are the inner loop: only that one is pipelined, and with the taps in it each would take its own stages
-    # of shared memory. The taps of a row are a loop at run time: unrolled, the addresses of 25 taps spilled.
+    # The channels are the inner loop: only that one is pipelined, and with the taps in it each would take stages of
+    # shared memory of its own. The taps of a row are a loop at run time: unrolled, the addresses of 25 taps spilled.
     for ky in tl.static_range(KH):
         source_y, row_inside = tap_position(y, ky, source_image[0], window[0], TRANSPOSED)
         for kx in range(KW):
@@ -122,7 +123,7 @@ def conv_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["rows", "steps", "splits"])
 def conv_weight_kernel(
     dmu,
     bits,
@@ -133,7 +134,11 @@ def conv_weight_kernel(
     x,
     u,
     v,
-    sizes,
+    rows,
+    steps,
+    splits,
+    o_blocks,
+    i_blocks,
     image,
     x_image,
     dmu_strides,
@@ -165,9 +170,8 @@ def conv_weight_kernel(
     dμ [p, …] (MU: 0 not asked for, 1 all of dW, 2 on the support);
     spatial (rank 1): du [p, (group, i block, o block), ky, kx], dv [p, o, i];
     kernel: du [p, (group, o block, kx), r, i, ky], dv [p, (i block, ky), r, o, kx].
-    OUT and IN are the channels in a group. sizes: pixels of a client, steps, splits, blocks of o and of i.
+    OUT and IN are the channels in a group, rows the pixels of a client.
     """
-    rows, steps, splits, o_blocks, i_blocks = sizes
     pid = tl.program_id(0)
     o_block = pid % o_blocks
     i_block = pid // o_blocks % i_blocks
@@ -380,7 +384,8 @@ def _convolve(p: _Problem, out: Tensor, source: Tensor, weight: Tensor, bias: Te
             source,
             weight,
             bias,
-            (rows, *blocks),
+            rows,
+            *blocks,
             image,
             source_image,
             ImageStrides(*out.stride()),
@@ -584,7 +589,11 @@ def _weight_gradient(
             x,
             left,
             right,
-            (p.rows, triton.cdiv(tiles, splits), splits, o_blocks, i_blocks),
+            p.rows,
+            triton.cdiv(tiles, splits),
+            splits,
+            o_blocks,
+            i_blocks,
             tuple(p.out_image),
             tuple(p.image),
             strides,

@@ -32,7 +32,7 @@ def depthwise_tile(
     TRANSPOSED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Σ over taps of u · source at pixels (n, y, x) for `channel`; all are 2D, pixels and channels along different axes.
+    """Σ over taps of u · source at pixels (n, y, x) for `channel`, 2D tensors with pixels and channels along two axes.
 
     image: (height, width) of `source`. TRANSPOSED: the taps that the gradient takes, from pixels of the input to those
     of the output.
@@ -50,14 +50,16 @@ def depthwise_tile(
     return tile
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["rows", "m_blocks"])
 def rank1_conv_kernel(
     out,
     source,
     u,
     v,
     bias,
-    sizes,
+    rows,
+    m_blocks,
+    c_blocks,
     image,
     source_image,
     out_strides,
@@ -82,9 +84,8 @@ def rank1_conv_kernel(
     """out[client, (n, y, x), c] = Σ_r Σ_j v_r[c, j] · depthwise_{u_r}(source)[(n, y, x), j], a tile a program.
 
     OUT and IN are the channels of `out` and `source` in a group; v[c, j] lies at (c, j) · v_strides of its group.
-    sizes: pixels of a client, blocks of them and of c. client_strides: of u, v and bias.
+    rows: pixels of a client. client_strides: of u, v and bias.
     """
-    rows, m_blocks, c_blocks = sizes
     pid = tl.program_id(0)
     c = pid % c_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
     m = pid // c_blocks % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -134,13 +135,17 @@ def rank1_conv_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["rows", "steps", "splits"])
 def rank1_conv_v_kernel(
     dv,
     grad,
     source,
     u,
-    sizes,
+    rows,
+    steps,
+    splits,
+    o_blocks,
+    i_blocks,
     image,
     source_image,
     grad_strides,
@@ -161,9 +166,8 @@ def rank1_conv_v_kernel(
 ):
     """dv[(client, split), r, o, i] = Σ over a stretch of the pixels of dy[o] · depthwise_{u_r}(x)[i].
 
-    sizes: pixels of a client, tiles of them a program, splits, blocks of o and of i.
+    rows: pixels of a client, of which a program takes `steps` tiles.
     """
-    rows, steps, splits, o_blocks, i_blocks = sizes
     pid = tl.program_id(0)
     o = pid % o_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
     pid = pid // o_blocks
@@ -211,13 +215,15 @@ def rank1_conv_v_kernel(
     tl.store(dv + at + (o_all[:, None] * IN + i[None, :]), acc, mask=o_inside[:, None] & i_inside[None, :])
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["rows", "m_blocks"])
 def rank1_conv_u_kernel(
     du,
     grad,
     source,
     v,
-    sizes,
+    rows,
+    m_blocks,
+    i_blocks,
     image,
     source_image,
     grad_strides,
@@ -238,9 +244,8 @@ def rank1_conv_u_kernel(
 ):
     """du[client, (group, m block, i block), r, ky, kx] = Σ over the tile of (v_rᵀ dy) · x at the tap.
 
-    sizes: pixels of a client, blocks of them and of i.
+    rows: pixels of a client.
     """
-    rows, m_blocks, i_blocks = sizes
     pid = tl.program_id(0)
     i_block = pid % i_blocks
     m_block = pid // i_blocks % m_blocks
@@ -312,7 +317,8 @@ def launch(p, out: Tensor, source: Tensor, u, v, u_client: int, v_client: int, b
             u,
             v,
             bias,
-            (rows, *blocks),
+            rows,
+            *blocks,
             tuple(out.shape[3:]),
             tuple(source.shape[3:]),
             ImageStrides(*out.stride()),
@@ -354,7 +360,11 @@ def weight_gradient(
             grad,
             x,
             u,
-            (p.rows, triton.cdiv(tiles, splits), splits, o_blocks, i_blocks),
+            p.rows,
+            triton.cdiv(tiles, splits),
+            splits,
+            o_blocks,
+            i_blocks,
             *images,
             u_client,
             p.window,
@@ -374,7 +384,9 @@ def weight_gradient(
             grad,
             x,
             v,
-            (p.rows, m_blocks, i_blocks),
+            p.rows,
+            m_blocks,
+            i_blocks,
             *images,
             v_client,
             p.window,

@@ -29,14 +29,15 @@ class LineStrides(NamedTuple):
     along: int
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["lines", "tiles"])
 def separable_conv_kernel(
     out,
     source,
     first,
     second,
     bias,
-    sizes,
+    lines,
+    tiles,
     lines_an_image,
     lines_a_tile,
     extents,
@@ -63,9 +64,8 @@ def separable_conv_kernel(
     h[line, b, r] = Σ_i Σ_t first[r, i, t] · source[line at tap t, b, i].
 
     The axis across the lines has `extent` positions in `source`; along them are `middle` in it and `length` in `out`.
-    sizes: lines and tiles of them. client_strides: of `first`, `second` and bias. window: of the two parts.
+    client_strides: of `first`, `second` and bias. window: of the two parts.
     """
-    lines, tiles = sizes
     extent, middle, length = extents
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -172,7 +172,8 @@ def launch(p, out: Tensor, source: Tensor, u, v, u_client: int, v_client: int, b
             source,
             *parts,
             bias,
-            (lines, tiles),
+            lines,
+            tiles,
             lines_an_image,
             lines_a_tile,
             (extent, middle, length),

@@ -1,4 +1,4 @@
-"""`prox_sgd_step` over all tensors of a group in one launch, through a table of their addresses."""
+"""`prox_sgd_step` over all tensors of a group in one launch, through a table of their addresses on the device."""
 
 import struct
 
@@ -18,7 +18,15 @@ _ELEMENTS = {
 }
 _COLUMNS = 5
 _BLOCK = 1024
-_tables: dict[tuple, Tensor] = {}
+_ROWS = 32
+"""Rows of a table that are written by one launch, whose arguments they are."""
+_LARGE = 1 << 40
+
+
+@triton.jit
+def table_kernel(table, codes, LARGE: tl.constexpr, COUNT: tl.constexpr):
+    for j in tl.static_range(COUNT):
+        tl.store(table + j, (codes[j] >> 1).to(tl.int64) - LARGE)
 
 
 @triton.jit
@@ -81,15 +89,17 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _table(rows: list[tuple], device: torch.device) -> Tensor:
-    """`rows` on the device. Kept from step to step, as the addresses rarely change."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, *rows)
-    if key not in _tables:
-        if len(_tables) >= 64:
-            _tables.pop(next(iter(_tables)))
-        bits = [(*row[:4], struct.unpack("q", struct.pack("d", row[4]))[0]) for row in rows]
-        _tables[key] = torch.tensor(bits, dtype=torch.int64, device=device)
-    return _tables[key]
+    """`rows` on the device, written by kernels whose arguments they are: a CUDA graph that captures the step writes and
+    reads a table of its own, and nothing is copied from the host."""
+    launches = triton.cdiv(len(rows), _ROWS)
+    table = torch.empty(launches * _ROWS, _COLUMNS, dtype=torch.int64, device=device)
+    bits = [n for row in rows for n in (*row[:4], struct.unpack("q", struct.pack("d", row[4]))[0])]
+    # odd numbers beyond 32 bits: Triton, which compiles for small numbers and for even ones anew, sees one kind
+    codes = [2 * (_LARGE + n) + 1 for n in bits + [0] * (table.numel() - len(bits))]
+    for launch, part in enumerate(table.view(launches, -1)):
+        some = tuple(codes[launch * part.numel() : (launch + 1) * part.numel()])
+        table_kernel[(1,)](part, some, LARGE=_LARGE, COUNT=len(some), num_warps=1)
+    return table
 
 
 def prox_sgd_step(
