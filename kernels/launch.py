@@ -47,8 +47,8 @@ class Tile(NamedTuple):
 def first_that_fits(tiles: Iterable[Tile], device: torch.device, key: tuple, launch: Callable[[Tile], None]) -> bool:
     """Call `launch` with the first of `tiles` whose compiled kernel fits the device; False where none does.
 
-    What a kernel needs is known when it is compiled. key: what else decides it (kernel, constants, types); with the same
-    one, a tile that was too large is not tried again.
+    What a kernel needs is known when it is compiled. key: what decides it but the tile (kernel, constants, types); one
+    that was too large with the same key is not tried again.
     """
     for tile in tiles:
         which = (device, key, tile)

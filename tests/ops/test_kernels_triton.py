@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from triton_tools import interpret, stack_bytes, stand_in
+from triton_tools import interpret, stack_bytes, stand_in, variants_of
 
 from fastfact.formats import KERNEL, SEPARABLE, SPATIAL
 
@@ -103,3 +103,18 @@ def test_compiles_ahead_of_time(name, dtype, arch, monkeypatch):
 def test_float64_compiles_ahead_of_time(name, monkeypatch):
     """The kernels with matrix products, of which Triton lowers fewer in float64."""
     assert all(compiled.asm["cubin"] for compiled in compiled_for(name, torch.float64, 90, monkeypatch))
+
+
+def test_the_step_writes_its_table_by_one_variant_whatever_its_addresses(monkeypatch):
+    """Nothing of it is copied from the host or kept, so that a CUDA graph can capture it."""
+    sgd = importlib.import_module("fastfact.kernels.sgd")
+    stand_in(monkeypatch, [], None, 90)
+    variants = variants_of(monkeypatch, [sgd])
+    monkeypatch.setattr(torch, "tensor", None)
+    memory = torch.zeros(4096)
+    for count in (1, 3, 40):
+        params = [memory[at : at + 5 + at] for at in range(count)]
+        for l1 in (0.0, 1e-3, 1.75):
+            sgd.prox_sgd_step(params, params, params, [l1] * count, 0.1, 0.9, 0.0, True)
+    assert len(variants["table_kernel"]) == 1
+    assert not [name for name, value in vars(sgd).items() if isinstance(value, dict) and "table" in name]
