@@ -33,7 +33,7 @@ def strategy(config: Config) -> Strategy:
     """
     own = {} if config.l1 is None else {"l1": config.l1}
     if config.method == methods.FedDecomp.name:
-        own["whole"] = models.MODELS[config.model].whole
+        own["skip"] = models.MODELS[config.model].whole
     if config.init_from is not None and "init" in {f.name for f in fields(STRATEGIES[config.method])}:
         own["init"] = "svd"
     if config.sketch is not None and hasattr(STRATEGIES[config.method], "sketch"):

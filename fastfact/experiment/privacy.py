@@ -145,7 +145,7 @@ def leakage(
     if not names:
         raise ValueError(f"leakage: {federation.method.name} uploads nothing that trains")
     dtype = next(federation.template.parameters()).dtype
-    masks = federation.method.rows("up", federation.memory)
+    masks = federation.method.channel_masks("up", federation.server_state)
     rows = []
     for k in known if clients is None else clients:
         x, y = placed(federation.clients[k].train, federation.device, dtype)

@@ -62,8 +62,8 @@ def similarity(fed: Federation) -> dict[str, Tensor]:
     layer = max((info.layers for info in fed.infos.values()), default=0) - 1
     names = {role: _named(fed, [role], layer) for role in ("u", "v")}
     cosines = {role: mixing.cosine(_states(fed, of)[of[0]]) for role, of in names.items() if of}
-    if fed.keys:
-        cosines["key"] = mixing.cosine(fed.key())
+    if fed.key_names:
+        cosines["key"] = mixing.cosine(fed.key_vectors())
     return cosines
 
 
@@ -112,7 +112,7 @@ def updates(fed: Federation) -> dict[str, Tensor]:
 
 def split(fed: Federation) -> dict[str, Tensor]:
     """Which channels of the split layers are shared, bool [channels of all of them] (FedFac)."""
-    masks = [mask.cpu() for name, mask in sorted(fed.memory.items()) if name.startswith(SPLIT)]
+    masks = [mask.cpu() for name, mask in sorted(fed.server_state.items()) if name.startswith(SPLIT)]
     return {"shared": torch.cat(masks)} if masks else {}
 
 
@@ -123,7 +123,7 @@ def masked(fed: Federation) -> dict[str, Tensor]:
     the trained models, before they are evaluated.
     """
     accuracy = {}
-    masks = {name.removeprefix(SPLIT): mask for name, mask in fed.memory.items() if name.startswith(SPLIT)}
+    masks = {name.removeprefix(SPLIT): mask for name, mask in fed.server_state.items() if name.startswith(SPLIT)}
     for what in ("shared", "personal") if masks else ():
         state = _states(fed)
         for name, mask in masks.items():
@@ -158,7 +158,7 @@ def neurons(fed: Federation) -> dict[str, Tensor]:
 def features(fed: Federation) -> dict[str, Tensor]:
     """The feature maps of the first split layer (of the fifth convolution without a split) for client 1's first test
     image, [channels, h, w], and which of them are shared (FedFac, Figure 10)."""
-    masks = {name: mask for name, mask in fed.memory.items() if name.startswith(SPLIT)}
+    masks = {name: mask for name, mask in fed.server_state.items() if name.startswith(SPLIT)}
     convolutions = [i.name for i in fed.infos.values() if i.role == "weight" and len(i.shape) == 4]
     if not convolutions:
         return {}

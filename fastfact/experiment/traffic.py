@@ -141,18 +141,19 @@ def described(fed: Federation) -> str:
         text += {0: "; no norm", 1: "; norm without statistics" if False in norms else "; norm statistics"}.get(
             len(norms), ""
         )
-    if masks := fed.method.rows("down", fed.memory):
+    if masks := fed.method.channel_masks("down", fed.server_state):
         text += (
             f"; {100 * sum(int(m.sum()) for m in masks.values()) // sum(map(len, masks.values()))} % of the channels"
         )
-    if not fed.keys:
+    if not fed.key_names:
         return text
-    if set(fed.keys) == set(fed.shared):
+    if set(fed.key_names) == set(fed.shared):
         return f"{text}; compared: the same"
     named = {
-        f"{fed.infos[n].role} of layer {fed.infos[n].layer}" if n in fed.infos else n.split("/")[0] for n in fed.keys
+        f"{fed.infos[n].role} of layer {fed.infos[n].layer}" if n in fed.infos else n.split("/")[0]
+        for n in fed.key_names
     }
-    return f"{text}; compared: {', '.join(sorted(named)) if len(named) < 3 else f'{len(fed.keys)} tensors'}"
+    return f"{text}; compared: {', '.join(sorted(named)) if len(named) < 3 else f'{len(fed.key_names)} tensors'}"
 
 
 def strategy(name: str, permuted: bool) -> Strategy:

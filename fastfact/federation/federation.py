@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastfact.data.client import Client
-from fastfact.federation import newcomers, setup
+from fastfact.federation import analysis, newcomers, setup
 from fastfact.federation.client import compact as sparse
 from fastfact.federation.client import memory, train
 from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan, Executor, choose
@@ -32,8 +32,8 @@ from fastfact.federation.client.step import Settings
 from fastfact.federation.config import check_settings, name_of, record, resolve, taking_part
 from fastfact.federation.history import History
 from fastfact.federation.newcomers import Newcomers
-from fastfact.federation.server import mixing, strategy
-from fastfact.federation.server.exchange import Downloads, Exchange, Report, not_finite
+from fastfact.federation.server import strategy
+from fastfact.federation.server.exchange import Downloads, Exchange, client_round, server_round
 from fastfact.federation.server.processes import Group, Shard
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, generator_for, stack, take
@@ -60,8 +60,8 @@ class Round:
 
     round: int
     ledger: Ledger
-    memory: State
-    last: Report | None
+    server_state: State
+    reported: Uploads | None
     rows: list[dict] = dataclasses.field(default_factory=list)
 
 
@@ -72,7 +72,8 @@ class Federation:
         factorizes it if it needs to. The model maps x [n, …] to logits [n, classes].
     clients: `Client` objects. Samples have one shape; sizes and label sets may differ. A list or tuple is checked and
         put in place at once, any other sequence (see `LazyClients`) as rounds ask for its clients.
-    method: a name (see `ff.methods.names()`) or a `Strategy` object with its own settings.
+    method: a name (see `ff.methods.names()`), or a `Strategy` object. settings: of the method, where it is a name, as
+        `{"mu": 0.1}`.
     epochs, batch_size, lr, momentum, weight_decay: local SGD in each round; the momentum starts at zero. A last batch
         of a single sample joins the one before it.
     participation: the fraction of the clients that takes part in a round, drawn anew each round, at least one.
@@ -119,6 +120,7 @@ class Federation:
         clients: Sequence[Client],
         method: str | Strategy = "fedavg",
         *,
+        settings: Mapping[str, Any] | None = None,
         epochs: int = 5,
         batch_size: int = 50,
         lr: float = 1e-3,
@@ -141,6 +143,12 @@ class Federation:
         group: Group | None = None,
         _recorded: Recorded | None = None,
     ):
+        if isinstance(method, str):
+            method = strategy.make(method, **(settings or {}))
+        elif not isinstance(method, Strategy):
+            raise ValueError(f"Federation(method={method!r}): must be a name or a Strategy object")
+        elif settings:
+            raise ValueError(f"Federation(settings={settings!r}): {method.name} is an object and has its settings")
         settings = {
             "epochs": epochs,
             "batch_size": batch_size,
@@ -160,9 +168,6 @@ class Federation:
         check_settings(settings)
         if augment is not None and not callable(augment):
             raise ValueError(f"Federation(augment={augment!r}): must be a function (x, generator) → x, or None")
-        method = strategy.make(method) if isinstance(method, str) else method
-        if not isinstance(method, Strategy):
-            raise ValueError(f"Federation(method={method!r}): must be a name or a Strategy object")
         # Its own copy: a method may keep what `bind` told it about the model.
         self.method = copy.copy(method) if l1 is None else dataclasses.replace(method, l1=l1)
         self.settings, self.augment, self.source = settings, augment, dict(source or {})
@@ -201,10 +206,10 @@ class Federation:
         self._setup_exchange(config["clients"])
         server = recorded.restore(self.states, self.here)
         try:
-            self.last = None if server.last is None else Report(**server.last)
+            self.reported = None if server.last is None else Uploads(**server.last)
         except TypeError as error:
             raise RunDirectoryError(f"{recorded.directory}: who reported last: {error}") from error
-        self.memory = {name: tensor.to(self.device) for name, tensor in server.memory.items()}
+        self.server_state = {name: tensor.to(self.device) for name, tensor in server.memory.items()}
         self.round, self.history, self.ledger = server.round, server.history, server.ledger
         # Nobody writes into the directory before all have read it.
         self.group.each(None)
@@ -272,12 +277,12 @@ class Federation:
         """The state [1, …] every client starts from."""
         if self.schedule is not None:
             setup.check_sparsity(self.schedule, self.method, self.template, self.initial)
-        self._exchange = Exchange(
+        self.exchange = Exchange(
             self.method,
             self.infos,
             self.sparse,
             self.initial,
-            train.Encoder(self._trainer, shape, getattr(torch, dtype)),
+            train.Encoder(self.trainer, shape, getattr(torch, dtype)),
             self.settings["wire"],
             self.settings["seed"],
         )
@@ -285,9 +290,9 @@ class Federation:
         self.round = 0
         self.history, self.ledger = History(), Ledger()
         everybody = {name: tensor.expand(k, *tensor.shape[1:]) for name, tensor in self.initial.items()}
-        self.memory: State = self.method.memory(everybody)
-        """The server's own tensors, see `Uploads.memory`."""
-        self.last: Report | None = None
+        self.server_state: State = self.method.server_state(everybody)
+        """The server's own tensors, see `Uploads.server_state`."""
+        self.reported: Uploads | None = None
         """Who reported last; what they uploaded is what they hold."""
 
     def _initial(self) -> State:
@@ -308,25 +313,25 @@ class Federation:
     @property
     def shared(self) -> list[str]:
         """The names of the tensors that are uploaded, mixed and downloaded."""
-        return self._exchange.shared
+        return self.exchange.shared
 
     @property
     def uploaded(self) -> list[str]:
         """The names of the tensors that go up, keys included."""
-        return self._exchange.uploaded
+        return self.exchange.uploaded
 
     @property
-    def keys(self) -> list[str]:
+    def key_names(self) -> list[str]:
         """The names of what similarity is measured on."""
-        return self._exchange.keys
+        return self.exchange.keys
 
     @property
     def wire(self) -> Wire:
         """How tensors are encoded between clients and server."""
-        return self._exchange.wire
+        return self.exchange.wire
 
     @functools.cached_property
-    def _trainer(self) -> train.Trainer:
+    def trainer(self) -> train.Trainer:
         return self._make_trainer(self.template)
 
     def _make_trainer(self, template: nn.Module) -> train.Trainer:
@@ -361,11 +366,11 @@ class Federation:
 
     @functools.cached_property
     def _executor(self) -> Executor:
-        return Executor(self._trainer, self.plan)
+        return Executor(self.trainer, self.plan)
 
     @functools.cached_property
     def _compact_executor(self) -> Executor:
-        settings = self._trainer.settings
+        settings = self.trainer.settings
         return Executor(
             sparse.CompactTrainer(self.template, self.method.classifier, settings, self.schedule), self.plan
         )
@@ -451,8 +456,8 @@ class Federation:
             yield opened[0]
 
     def _server(self) -> ServerState:
-        last = None if self.last is None else dataclasses.asdict(self.last)
-        return ServerState(self.round, self.history, self.ledger, self.memory, last)
+        last = None if self.reported is None else self.reported.report()
+        return ServerState(self.round, self.history, self.ledger, self.server_state, last)
 
     def _save(self, out: str | Path | None, directory: RunDirectory | None) -> None:
         """Write a checkpoint of the round the federation is at. A store is one after every round: it is synced."""
@@ -474,14 +479,14 @@ class Federation:
 
     def _commit(self, done: Round, directory: RunDirectory | None) -> None:
         """Nothing before this changed the federation: a round that is interrupted has not happened."""
-        before = self.round, self.memory, self.last, len(self.history), len(self.ledger.entries)
+        before = self.round, self.server_state, self.reported, len(self.history), len(self.ledger.entries)
         try:
-            self.round, self.memory, self.last = done.round, done.memory, done.last
+            self.round, self.server_state, self.reported = done.round, done.server_state, done.reported
             self.history.extend(done.rows)
             self.ledger.entries += done.ledger.entries
             checkpoint.commit(self.states, self._server(), directory, self.id)
         except BaseException:
-            self.round, self.memory, self.last = before[:3]
+            self.round, self.server_state, self.reported = before[:3]
             del self.history[before[3] :], self.ledger.entries[before[4] :]
             self.states.rollback()
             raise
@@ -500,11 +505,11 @@ class Federation:
 
     def _run_round(self, round: int, on_client) -> Round:
         clients = self._shard.mine(self.select(round))
-        done = Round(round, Ledger(), dict(self.memory), self.last)
+        done = Round(round, Ledger(), dict(self.server_state), self.reported)
         size = self._block(len(clients))
         blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)]
         # A process without a client in this round takes part in the mix.
-        downloads, report = self._downloads(round, clients, done), Report(round, [], [], [])
+        downloads, report = self._downloads(round, clients, done), Uploads(round, [], [], [])
         self.states.reserve(len(clients))
         for number, block in enumerate(blocks):
             work = self.states.work(block, () if downloads is None else downloads.overwritten(block))
@@ -520,30 +525,41 @@ class Federation:
         parts = self.group.each((done.rows, done.ledger.entries, report))
         done.rows = [row for rows, _, _ in parts for row in rows]
         done.ledger = Ledger(entry for _, entries, _ in parts for entry in entries)
-        report = Report.of_parts([part for _, _, part in parts])
+        report = Uploads.joined([part for _, _, part in parts])
         if report.clients:
-            done.last = report
+            done.reported = report
         else:
-            done.memory = self.memory
+            done.server_state = self.server_state
         return done
 
     def _run_block(
-        self, clients: list[int], work: State, downloads: Downloads | None, done: Round, report: Report, on_client
+        self, clients: list[int], work: State, downloads: Downloads | None, done: Round, report: Uploads, on_client
     ) -> None:
         """A round of some of its clients, whose states are in `work`."""
-        round = done.round
-        if downloads is not None:
-            downloads.deliver(clients, work)
-        elif self.shared:
-            self._exchange.first_download(round, clients, work, done.ledger)
-        before = [None] * len(clients) if downloads is None else self._evaluate(round, clients, work)
-        losses, seconds = self._train(round, clients, work, on_client)
-        left_out = not_finite(clients, work)
-        if self.schedule and round == self.schedule.warmup:
-            sparse.prune_(work, self.sparse, self.schedule)
+        round, exchange = done.round, self.exchange
+        if downloads is None and self.shared:
+            exchange.first_download(round, clients, work, done.ledger)
+
+        def train(state: State) -> tuple[list[float], list[float]]:
+            result = self._train(round, clients, state, on_client)
+            if self.schedule and round == self.schedule.warmup:
+                sparse.prune_(state, self.sparse, self.schedule)
+            return result
+
+        trained = client_round(
+            exchange,
+            clients,
+            work,
+            () if downloads is None else downloads.of(clients, work),
+            exchange.channel_masks("up", done.server_state),
+            train,
+            None if downloads is None else functools.partial(self._evaluate, round, clients),
+        )
+        losses, seconds, left_out = trained.losses, trained.seconds, trained.broken
+        before = [None] * len(clients) if trained.before is None else trained.before
         if self.uploaded:
-            sent = self._exchange.upload(round, clients, work, done.memory, done.ledger)
-            left_out |= self._exchange.unusable(clients, sent, self.settings["max_norm"], left_out)
+            done.ledger.add(round, "up", clients, trained.sizes)
+            left_out |= exchange.unusable(clients, trained.sent, self.settings["max_norm"], left_out)
         for row, k in enumerate(clients):
             if k in left_out:
                 log.warning("round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k])
@@ -553,7 +569,7 @@ class Federation:
                 report.clients.append(k)
                 report.samples.append(self._samples_of(k))
                 report.losses.append(losses[row])
-        accuracies, densities = self._evaluate(round, clients, work), self._densities(work)
+        accuracies, densities = self._evaluate(round, clients, work), analysis.densities(work, self.infos, self.sparse)
         self.states.store(clients, work)
         done.rows += [
             {
@@ -596,16 +612,21 @@ class Federation:
 
     def _downloads(self, round: int, clients: list[int], done: Round) -> Downloads | None:
         """The mix of the last round's uploads; None where there is nothing to mix."""
-        if not self.shared or self.last is None:
+        if not self.shared or self.reported is None:
             return None
-        uploads = self._uploads(self.last, done.memory)
-        return Downloads(self._exchange, uploads, round, clients, done.ledger, self._samples_of, self._loss_of)
+        uploads = self.uploads(done.server_state)
+        return server_round(self.exchange, uploads, round, clients, done.ledger, self._samples_of, self._loss_of)
 
-    def _uploads(self, last: Report, memory: State) -> Uploads:
-        """What the server has of a round."""
-        names = None if self._exchange.measured else self.uploaded
-        state = self.states.read(self._shard.mine(last.clients), names)
-        return self._exchange.uploads(last, state, memory, self._shard)
+    def uploads(self, server_state: State | None = None) -> Uploads:
+        """What the server has of the last round. server_state: in place of a copy of the server's own."""
+        server_state = dict(self.server_state) if server_state is None else server_state
+        names = None if self.exchange.measured else self.uploaded
+        state = self.states.read(self._shard.mine(self.reported.clients), names)
+        return self.exchange.uploads(self.reported, state, server_state, self._shard)
+
+    def of_all(self, state: State) -> State:
+        """The tensors [K, …] of all clients, of which `state` has those of this process's."""
+        return self._shard.stacked(state, range(len(self)))
 
     def _samples_of(self, client: int) -> int:
         """How many samples a client trains on; of a federation loaded without clients, how many it has."""
@@ -619,15 +640,15 @@ class Federation:
         """`Uploads.evaluate`."""
         if self.clients is None:
             raise ValueError(f"{self.method.name} mixes by samples, pass Federation.load(DIR, clients=)")
-        own = {
+        held = {
             name: tensor.expand(len(state[self.shared[0]]), *tensor.shape[1:])
             for name, tensor in self.states.load([client], names=list(self.infos)).items()
         }
-        return self._trainer.loss(own | state, self._data[client].held_out)
+        return self.trainer.loss(held | state, self._data[client].held_out)
 
     def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
         """The accuracy of each client on its own test set, after the adaptation the strategy asks for (on a copy)."""
-        if self.method.schedule(self.settings["epochs"], adapts=True):
+        if self.method.active_phases(self.settings["epochs"], adapts=True):
             work = take(work, range(len(clients)))
             self._train(round, clients, work, None, adapts=True)
         return self._executor_of(round).evaluate(work, [self._data[k].test for k in clients])
@@ -635,16 +656,9 @@ class Federation:
     def _train(
         self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
     ) -> tuple[list[float], list[float]]:
-        phases = self.method.schedule(self.settings["epochs"], adapts)
+        phases = self.method.active_phases(self.settings["epochs"], adapts)
         data, purpose = [self._data[k].train for k in clients], "adapt" if adapts else "order"
         return self._executor_of(round).train(work, data, round, clients, phases, purpose, on_client)
-
-    def _densities(self, state: State) -> list[float | None]:
-        """The fraction of nonzeros of μ over all layers, for each row; None for a model without μ."""
-        if not self.sparse:
-            return [None] * len(next(iter(state.values())))
-        nonzeros = sum(state[name].flatten(1).count_nonzero(1) for name in self.sparse)
-        return (nonzeros / sum(self.infos[name].numel for name in self.sparse)).tolist()
 
     @property
     def models(self) -> "Models":
@@ -654,16 +668,16 @@ class Federation:
     def mixed(self) -> "Models":
         """The models as the next round's download would make them: for FedAvg, the global model at every k."""
         clients, state = list(self.here), self.states.load(range(len(self)))
-        own = {name: tensor[self.here.start : self.here.stop] for name, tensor in state.items()}
-        downloads = self._downloads(self.round + 1, clients, Round(0, Ledger(), dict(self.memory), None))
+        work = {name: tensor[self.here.start : self.here.stop] for name, tensor in state.items()}
+        downloads = self._downloads(self.round + 1, clients, Round(0, Ledger(), dict(self.server_state), None))
         if downloads is not None:
-            downloads.deliver(clients, own)
+            downloads.deliver(clients, work)
         return Models(self.template, Stacked.of(state))
 
     def join(self, clients: Sequence[Client], how: str = "local-train", epochs: int | None = None) -> Newcomers:
         """What clients that come after training get out of it, on their own test samples. Changes nothing here.
 
-        A newcomer starts from the initial model and gets what `Strategy.arrival` says, as if it came for the next
+        A newcomer starts from the initial model and gets what `Strategy.mix` has for guests, as if it came for the next
         round. how: "local-train" (FedFac, §3.2, LocalTrain; FedRep, FedEM alike), the shared part stays as downloaded
         (for FedFac, the shared channels) and the personal part trains for `epochs`, by default those of a round;
         "fine-tune", everything trains (FedAvg+); "download", nothing does (FedAvg); "ensemble" (FedFac, §3.2, Ensemble;
@@ -676,57 +690,28 @@ class Federation:
         return newcomers.join(self, clients, how, epochs)
 
     def density(self) -> dict[str, list[float]]:
-        """Layer path → the fraction of nonzeros of its μ for each client; empty for a model without μ."""
-        here, counts = self.here, {name: [] for name in self.sparse}
-        for begin in range(here.start, here.stop, 64):
-            state = self.states.load(range(begin, min(begin + 64, here.stop)), names=self.sparse)
-            for name, tensor in state.items():
-                counts[name] += (tensor.flatten(1).count_nonzero(1) / self.infos[name].numel).tolist()
-        parts = self.group.each(counts)
-        return {name.rpartition(".")[0]: [density for part in parts for density in part[name]] for name in self.sparse}
+        """See `analysis.density`."""
+        return analysis.density(self)
 
     def similarity(self, name: str | None = None, layer: int | None = None) -> Tensor:
-        """Cosine of one tensor between all pairs of clients, float64 [K, K] (Factorized-FL eq. 4, Figure 7).
+        """See `analysis.similarity`."""
+        return analysis.similarity(self, name, layer)
 
-        name: "u", "v", "mu", "weight" …, by default "v" or, without one, "weight". layer: 1 … L, by default L − 1, the
-        layer before the classifier (L in a model of one layer). Raises ValueError if that layer has no such tensor.
-        """
-        layers = max(info.layers for info in self.infos.values())
-        layer = max(1, layers - 1) if layer is None else layer
-        roles = {info.role: info.name for info in self.infos.values() if info.layer == layer and not info.norm}
-        name = name or ("v" if "v" in roles else "weight")
-        if name not in roles:
-            raise ValueError(
-                f"similarity(name={name!r}, layer={layer}): must be one of {', '.join(roles) or 'none'} in that layer"
-                f" (layers 1 … {layers})"
-            )
-        own = self.states.load(self.here, names=[roles[name]])
-        return mixing.cosine(self._shard.stacked(own, range(len(self)))[roles[name]])
-
-    def key(self) -> Tensor:
-        """What the method compares of each client as one vector, [K, d]; d is 0 for a method without similarity."""
-        names = None if self._exchange.measured else self.keys
-        own = self._exchange.keyed(self.states.load(self.here, names=names))
-        state = self._shard.stacked({name: own[name] for name in self.keys}, range(len(self)))
-        return torch.cat([torch.empty(len(self), 0), *(state[name].flatten(1).cpu() for name in self.keys)], dim=1)
+    def key_vectors(self) -> Tensor:
+        """See `analysis.key_vectors`."""
+        return analysis.key_vectors(self)
 
     def mixing_matrix(self) -> Tensor:
-        """The weights `Strategy.weights` gives the next download, float64 [K, K]; a client that did not report last is
-        a row and a column of zeros. Methods that mix by other means (see `Strategy.mix`) may not use it."""
-        matrix = torch.zeros(len(self), len(self), dtype=torch.float64)
-        if self.shared and self.last is not None:
-            at = torch.tensor(self.last.clients)
-            matrix[at[:, None], at] = self.method.weights(self._uploads(self.last, dict(self.memory))).double().cpu()
-        return matrix
+        """See `analysis.mixing_matrix`."""
+        return analysis.mixing_matrix(self)
 
     def encode(self, x: Tensor, client: int | None = None) -> Tensor:
-        """What the classifier of each client (or of one) gets to see of x [n, …], in eval mode: [K or 1, n, d]."""
-        rows = range(len(self)) if client is None else [client]
-        return self._exchange.encoder(self.states.load(rows), x.to(self.device))
+        """See `analysis.encode`."""
+        return analysis.encode(self, x, client)
 
     def accuracies(self, state: State) -> list[float]:
         """The accuracy of other tensors [K, …] in place of the clients' own, on the test samples of each."""
-        return self._trainer.evaluate(state, [one.test for one in self._data])
+        return self.trainer.evaluate(state, [one.test for one in self._data])
 
     def save(self, directory: str | Path) -> None:
         """Write the run directory: configuration, rows, ledger and a checkpoint of this round.

@@ -2,29 +2,41 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastfact.data.client import Client
-from fastfact.federation import setup
+from fastfact.federation import analysis, setup
 from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase, cross_entropy
 from fastfact.federation.client.placement import Placement
-from fastfact.federation.server.exchange import Downloads
+from fastfact.federation.client.train import Trainer
+from fastfact.federation.server.exchange import server_round
 from fastfact.federation.state import State, take
 from fastfact.federation.storage.states import Models, Stacked
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import must_be
-
-if TYPE_CHECKING:
-    from fastfact.federation.federation import Federation
 
 HOW = ("local-train", "fine-tune", "download", "ensemble")
 
 
 class NothingPersonal(ValueError):
     """Newcomers were to train what is personal, with a method that shares all that trains."""
+
+
+class Trained(analysis.Trained, Protocol):
+    """What `join` asks of a `Federation`, where each of these is described."""
+
+    template: nn.Module
+    initial: State
+    server_state: State
+    settings: dict[str, Any]
+    identity: dict[str, Any]
+    round: int
+
+    @property
+    def trainer(self) -> Trainer: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,7 @@ class Newcomers:
     models: Models | None = None
 
 
-def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | None) -> Newcomers:
+def join(fed: Trained, clients: Sequence[Client], how: str, epochs: int | None) -> Newcomers:
     """See `Federation.join`."""
     if how not in HOW:
         raise ValueError(f"join(how={how!r}): must be one of {', '.join(HOW)}")
@@ -46,7 +58,7 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
         raise ValueError(f"join(epochs={epochs!r}): must be an integer of at least 1, or None")
     if how == "ensemble" and fed.group.size > 1:
         raise ValueError(f"join(how='ensemble'): needs all clients' models in one process; here are {fed.group.size}")
-    if fed.last is None:
+    if fed.reported is None:
         raise ValueError("join: the federation has not run a round yet, there is nothing to get from it")
     clients = list(clients)
     data = Placement(clients, next(fed.template.parameters()), fed.method.validation, fed.settings["seed"])
@@ -62,11 +74,11 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
     places = range(first, first + len(clients))
     work = take(fed.initial, [0] * len(clients))
     epochs = epochs or fed.settings["epochs"]
-    phases = fed.method.schedule(epochs, adapts=False)
-    memory = _download(fed, round, list(places), work, ledger, data)
+    phases = fed.method.active_phases(epochs, adapts=False)
+    server_state = _download(fed, round, list(places), work, ledger, data)
     got = take(work, range(len(clients)))
     if how == "local-train":
-        masks = fed.method.rows("down", memory)
+        masks = fed.method.channel_masks("down", server_state)
         _train(fed, work, data, round, places, _personal(fed, phases, masks))
         for name in fed.shared:
             stays = masks[name].view(-1, *[1] * (work[name].dim() - 2)) if name in masks else torch.tensor(True)
@@ -74,41 +86,40 @@ def join(fed: "Federation", clients: Sequence[Client], how: str, epochs: int | N
     elif how == "fine-tune":
         _train(fed, work, data, round, places, phases)
     evaluated = take(work, range(len(clients)))
-    if adapting := fed.method.schedule(epochs, adapts=True):
+    if adapting := fed.method.active_phases(epochs, adapts=True):
         _train(fed, evaluated, data, round, places, adapting, "adapt")
     up, down = ledger.by_client("up"), ledger.by_client("down")
     return Newcomers(
         how,
-        fed._trainer.evaluate(evaluated, [client.test for client in data]),
+        fed.trainer.evaluate(evaluated, [client.test for client in data]),
         [up.get(k, 0) for k in places],
         [down.get(k, 0) for k in places],
         Models(fed.template, Stacked.of(work)),
     )
 
 
-def _download(fed: "Federation", round: int, places: list[int], work: State, ledger: Ledger, data: Placement) -> State:
-    """Give the newcomers what `Strategy.arrival` says. Returns the server's memory after it, which is thrown away."""
-    memory = dict(fed.memory)
+def _download(fed: Trained, round: int, places: list[int], work: State, ledger: Ledger, data: Placement) -> State:
+    """Give the newcomers what `Strategy.mix` says. Returns the state of the server after it, which is thrown away."""
     if not fed.shared:
-        return memory
+        return dict(fed.server_state)
+    uploads = fed.uploads()
 
     def evaluate(client: int, state: State) -> Tensor:
         row = client - places[0]
-        own = {
+        held = {
             name: work[name][row : row + 1].expand(len(state[fed.shared[0]]), *work[name].shape[1:])
             for name in fed.infos
         }
-        return fed._trainer.loss(own | state, data[row].held_out)
+        return fed.trainer.loss(held | state, data[row].held_out)
 
-    uploads = fed._uploads(fed.last, memory)
     samples = [len(client.train[1]) for client in data]
-    downloads = Downloads(fed._exchange, uploads, round, places, ledger, lambda k: samples[k - places[0]], evaluate)
+    downloads = server_round(fed.exchange, uploads, round, places, ledger, lambda k: samples[k - places[0]], evaluate)
     downloads.deliver(places, work)
-    return memory
+    return uploads.server_state
 
 
 def _train(
-    fed: "Federation",
+    fed: Trained,
     work: State,
     data: Placement,
     round: int,
@@ -118,10 +129,10 @@ def _train(
 ) -> None:
     for row, k in enumerate(places):
         one = {name: tensor[row : row + 1] for name, tensor in work.items()}
-        fed._trainer.train(one, [data[row].train], round, [k], phases, purpose)
+        fed.trainer.train(one, [data[row].train], round, [k], phases, purpose)
 
 
-def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Tensor]) -> list[Phase]:
+def _personal(fed: Trained, phases: Sequence[Phase], masks: Mapping[str, Tensor]) -> list[Phase]:
     """The phases with what is shared held fixed: whole tensors, or the rows of `masks`."""
     shared, kept = set(fed.shared), []
     masks = {name: mask.to(fed.device) for name, mask in masks.items()}
@@ -138,7 +149,7 @@ def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Te
             }
             return objective(Net(net.model, net.params | fixed, net.start, net.rest or {}), x, y)
 
-        if any(trains(fed.infos[name]) for name in fed._trainer.trainable):
+        if any(trains(fed.infos[name]) for name in fed.trainer.trainable):
             kept.append(replace(phase, trains=trains, loss=loss if masks else phase.loss))
         elif phase.update is not None:
             kept.append(replace(phase, epochs=0))
@@ -151,15 +162,15 @@ def _personal(fed: "Federation", phases: Sequence[Phase], masks: Mapping[str, Te
 
 
 @torch.no_grad()
-def _ensemble(fed: "Federation", data: Placement) -> Newcomers:
+def _ensemble(fed: Trained, data: Placement) -> Newcomers:
     """The mean of the probabilities that all clients' models give."""
     tests = [client.test for client in data]
     sums: list = [0.0] * len(tests)
-    size, model = 0, fed._trainer.model.eval()
+    size, model = 0, fed.trainer.model.eval()
     for k in range(len(fed)):
         state = fed.states.load([k], names=list(fed.infos))
-        size += sum(one[0] for one in fed.wire.roundtrip(state, list(fed.infos))[1].bytes.values())
-        fed._trainer.bind(state, 0)
+        size += sum(one[0] for one in fed.exchange.wire.roundtrip(state, list(fed.infos))[1].bytes.values())
+        fed.trainer.bind(state, 0)
         for row, (x, _) in enumerate(tests):
             sums[row] += torch.cat([model(some).softmax(1) for some in x.split(EVALUATION_BATCH)])
     accuracy = [(p.argmax(1) == y).double().mean().item() for p, (_, y) in zip(sums, tests, strict=True)]

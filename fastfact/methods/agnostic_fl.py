@@ -57,7 +57,7 @@ class AgnosticFL(Strategy):
     def key(self, state: State, encoder: Any) -> State:
         return {"loss": state["loss"]}
 
-    def memory(self, state: State) -> State:
+    def server_state(self, state: State) -> State:
         k = len(next(iter(state.values())))
         return {"mixture": torch.full((k,), 1 / k, dtype=torch.float64)}
 
@@ -67,21 +67,18 @@ class AgnosticFL(Strategy):
     def _measure(self, net: Any, x: Tensor, y: Tensor) -> State:
         return {"loss": F.cross_entropy(net(x, evaluate=True), y)[None]}
 
-    def weights(self, uploads: Uploads) -> Tensor:
-        return self._matrix(uploads.memory["mixture"].cpu(), uploads, len(uploads.clients))
-
-    def _matrix(self, mixture: Tensor, uploads: Uploads, rows: int) -> Tensor:
-        some = mixture[uploads.clients]
+    def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
+        # Guests come after the mix, which has moved λ on.
+        some = uploads.server_state["mixture" if guests is None else "mixed"].cpu()[uploads.clients]
+        rows = len((guests or uploads).clients)
         return mixing.fedavg_matrix(some if some.sum() > 0 else torch.ones_like(some), rows)
 
-    def mix(self, uploads: Uploads, names: list[str]) -> State:
-        mixed = super().mix(uploads, names)
-        mixture = uploads.memory["mixture"].cpu()
+    def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
+        mixed = super().mix(uploads, names, guests)
+        if guests is not None:
+            return mixed
+        mixture = uploads.server_state["mixture"].cpu()
         ascended = mixture.clone()
         ascended[uploads.clients] += self.mixture_lr * uploads.state["loss"].flatten().double().cpu()
-        uploads.memory |= {"mixture": project_to_simplex(ascended), "mixed": mixture}
+        uploads.server_state |= {"mixture": project_to_simplex(ascended), "mixed": mixture}
         return mixed
-
-    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
-        matrix = self._matrix(last.memory["mixed"].cpu(), last, len(own.clients))
-        return mixing.mix(matrix, {name: last.state[name] for name in names})

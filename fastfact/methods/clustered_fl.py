@@ -74,14 +74,16 @@ class ClusteredFL(Strategy):
         self._shared = [name for name, info in infos.items() if self.shares(info)]
         self._compared = [name for name in self._shared if not infos[name].buffer]
 
-    def memory(self, state: State) -> State:
+    def server_state(self, state: State) -> State:
         k = len(next(iter(state.values())))
         models = {f"model/{name}": state[name][:1].clone() for name in self._shared}
         return models | {"cluster": torch.zeros(k, dtype=torch.long)}
 
-    def mix(self, uploads: Uploads, names: list[str]) -> State:
-        cluster = uploads.memory["cluster"].cpu().clone()
-        models = {name: uploads.memory[f"model/{name}"] for name in names}
+    def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
+        if guests is not None:
+            return self._models_of(guests.clients, uploads, names)
+        cluster = uploads.server_state["cluster"].cpu().clone()
+        models = {name: uploads.server_state[f"model/{name}"] for name in names}
         updates = torch.cat(
             [
                 (uploads.state[name] - models[name][cluster[uploads.clients].to(models[name].device)]).flatten(1)
@@ -103,10 +105,10 @@ class ClusteredFL(Strategy):
         # The mixing matrix is constant in each block: a row a cluster.
         present, place = mine.unique(return_inverse=True)
         matrix = (present[:, None] == mine) * samples
-        mixed = mixing.mix(matrix / matrix.sum(1, keepdim=True), {name: uploads.state[name] for name in names})
+        mixed = uploads.mix(matrix / matrix.sum(1, keepdim=True), names)
         for name, tensor in models.items():
             models[name] = tensor.index_copy(0, present.to(tensor.device), mixed[name])
-        uploads.memory |= {"cluster": cluster} | {f"model/{name}": tensor for name, tensor in models.items()}
+        uploads.server_state |= {"cluster": cluster} | {f"model/{name}": tensor for name, tensor in models.items()}
         return {name: tensor[place.to(tensor.device)] for name, tensor in mixed.items()}
 
     def _split(self, updates: Tensor, samples: list[int]) -> list[int]:
@@ -122,10 +124,11 @@ class ClusteredFL(Strategy):
             return []
         return far if len(far) <= len(near) else near
 
-    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
-        models = {name: last.memory[f"model/{name}"] for name in names}
-        known = last.memory["cluster"].cpu()
+    def _models_of(self, clients: list[int], uploads: Uploads, names: list[str]) -> State:
+        """The models of the clusters of clients that were not in the round, [len(clients), …]."""
+        models = {name: uploads.server_state[f"model/{name}"] for name in names}
+        known = uploads.server_state["cluster"].cpu()
         cluster = torch.tensor(
-            [int(known[k]) if k < len(known) else int(last.evaluate(k, models).argmin()) for k in own.clients]
+            [int(known[k]) if k < len(known) else int(uploads.evaluate(k, models).argmin()) for k in clients]
         )
         return {name: tensor[cluster.to(tensor.device)] for name, tensor in models.items()}

@@ -72,8 +72,10 @@ class FedAMP(Strategy):
         distance = sum((net.params[name] - net.start[f"cloud/{name}"]).square().sum() for name in pulled)
         return F.cross_entropy(net(x), y) + self.lam / (2 * self.alpha) * distance
 
-    def weights(self, uploads: Uploads) -> Tensor:
-        return self._attention(uploads.key())
+    def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
+        if guests is None:
+            return self._attention(uploads.key())
+        return torch.cat([self._attention(torch.cat([key[None], uploads.key()]))[:1] for key in guests.key()])
 
     def _attention(self, keys: Tensor) -> Tensor:
         """ξ [m, m], float64."""
@@ -86,14 +88,3 @@ class FedAMP(Strategy):
             xi = (self.alpha / self.sigma * torch.exp(-squares / self.sigma)).fill_diagonal_(0)
             xi = xi / xi.sum(1, keepdim=True).clamp(min=1)
         return xi + torch.diag(1 - xi.sum(1))
-
-    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
-        keys, mixed = own.key(), []
-        for row in range(len(own.clients)):
-            matrix = self._attention(torch.cat([keys[row : row + 1], last.key()]))[:1]
-            mixed.append(
-                mixing.mix(
-                    matrix, {name: torch.cat([own.state[name][row : row + 1], last.state[name]]) for name in names}
-                )
-            )
-        return {name: torch.cat([one[name] for one in mixed]) for name in names}

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastfact.federation.client.phase import Phase
-from fastfact.federation.server import mixing
 from fastfact.federation.server.strategy import Strategy, Uploads, register
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
@@ -100,17 +99,18 @@ class FedCAC(Strategy):
         threshold = pairs.mean() + round / self.beta * (pairs.max() - pairs.mean())
         return own | (overlap >= threshold)
 
-    def mix(self, uploads: Uploads, names: list[str]) -> State:
-        m = len(uploads.clients)
-        stacked = {name: uploads.state[name] for name in names}
+    def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
+        everybody = super().mix(uploads, names, guests)
+        if guests is not None:
+            return everybody
+        here = slice(uploads.here.start, uploads.here.stop)
         masks = {name: unpack_bits(uploads.state[f"critical/{name}"], n) for name, n in self._numels.items()}
-        everybody = mixing.mix(self.weights(uploads), stacked)
         if not masks:
             return everybody
         partners = self._partners(torch.cat(list(masks.values()), dim=1), uploads.round).double()
         matrix = partners / partners.sum(1, keepdim=True)
-        critical = mixing.mix(matrix, {name: stacked[name] for name in masks})
+        critical = uploads.mix(matrix[here], list(masks))
         return everybody | {
-            name: torch.where(mask.view(m, *stacked[name].shape[1:]), critical[name], everybody[name])
+            name: torch.where(mask[here].view(everybody[name].shape), critical[name], everybody[name])
             for name, mask in masks.items()
         }

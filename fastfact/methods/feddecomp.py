@@ -8,7 +8,6 @@ from torch import Tensor
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server import mixing
 from fastfact.federation.server.strategy import Strategy, Uploads, register
-from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
 from fastfact.nn.specs import LowRank, Spec
 
@@ -41,7 +40,7 @@ class FedDecomp(Strategy):
     shared: "full-rank"; "low-rank" is FedDecomp_Reverse (Table 5), whose training stays in the same order; "both" and
     "none" are the "w/ Low-Rank" rows of FedAvg and Local in Table 4, where training is to be "simultaneous".
 
-    Layers in `whole` are not decomposed, and count as full-rank (of its Transformer the paper decomposes attention and
+    Layers in `skip` are not decomposed, and count as full-rank (of its Transformer the paper decomposes attention and
     classifier only). σ starts as the model's weights: a pretrained σ (§4.5) is a pretrained model.
 
     What is no weight (biases, learned normalisation) is not decomposed: it counts as full-rank, so that without the
@@ -89,9 +88,5 @@ class FedDecomp(Strategy):
         self._require("lora_epochs", first <= epochs, f"must be at most the {epochs} local epochs")
         return [Phase(first, trains=_low_rank), Phase(epochs - first, trains=_full_rank)]
 
-    def weights(self, uploads: Uploads) -> Tensor:
-        return mixing.fedavg_matrix([1] * len(uploads.clients))
-
-    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
-        matrix = mixing.fedavg_matrix([1] * len(last.clients), rows=len(own.clients))
-        return mixing.mix(matrix, {name: last.state[name] for name in names})
+    def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
+        return mixing.fedavg_matrix([1] * len(uploads.clients), rows=len((guests or uploads).clients))

@@ -143,10 +143,10 @@ class _Split(Strategy):
         self._elements = [e for e in elements(infos, self._tables) if all(self.shares(infos[n]) for n in e.weights)]
         self._infos = infos
 
-    def rows(self, direction: str, memory: State) -> State:
+    def channel_masks(self, direction: str, server_state: State) -> State:
         masks = {}
         for e in self._elements:
-            mask = memory.get(SPLIT + e.name)
+            mask = server_state.get(SPLIT + e.name)
             for name in (*e.weights, *e.others) if mask is not None else ():
                 if self.shares(self._infos[name]):
                     masks[name] = mask.repeat(e.gates)
@@ -184,8 +184,8 @@ class FedSplit(_Split):
                 self._masks[e.name] = torch.zeros(e.units, dtype=torch.bool)
                 self._masks[e.name][list(channels)] = True
 
-    def rows(self, direction: str, memory: State) -> State:
-        return super().rows(direction, {SPLIT + name: mask for name, mask in self._masks.items()})
+    def channel_masks(self, direction: str, server_state: State) -> State:
+        return super().channel_masks(direction, {SPLIT + name: mask for name, mask in self._masks.items()})
 
 
 @dataclass(kw_only=True)
@@ -227,15 +227,15 @@ class _FedFac(_Split):
             self._require("layers", set(self.layers) <= there, rule)
             self._elements = [e for e in self._elements if infos[e.name].layer in self.layers]
 
-    def rows(self, direction: str, memory: State) -> State:
+    def channel_masks(self, direction: str, server_state: State) -> State:
         # The analysis needs all channels of the upload; once the split is fixed, the shared ones do.
-        return {} if direction == "up" and self.dynamic else super().rows(direction, memory)
+        return {} if direction == "up" and self.dynamic else super().channel_masks(direction, server_state)
 
-    def mix(self, uploads: Uploads, names: list[str]) -> State:
-        for e in self._elements:
-            if self.dynamic or SPLIT + e.name not in uploads.memory:
-                uploads.memory[SPLIT + e.name] = shared_mask(self.scores(e, uploads), self.tau)
-        return super().mix(uploads, names)
+    def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
+        for e in self._elements if guests is None else ():
+            if self.dynamic or SPLIT + e.name not in uploads.server_state:
+                uploads.server_state[SPLIT + e.name] = shared_mask(self.scores(e, uploads), self.tau)
+        return super().mix(uploads, names, guests)
 
     def scores(self, e: Elements, uploads: Uploads) -> Tensor:
         """ν of one layer, [units]."""

@@ -49,45 +49,40 @@ class FedFOMO(Strategy):
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         self._measured = [name for name, info in infos.items() if self.shares(info) and not info.buffer]
 
-    def memory(self, state: State) -> State:
+    def server_state(self, state: State) -> State:
         k = len(next(iter(state.values())))
         return {"affinity": torch.zeros(k, k, dtype=torch.float64)}
 
-    def mix(self, uploads: Uploads, names: list[str]) -> State:
-        return self._mix(uploads, uploads, uploads.present, names)
-
-    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
-        return self._mix(own, last, list(range(len(own.clients))), names)
-
-    def _mix(self, own: Uploads, last: Uploads, rows: list[int], names: list[str]) -> State:
-        affinity = last.memory["affinity"].cpu().clone()
-        mixed = {name: own.state[name].clone() for name in names}
+    def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
+        rows, movers = (uploads.present, uploads) if guests is None else (range(len(guests.clients)), guests)
+        affinity = uploads.server_state["affinity"].cpu().clone()
+        mixed = {name: movers.state[name].clone() for name in names}
         for row in rows:
-            client = own.clients[row]
+            client = movers.clients[row]
             known = client < len(affinity)
-            places = self._candidates(affinity[client] if known else affinity.new_zeros(len(affinity)), client, last)
+            places = self._candidates(affinity[client] if known else affinity.new_zeros(len(affinity)), client, uploads)
             if not places:
                 continue
-            others = last.fetch(client, places)
-            mine = {name: own.state[name][row : row + 1] for name in names}
-            losses = last.evaluate(client, {name: torch.cat([mine[name], others[name]]) for name in names})
-            weights = self._weights(losses, self._distances(mine, others)).to(last.state[names[0]].device)
-            last.tell(client, len(places))
+            others = uploads.fetch(client, places)
+            mine = {name: movers.state[name][row : row + 1] for name in names}
+            losses = uploads.evaluate(client, {name: torch.cat([mine[name], others[name]]) for name in names})
+            weights = self._weights(losses, self._distances(mine, others)).to(uploads.state[names[0]].device)
+            uploads.tell(client, len(places))
             if known:
-                affinity[client, [last.clients[place] for place in places]] += weights.cpu()
+                affinity[client, [uploads.clients[place] for place in places]] += weights.cpu()
             for name in names:
                 if mixed[name].is_floating_point():
                     step = weights.to(mixed[name]) @ (others[name] - mine[name]).flatten(1)
                     mixed[name][row] += step.reshape(mixed[name][row].shape)
-        last.memory["affinity"] = affinity
+        uploads.server_state["affinity"] = affinity
         return mixed
 
-    def _candidates(self, affinity: Tensor, client: int, last: Uploads) -> list[int]:
-        """The places in `last` of the models the client downloads."""
-        generator = generator_for(last.seed, last.round, client, "candidates")
-        order = torch.randperm(len(last.clients), generator=generator).tolist()
-        left = [place for place in order if last.clients[place] != client]
-        left.sort(key=lambda place: -float(affinity[last.clients[place]]))
+    def _candidates(self, affinity: Tensor, client: int, uploads: Uploads) -> list[int]:
+        """The places in `uploads` of the models the client downloads."""
+        generator = generator_for(uploads.seed, uploads.round, client, "candidates")
+        order = torch.randperm(len(uploads.clients), generator=generator).tolist()
+        left = [place for place in order if uploads.clients[place] != client]
+        left.sort(key=lambda place: -float(affinity[uploads.clients[place]]))
         chosen = []
         while left and len(chosen) < self.models:
             explore = float(torch.rand((), generator=generator)) < self.epsilon

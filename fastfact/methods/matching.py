@@ -72,28 +72,23 @@ class Matched(Strategy):
         # One transform for all clients and rounds, known to everybody: its seed need not travel.
         return ops.srht(key, self.sketch)[0]
 
-    def weights(self, uploads: Uploads) -> Tensor:
-        return self.matrix(mixing.cosine(self.sketched(uploads.key())), uploads.clients, uploads)
+    def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
+        if guests is None:
+            return self.matrix(mixing.cosine(self.sketched(uploads.key())), uploads.clients, uploads)
+        keys, own = self.sketched(uploads.key()), self.sketched(guests.key())
+        # The guest itself first, as `matrix` wants it, then the clients of the last round.
+        each = (mixing.cosine(key[None], torch.cat([key[None], keys])) for key in own)
+        return torch.cat([self.matrix(row, [k], uploads) for row, k in zip(each, guests.clients, strict=True)])
 
-    def mix(self, uploads: Uploads, names: list[str]) -> State:
+    def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
         if self.matching != "best":
-            return super().mix(uploads, names)
-        stacked, here = {name: uploads.state[name] for name in names}, uploads.here
-        return mixing.similarity_mix(self.sketched(uploads.key()), stacked, self.scale, self.tau, self.least, rows=here)
-
-    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State:
-        keys = self.sketched(torch.cat([own.key(), last.key()]))
-        n, m = len(own.clients), len(last.clients)
-        if self.matching == "best":
-            # The newcomers are matched with the clients of the last round, and by nobody.
-            both = {name: torch.cat([own.state[name], last.state[name]]) for name in names}
+            return super().mix(uploads, names, guests)
+        keys, stacked = uploads.key(), {name: uploads.state[name] for name in names}
+        valid, rows = None, uploads.here
+        if guests is not None:
+            # They are matched with the clients of the last round, and by nobody.
+            n, m = len(guests.clients), len(keys)
+            keys, rows = torch.cat([guests.key(), keys]), range(n)
+            stacked = {name: torch.cat([guests.state[name], tensor]) for name, tensor in stacked.items()}
             valid = torch.arange(n + m, device=keys.device) >= n
-            return mixing.similarity_mix(keys, both, self.scale, self.tau, self.least, valid, range(n))
-        mixed = []
-        for row, client in enumerate(own.clients):
-            # The newcomer itself first, as `matrix` wants it, then the clients of the last round.
-            places = [row, *range(n, n + m)]
-            matrix = self.matrix(mixing.cosine(keys[row : row + 1], keys[places]), [client], last)
-            both = {name: torch.cat([own.state[name][row : row + 1], last.state[name]]) for name in names}
-            mixed.append(mixing.mix(matrix, both))
-        return {name: torch.cat([one[name] for one in mixed]) for name in names}
+        return mixing.similarity_mix(self.sketched(keys), stacked, self.scale, self.tau, self.least, valid, rows)

@@ -138,7 +138,7 @@ def test_who_missed_the_last_round_starts_from_its_average(make):
     """FedAvg with partial participation: everybody of a round starts it from one and the same model."""
     fed = make(sizes=(4, 5, 6, 7, 8), participation=0.4)
     fed.fit(2)
-    last, n = fed.last.clients, torch.tensor([4.0, 5, 6, 7, 8], dtype=torch.float64)
+    last, n = fed.reported.clients, torch.tensor([4.0, 5, 6, 7, 8], dtype=torch.float64)
     missed = next(k for k in range(5) if k not in last)
     mixed = fed.mixed()
     for name, tensor in fed.states.state.items():

@@ -38,7 +38,7 @@ def step(model, x, y, decay=1e-3, lr=0.1):
 
 def average(fed):
     """FedAvg's download: by the number of samples."""
-    n = torch.tensor(fed.last.samples, dtype=torch.float64)
+    n = torch.tensor(fed.reported.samples, dtype=torch.float64)
     return {
         name: (tensor * (n / n.sum()).view(-1, *[1] * (tensor.dim() - 1))).sum(0)
         for name, tensor in fed.states.state.items()
@@ -127,7 +127,7 @@ def test_ensemble_is_the_mean_of_the_probabilities(make):
 def test_every_method_takes_newcomers(make, method):
     fed = trained(make, method, rounds=1, model=make.cnn, shape=(1, 6, 6))
     before = {name: tensor.clone() for name, tensor in fed.states.state.items()}
-    memory = {name: tensor.clone() for name, tensor in fed.memory.items()}
+    memory = {name: tensor.clone() for name, tensor in fed.server_state.items()}
     new = make.clients(shape=(1, 6, 6), sizes=(8, 9), seed=4)
     for how in newcomers.HOW:
         try:
@@ -137,7 +137,7 @@ def test_every_method_takes_newcomers(make, method):
         else:
             assert len(found.accuracy) == len(found.bytes_down) == 2
     assert all(torch.equal(before[name], tensor) for name, tensor in fed.states.state.items())
-    assert all(torch.equal(memory[name], tensor) for name, tensor in fed.memory.items())
+    assert all(torch.equal(memory[name], tensor) for name, tensor in fed.server_state.items())
 
 
 def test_bad_input(make):

@@ -22,8 +22,8 @@ def test_two_rounds_a_checkpoint_and_two_more(name, model, tmp_path):
     resumed.fit(2)
     for tensor_name, tensor in straight.states.state.items():
         assert torch.equal(tensor, resumed.states.state[tensor_name]), tensor_name
-    assert straight.memory.keys() == resumed.memory.keys()
-    assert all(torch.equal(tensor.cpu(), resumed.memory[n].cpu()) for n, tensor in straight.memory.items())
+    assert straight.server_state.keys() == resumed.server_state.keys()
+    assert all(torch.equal(tensor.cpu(), resumed.server_state[n].cpu()) for n, tensor in straight.server_state.items())
     assert straight.ledger.rows() == resumed.ledger.rows()
     assert [row["accuracy"] for row in straight.history] == [row["accuracy"] for row in resumed.history]
     assert all(row["left_out"] is None for row in straight.history)

@@ -203,7 +203,7 @@ def test_a_client_that_missed_a_round_is_matched_by_the_v_it_has():
     own = matching_settings("factorized-fl-beta")
     fed = federation(ff.methods.FactorizedFLBeta(**own), participation=0.5)
     fed.fit(4)
-    last = fed.last.clients
+    last = fed.reported.clients
     missed = next(k for k in range(4) if k not in last)
     group = [missed, *last]
     states = [{n: t[k] for n, t in fed.states.state.items()} for k in group]

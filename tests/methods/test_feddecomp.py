@@ -65,7 +65,7 @@ def test_the_mean_is_plain_and_over_those_that_reported():
     """Sizes differ, so a mean weighted by samples would be another one (eq. 7); two of four clients a round."""
     fed = federation("feddecomp", participation=0.5)
     fed.fit(3)
-    last = fed.last.clients
+    last = fed.reported.clients
     assert len(last) == 2 and len({SIZES[k] for k in last}) == 2
     expected = fed.states.state["first.sigma"][last].mean(0)
     for model in fed.mixed():
@@ -151,10 +151,10 @@ def test_more_low_rank_epochs_than_epochs_is_an_error_before_any_work():
 
 
 def test_layers_that_are_left_whole():
-    fed = federation(ff.methods.FedDecomp(whole=("sec*",)))
+    fed = federation(ff.methods.FedDecomp(skip=("sec*",)))
     assert "second.weight" in fed.infos and "second.sigma" not in fed.infos and "first.sigma" in fed.infos
     assert "second.weight" in fed.shared
-    with pytest.raises(ValueError, match=r"feddecomp\(whole=\['third'\]\): third is the path of no module"):
-        federation(ff.methods.FedDecomp(whole=["third"]))
-    with pytest.raises(ValueError, match=r"whole='first'.*list of paths"):
-        ff.methods.FedDecomp(whole="first")
+    with pytest.raises(ValueError, match=r"feddecomp\(skip=\['third'\]\): third is the path of no module"):
+        federation(ff.methods.FedDecomp(skip=["third"]))
+    with pytest.raises(ValueError, match=r"skip='first'.*list of paths"):
+        ff.methods.FedDecomp(skip="first")

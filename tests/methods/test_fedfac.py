@@ -171,7 +171,7 @@ def test_fedfac_against_the_algorithms(name, layers, tau):
 
     expected, seen = algorithm(states, 4, decide)
     check(fed, expected)
-    last = {key: mask.tolist() for key, mask in fed.memory.items()}
+    last = {key: mask.tolist() for key, mask in fed.server_state.items()}
     assert last == {f"split/{layer}.weight": mask for layer, mask in seen[-1].items()}
     if tau == 0.5 and not layers:
         assert (seen[0] == seen[-1]) == (name == "fedfac-static")
@@ -185,7 +185,7 @@ def test_extremes_are_fedavg_and_personal_layers():
     for name, tensor in plain.states.state.items():
         torch.testing.assert_close(fac.states.state[name], tensor, rtol=1e-9, atol=1e-11)
         assert torch.equal(alone.states.state[name], tensor)
-    assert not fed.memory["split/first.weight"].any()
+    assert not fed.server_state["split/first.weight"].any()
 
 
 def test_random_split():
@@ -194,13 +194,13 @@ def test_random_split():
     masks = []
     for _ in range(5):
         fed.fit(1)
-        masks.append(tuple(fed.memory.get("split/first.weight", torch.zeros(8)).tolist()))
+        masks.append(tuple(fed.server_state.get("split/first.weight", torch.zeros(8)).tolist()))
     assert sum(masks[0]) == 0 and all(sum(mask) == 4 for mask in masks[1:]) and len(set(masks[1:])) > 1
     once = federation(ff.methods.FedFacStatic(tau=0.5, random=True))
     once.fit(2)
-    first = once.memory["split/first.weight"].clone()
+    first = once.server_state["split/first.weight"].clone()
     once.fit(2)
-    assert torch.equal(first, once.memory["split/first.weight"]) and first.sum() == 4
+    assert torch.equal(first, once.server_state["split/first.weight"]) and first.sum() == 4
     other = ff.Federation(once.template.__class__().double, clients(), ff.methods.RandomSplit(), seed=6)
     assert other.method.random
 
@@ -225,7 +225,7 @@ def test_bytes_are_those_of_the_shared_channels():
 def test_personal_channels_are_exact_on_a_lossy_wire_and_for_clients_that_missed_a_round():
     fed = federation(ff.methods.FedFacStatic(tau=0.5), participation=0.5, wire="int8")
     fed.fit(3)
-    mask = fed.memory["split/first.weight"]
+    mask = fed.server_state["split/first.weight"]
     mixed, own = fed.mixed(), fed.states.state["first.weight"]
     for k in range(4):
         weight = mixed[k].first.weight.detach()
@@ -278,8 +278,8 @@ def test_the_elements_of_layers():
         expected = [torch.cat([w[k, [j, 3 + j, 6 + j, 9 + j]].flatten() for w in (ih, hh)]) for k in (0, 1)]
         assert torch.equal(z[:, j], torch.cat(expected))
     fed.fit(2)
-    mask = fed.memory["split/lstm.weight_ih_l0"]
-    assert torch.equal(fed.method.rows("down", fed.memory)["lstm.bias_hh_l0"], mask.repeat(4))
+    mask = fed.server_state["split/lstm.weight_ih_l0"]
+    assert torch.equal(fed.method.channel_masks("down", fed.server_state)["lstm.bias_hh_l0"], mask.repeat(4))
 
 
 def test_the_elements_of_convolutions():
@@ -355,7 +355,7 @@ def simulated(simulation, method, rounds):
     splits = []
     for _ in range(rounds):
         fed.fit(1)
-        splits.append(fed.memory.get("split/0.weight"))
+        splits.append(fed.server_state.get("split/0.weight"))
     return np.mean([row["accuracy_before"] for row in fed.history.of(rounds)]), splits[1:]
 
 

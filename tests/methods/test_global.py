@@ -70,7 +70,7 @@ def test_agnostic_fl(cohort, share_classifier):
             train(model, state, DATA[k], r, k)
     fed.fit(ROUNDS)
     check(fed, states)
-    assert fed.memory["mixture"].tolist() == pytest.approx(mixture, rel=1e-8)
+    assert fed.server_state["mixture"].tolist() == pytest.approx(mixture, rel=1e-8)
     assert max(mixture) - min(mixture) > 0.05
     assert sent(fed, "up") - sent(fed, "down") == {"loss"}
 
@@ -79,8 +79,8 @@ def test_a_client_that_missed_a_round_gets_the_same_global_model():
     fed = federation(ff.methods.AgnosticFL(mixture_lr=0.5), participation=0.5)
     fed.fit(3)
     models = [dict(model.named_parameters()) for model in fed.mixed()]
-    last = fed.last.clients
-    some = fed.memory["mixture"][last]
+    last = fed.reported.clients
+    some = fed.server_state["mixture"][last]
     for name in fed.infos:
         mean = sum(w * fed.states.state[name][k] for w, k in zip(some / some.sum(), last, strict=True))
         for model in models:
@@ -147,7 +147,7 @@ def test_clustered_fl(eps1, eps2, gamma_max, clusters):
     fed.fit(4)
     check(fed, states)
     assert len(groups) == clusters and (clusters == 1 or seen[0] == 2)
-    cluster = fed.memory["cluster"].tolist()
+    cluster = fed.server_state["cluster"].tolist()
     for group in groups:
         assert len({cluster[i] for i in group}) == 1
     assert len(set(cluster)) == clusters
@@ -165,20 +165,20 @@ def test_gamma_max_holds_a_split_back():
     """√((1 − α) / 2) is at most 1."""
     fed = federation(ff.methods.ClusteredFL(eps1=9.0, eps2=0.0, gamma_max=1.0))
     fed.fit(3)
-    assert fed.memory["cluster"].tolist() == [0] * K
+    assert fed.server_state["cluster"].tolist() == [0] * K
 
 
 def test_a_client_that_missed_rounds_gets_its_clusters_model():
     fed = federation(ff.methods.ClusteredFL(eps1=9.0, eps2=0.0), participation=0.5)
     fed.fit(6)
-    cluster = fed.memory["cluster"]
+    cluster = fed.server_state["cluster"]
     assert len(cluster.unique()) > 1
-    last = fed.last.clients
+    last = fed.reported.clients
     # A further split can only concern members of one cluster that were there together.
     assert len({int(cluster[k]) for k in last}) == len(last)
     for k, model in enumerate(fed.mixed()):
         for name, param in model.named_parameters():
-            expected = fed.states.state[name][k] if k in last else fed.memory[f"model/{name}"][cluster[k]]
+            expected = fed.states.state[name][k] if k in last else fed.server_state[f"model/{name}"][cluster[k]]
             of_another = next((i for i in last if cluster[i] == cluster[k]), None)
             expected = expected if of_another is None else fed.states.state[name][of_another]
             torch.testing.assert_close(param.detach(), expected)

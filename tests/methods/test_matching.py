@@ -117,13 +117,13 @@ def test_simfed_on_images_shares_by_kernel_factors():
     x = torch.randn(1, 1, 6, 6, generator=generator_for(0, 0, -1, "criteria"), dtype=torch.float64)
     for k, model in enumerate(fed.models):
         with torch.no_grad():
-            torch.testing.assert_close(fed._exchange.keyed(fed.states.state)["encoding"][k], model[:5](x)[0])
+            torch.testing.assert_close(fed.exchange.keyed(fed.states.state)["encoding"][k], model[:5](x)[0])
 
 
 def test_a_client_that_missed_a_round_is_matched_by_its_own_encoding():
     fed = federation(ff.methods.SimFed(tau=-1.0, alpha=2.0), participation=0.5)
     fed.fit(4)
-    last = fed.last.clients
+    last = fed.reported.clients
     missed = next(k for k in range(4) if k not in last)
     states = [rows_of(fed)[k] for k in (missed, *last)]
     reflect(states, fed.shared, cosines(encodings(states, factorized)), -1.0, 2.0)
@@ -151,7 +151,7 @@ def test_an_encoding_that_is_not_finite_leaves_the_client_out():
     fed = federation(Broken())
     fed.fit(1)
     assert [row["left_out"] for row in fed.history] == [None, None, "encoding has NaN or inf", None]
-    assert fed.last.clients == [0, 1, 3]
+    assert fed.reported.clients == [0, 1, 3]
 
 
 @pytest.mark.parametrize("name", ["simfed", "factorized-fl-alpha", "factorized-fl-beta"])
@@ -184,7 +184,7 @@ def test_random_matching_draws_anew_each_round():
     chosen = []
     for _ in range(6):
         fed.fit(1)
-        uploads = fed._uploads(fed.last, {})
+        uploads = fed.uploads()
         chosen.append(tuple((fed.method.weights(uploads) > 0).flatten().tolist()))
     assert len(set(chosen)) > 2
     assert all(sum(row) == 8 for row in chosen)
@@ -218,7 +218,7 @@ def test_the_criteria_of_tokens_are_drawn_from_the_vocabulary():
     fed.fit(1)
     x = torch.randint(5, (3, 2), generator=generator_for(0, 0, -1, "criteria"))
     wanted = torch.stack([table[x].flatten() for table in fed.states.state["0.weight"]])
-    key = fed.method.key(fed.states.state, fed._exchange.encoder)["encoding"]
+    key = fed.method.key(fed.states.state, fed.exchange.encoder)["encoding"]
     torch.testing.assert_close(key, wanted)
     with pytest.raises(ValueError, match=r"simfed: x is torch\.int64 and the model has no embedding"):
         federation("simfed", lambda: Counts().double(), data)

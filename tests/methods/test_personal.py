@@ -133,7 +133,7 @@ def test_fedfomo(share_norm):
             train(model, state, held_out(k)[0], r, k)
     fed.fit(ROUNDS)
     check(fed, states)
-    torch.testing.assert_close(fed.memory["affinity"], affinity)
+    torch.testing.assert_close(fed.server_state["affinity"], affinity)
     assert gains
     # A message up per client and round, and three weights; down the initial model, then three of others' per round.
     up, message = fed.ledger.bytes("up"), fed.ledger.bytes("up", round=1, client=0)
@@ -143,7 +143,7 @@ def test_fedfomo(share_norm):
 
 
 def test_fedfomo_candidates():
-    last = Uploads(3, [1, 4, 6, 7, 9], {}, [1] * 5, [0.0] * 5)
+    last = Uploads(3, [1, 4, 6, 7, 9], [1] * 5, [0.0] * 5)
     affinity = torch.zeros(10, dtype=torch.float64)
     affinity[[9, 4, 6]] = torch.tensor([0.2, 1.5, 0.9], dtype=torch.float64)
     greedy = ff.methods.FedFOMO(models=3, epsilon=0.0)
@@ -172,14 +172,14 @@ def test_fedfomo_by_hand():
         assert state["w"].tolist() == ([[0, 0], [3, 4]] if client == 5 else [[3, 4], [0, 0]])
         return torch.tensor([2.0, 1.0] if client == 5 else [0.5, 0.6], dtype=torch.float64)
 
-    uploads = Uploads(2, [5, 3], {"w": torch.tensor([[0.0, 0.0], [3.0, 4.0]])}, [1, 1], [0.0, 0.0], present=[0, 1])
+    uploads = Uploads(2, [5, 3], [1, 1], [0.0, 0.0], {"w": torch.tensor([[0.0, 0.0], [3.0, 4.0]])}, present=[0, 1])
     told = []
     uploads.fetch, uploads.evaluate = fetch, evaluate
     uploads.tell = lambda *weights: told.append(weights)
-    uploads.memory = method.memory({"w": torch.zeros(6, 2)})
+    uploads.server_state = method.server_state({"w": torch.zeros(6, 2)})
     assert method.mix(uploads, ["w"])["w"].tolist() == [[3, 4], [3, 4]]
     assert fetched == [(5, [1]), (3, [0])] and told == [(5, 1), (3, 1)]
-    assert uploads.memory["affinity"].nonzero().tolist() == [[5, 3]]
+    assert uploads.server_state["affinity"].nonzero().tolist() == [[5, 3]]
     weights = method._weights(torch.tensor([2.0, 1.0, 3.0, 0.5]), torch.tensor([4.0, 1.0, 2.0]))
     torch.testing.assert_close(weights, torch.tensor([0.25, 0.0, 0.75]))
 
@@ -189,7 +189,7 @@ def test_fedfomo_newcomers_choose_too():
     fed.fit(4)
     message = fed.ledger.bytes("up", round=1) // 2
     assert [fed.ledger.bytes("down", round=r) for r in (2, 3, 4)] == [2 * message] * 3
-    with pytest.raises(ValueError, match=r"fedfomo: client 1 has a single training sample"):
+    with pytest.raises(ValueError, match=r"client 1 has a single training sample, the method holds out one"):
         federation("fedfomo", data=clients(sizes=(4, 1)))
 
 

@@ -30,7 +30,7 @@ def test_the_download_is_mixed_by_the_cosines_of_the_sketches(name):
     check(fed, rows_of(plain))
     names = plain.shared
     state = plain.states.state
-    key = torch.cat([plain._exchange.keyed(state)[n].flatten(1) for n in plain._exchange.keys], 1)
+    key = torch.cat([plain.exchange.keyed(state)[n].flatten(1) for n in plain.exchange.keys], 1)
     least = 1 if name == "simfed" else 2
     sigma = mixing.cosine(ops.srht(key, 4)[0])
     expected = mixing.mix(mixing.softmax_matrix(sigma, 3.0, 0.2, least), {n: state[n] for n in names})
@@ -53,8 +53,8 @@ def test_bytes_of_alpha(participation):
     assert not any(name.endswith(".v") for name in up)
     assert "sketch" not in fed.ledger.by_name("down")
     # The message as it would be sent.
-    state = fed._exchange.keyed(fed.states.state)
-    sent = {n: state[n][0] for n in fed._exchange.uploaded}
+    state = fed.exchange.keyed(fed.states.state)
+    sent = {n: state[n][0] for n in fed.exchange.uploaded}
     message = fed.wire.encode(sent)
     assert len(message) * messages == fed.ledger.up
     assert torch.equal(fed.wire.decode(message)["sketch"], sent["sketch"])
@@ -78,8 +78,8 @@ def test_the_uplink_of_resnet9():
         method = ff.methods.FactorizedFLAlpha(sketch=sketch)
         x, y = torch.zeros(2, 3, 32, 32), torch.tensor([0, 1])
         fed = ff.Federation(lambda: resnet9(3, 10), [ff.Client((x, y), (x, y))], method)
-        state = fed._exchange.keyed(fed.states.state)
-        sizes[sketch] = len(fed.wire.encode({n: state[n][0] for n in fed._exchange.uploaded}))
+        state = fed.exchange.keyed(fed.states.state)
+        sizes[sketch] = len(fed.wire.encode({n: state[n][0] for n in fed.exchange.uploaded}))
     assert sizes[1024] <= 1700 < 262_000 <= sizes[0]
     assert HEADER.size + 1024 < sizes[1024]
 

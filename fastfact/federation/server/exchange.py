@@ -1,8 +1,8 @@
-"""What crosses between clients and server in a round, and how uploads are mixed into the next downloads."""
+"""What crosses between clients and server in a round, and the server's step: uploads are mixed into downloads."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,28 +12,12 @@ from fastfact.federation.server.processes import Shard
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, index_of
 from fastfact.federation.tensors import TensorInfo
-from fastfact.federation.wire.format import Wire, reply
+from fastfact.federation.wire.format import Sizes, Wire, reply
 from fastfact.federation.wire.ledger import Ledger
 
 
-@dataclasses.dataclass
-class Report:
-    """Who reported in a round, with how many samples and what training loss each."""
-
-    round: int
-    clients: list[int]
-    samples: list[int]
-    losses: list[float]
-
-    @classmethod
-    def of_parts(cls, parts: Sequence["Report"]) -> "Report":
-        """The report of a round from those of several processes about their clients."""
-        lists = ([item for part in parts for item in getattr(part, name)] for name in ("clients", "samples", "losses"))
-        return cls(parts[0].round, *lists)
-
-
 class Exchange:
-    """What a method sends of a model's tensors, up and down, and what it does with them.
+    """What a method sends of a model's tensors, up and down. Both sides have one, made from the same arguments.
 
     shared: the names that are uploaded, mixed and downloaded. keys: those that similarity is measured on; `measured`
     are the ones among them that are computed (`Strategy.key`). uploaded: all that go up. sparse: the μ. initial: the
@@ -67,9 +51,10 @@ class Exchange:
         self.uploaded += self.measured
         self.wire = Wire(infos | self.measured, values, sparse)
 
-    def rows(self, direction: str, memory: State) -> State:
-        """`Strategy.rows` on the model's device."""
-        return {name: mask.to(self.device) for name, mask in self.method.rows(direction, memory).items()}
+    def channel_masks(self, direction: str, server_state: State) -> State:
+        """`Strategy.channel_masks` on the model's device."""
+        masks = self.method.channel_masks(direction, server_state)
+        return {name: mask.to(self.device) for name, mask in masks.items()}
 
     def keyed(self, state: State) -> State:
         """The clients' tensors [k, …] and the keys computed from them."""
@@ -80,38 +65,34 @@ class Exchange:
             }
         return state | self.method.key(state, self.encoder) if self.measured else state
 
-    def upload(self, round: int, clients: list[int], state: State, memory: State, ledger: Ledger) -> State:
-        """What arrives of the clients' states [k, …] at the server, by name; its bytes go into `ledger`."""
-        sent, sizes = self.wire.roundtrip(self.keyed(state), self.uploaded, self.rows("up", memory))
-        ledger.add(round, "up", clients, sizes)
-        return sent
-
-    def uploads(self, report: Report, state: State, memory: State, shard: Shard) -> Uploads:
+    def uploads(self, reported: Uploads, state: State, server_state: State, shard: Shard) -> Uploads:
         """What the server has of a round: what its clients sent is what they hold, `state` of those in `shard`."""
-        sent = shard.stacked(self.wire.roundtrip(self.keyed(state), self.uploaded)[0], report.clients)
-        uploads = Uploads(
-            report.round, report.clients, sent, report.samples, report.losses, self.keys, memory, self.seed
+        sent = shard.stacked(self.wire.roundtrip(self.keyed(state), self.uploaded)[0], reported.clients)
+        return Uploads(
+            **reported.report(),
+            state=sent,
+            keys=self.keys,
+            server_state=server_state,
+            seed=self.seed,
+            here=shard.places(reported.clients),
         )
-        uploads.here = shard.places(report.clients)
-        return uploads
-
-    def mix(self, uploads: Uploads) -> State:
-        """The downloads of the clients at `uploads.here`, with μ as the strategy's `after_mix` wants it."""
-        some = slice(uploads.here.start, uploads.here.stop)
-        mixed = {
-            name: tensor if len(tensor) == len(uploads.here) else tensor[some]
-            for name, tensor in self.method.mix(uploads, self.shared).items()
-        }
-        for name in self.sparse:
-            if name in mixed and self.method.after_mix == "support":
-                mixed[name] = mixed[name] * (uploads.state[name][some] != 0)
-            elif name in mixed and self.method.after_mix == "threshold":
-                mixed[name] = torch.where(mixed[name].abs() < self.method.l1, 0.0, mixed[name])
-        return mixed
 
     def first_download(self, round: int, clients: list[int], work: State, ledger: Ledger) -> None:
         """Everybody has the initial model, as if sent: the papers count this download too."""
         ledger.add(round, "down", clients, self.wire.roundtrip(work, self.shared)[1])
+
+    def receive(self, download: "Download", work: State) -> None:
+        """Put a download into its rows of `work` [k, …] where the strategy says, in place."""
+        rows, arrived = download.rows, dict(download.tensors)
+        everybody = rows == list(range(len(next(iter(work.values())))))
+        state = work if everybody else {name: tensor[rows] for name, tensor in work.items()}
+        for name, mask in download.masks.items():
+            arrived[name] = torch.where(mask.view(-1, *[1] * (arrived[name].dim() - 2)), arrived[name], state[name])
+        for name, tensor in self.method.receive(state, arrived).items():
+            if everybody:
+                work[name].copy_(tensor)
+            else:
+                work[name][rows] = tensor
 
     def unusable(
         self, clients: list[int], sent: State, limit: float | None, known: Mapping[int, str]
@@ -135,28 +116,95 @@ class Exchange:
         }
 
 
-class Downloads:
-    """The downloads of one round: mixed once from the uploads of the last, then brought to some clients at a time.
+class Download(NamedTuple):
+    """What is sent down to some clients."""
 
-    clients: all that take part. samples(client) → how many it trains on; evaluate: see `Uploads.evaluate`. The bytes go
-    into `ledger`.
+    rows: list[int]
+    """Their rows in the states [k, …] of those that download together."""
+    tensors: State
+    """The shared tensors, [len(rows), …]."""
+    masks: State
+    """name → bool: the channels of a tensor that travel; the others stay as they are at the client."""
+
+
+class ClientRound(NamedTuple):
+    """What a round gives of k clients, besides their new states."""
+
+    sent: State
+    """What they upload as it arrives at the server, by name, [k, …]."""
+    sizes: Sizes
+    losses: list[float]
+    """The mean loss of each over its local steps."""
+    seconds: list[float]
+    before: list[float] | None
+    """What `evaluate` says after the download."""
+    broken: dict[int, str]
+    """client → which of its tensors has NaN or inf."""
+
+
+def client_round(
+    exchange: Exchange,
+    clients: list[int],
+    state: State,
+    downloads: Iterable[Download],
+    masks: State,
+    train: Callable[[State], tuple[list[float], list[float]]],
+    evaluate: Callable[[State], list[float]] | None = None,
+) -> ClientRound:
+    """The clients' step: `state` [k, …] takes the downloads, trains, all in place, and is uploaded.
+
+    masks: the channels that travel up, see `Strategy.channel_masks`. train(state) → loss and seconds of each client.
     """
+    for download in downloads:
+        exchange.receive(download, state)
+    before = None if evaluate is None else evaluate(state)
+    losses, seconds = train(state)
+    broken = not_finite(clients, state)
+    sent, sizes = exchange.wire.roundtrip(exchange.keyed(state), exchange.uploaded, masks)
+    return ClientRound(sent, sizes, losses, seconds, before, broken)
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        uploads: Uploads,
-        round: int,
-        clients: Sequence[int],
-        ledger: Ledger,
-        samples: Callable[[int], int],
-        evaluate: Callable[[int, State], Tensor],
-    ):
+
+def server_round(
+    exchange: Exchange,
+    uploads: Uploads,
+    round: int,
+    clients: Sequence[int],
+    ledger: Ledger,
+    samples: Callable[[int], int],
+    evaluate: Callable[[int, State], Tensor],
+) -> "Downloads":
+    """The server's step: the uploads of the last round, mixed once into the downloads of this one.
+
+    clients: all that take part. samples(client) → how many it trains on; evaluate: see `Uploads.evaluate`. The bytes of
+    what is sent go into `ledger`. `uploads.server_state` has what the server keeps.
+    """
+    return Downloads(exchange, uploads, round, clients, ledger, samples, evaluate)
+
+
+class Downloads:
+    """What `server_round` makes: the downloads of one round, for some clients at a time."""
+
+    def __init__(self, exchange, uploads, round, clients, ledger, samples, evaluate):
         self.exchange, self.uploads, self.round, self.ledger, self.samples = exchange, uploads, round, ledger, samples
         self.places = {client: place for place, client in enumerate(uploads.clients)}
         uploads.present = [self.places[client] for client in clients if client in self.places]
         uploads.fetch, uploads.tell, uploads.evaluate = self._fetch, self._tell, evaluate
-        self.mixed = exchange.mix(uploads)
+        self.mixed = self._mix()
+
+    def _mix(self) -> State:
+        """The downloads of the clients at `uploads.here`, with μ as the strategy's `after_mix` wants it."""
+        uploads, method = self.uploads, self.exchange.method
+        some = slice(uploads.here.start, uploads.here.stop)
+        mixed = {
+            name: tensor if len(tensor) == len(uploads.here) else tensor[some]
+            for name, tensor in method.mix(uploads, self.exchange.shared).items()
+        }
+        for name in self.exchange.sparse:
+            if name in mixed and method.after_mix == "support":
+                mixed[name] = mixed[name] * (uploads.state[name][some] != 0)
+            elif name in mixed and method.after_mix == "threshold":
+                mixed[name] = torch.where(mixed[name].abs() < method.l1, 0.0, mixed[name])
+        return mixed
 
     def _fetch(self, client: int, places: list[int]) -> State:
         exchange = self.exchange
@@ -169,63 +217,66 @@ class Downloads:
     def _tell(self, client: int, count: int) -> None:
         self.ledger.add(self.round, "up", [client], reply(count))
 
+    @property
+    def masks(self) -> State:
+        """Which channels of a tensor travel down."""
+        return self.exchange.channel_masks("down", self.uploads.server_state)
+
     def overwritten(self, clients: Sequence[int]) -> list[str]:
-        """The tensors that `deliver` replaces for all of the clients, whatever they hold."""
-        exchange = self.exchange
-        if type(exchange.method).receive is not Strategy.receive or any(k not in self.places for k in clients):
+        """The tensors that a download replaces for all of the clients, whatever they hold."""
+        if type(self.exchange.method).receive is not Strategy.receive or any(k not in self.places for k in clients):
             return []
-        return [name for name in self.mixed if name not in exchange.rows("down", self.uploads.memory)]
+        return [name for name in self.mixed if name not in self.masks]
 
-    def deliver(self, clients: Sequence[int], work: State) -> None:
-        """Bring the states `work` [len(clients), …] of some of the clients up to date, in place.
+    def of(self, clients: Sequence[int], work: State) -> Iterator[Download]:
+        """What arrives at some of the clients: those that reported, then guests.
 
-        A client that was not among those that reported is asked for its key if there is matching, and gets what
-        `Strategy.arrival` says.
+        work: the states [len(clients), …] of the clients. Of guests the server is sent what the method uploads, if it
+        looks at it.
         """
-        exchange, uploads = self.exchange, self.uploads
+        uploads = self.uploads
         rows = [row for row, client in enumerate(clients) if client in self.places]
         places = [self.places[clients[row]] for row in rows]
-        whole = places == list(uploads.here)
+        everybody = places == list(uploads.here)
         at = [place - uploads.here.start for place in places]
-        mixed = self.mixed if whole else {name: tensor[index_of(at)] for name, tensor in self.mixed.items()}
-        self._receive([clients[row] for row in rows], rows, mixed, work)
+        mixed = self.mixed if everybody else {name: tensor[index_of(at)] for name, tensor in self.mixed.items()}
+        if rows:
+            yield Download(rows, self._sent([clients[row] for row in rows], mixed), self.masks)
         rows = [row for row, client in enumerate(clients) if client not in self.places]
-        missed = [clients[row] for row in rows]
-        if not missed:
-            return
-        sent, sizes = exchange.wire.roundtrip(
-            exchange.keyed({name: tensor[rows] for name, tensor in work.items()}), exchange.uploaded
-        )
-        samples, losses = [self.samples(client) for client in missed], [math.nan] * len(missed)
-        memory, seed = uploads.memory, exchange.seed
-        own = Uploads(self.round, missed, sent, samples, losses, exchange.keys, memory, seed)
-        mixed = exchange.method.arrival(own, uploads, exchange.shared)
-        if mixed is not None:
-            asked = missed if exchange.keys and exchange.method.newcomers_upload else []
-            self.ledger.add(self.round, "up", asked, sizes)
-            self._receive(missed, rows, mixed, work)
+        if rows:
+            state = {name: tensor[rows] for name, tensor in work.items()}
+            yield Download(rows, self._for_guests([clients[row] for row in rows], state), self.masks)
 
-    def _receive(self, clients: list[int], rows: list[int], mixed: State, work: State) -> None:
-        """Send `mixed` [len(clients), …] down and put it where the strategy says, into these rows of `work`."""
-        if not clients:
-            return
-        exchange = self.exchange
-        some = exchange.rows("down", self.uploads.memory)
-        if exchange.method.clients_mix:
-            received = dict(mixed)
-        else:
-            received, sizes = exchange.wire.roundtrip(mixed, exchange.shared, some)
-            self.ledger.add(self.round, "down", clients, sizes)
-        whole = rows == list(range(len(next(iter(work.values())))))
-        state = work if whole else {name: tensor[rows] for name, tensor in work.items()}
-        for name, mask in some.items():
-            arrived = mask.view(-1, *[1] * (received[name].dim() - 2))
-            received[name] = torch.where(arrived, received[name], state[name])
-        for name, tensor in exchange.method.receive(state, received).items():
-            if whole:
-                work[name].copy_(tensor)
-            else:
-                work[name][rows] = tensor
+    def _for_guests(self, clients: list[int], state: State) -> State:
+        exchange, uploads = self.exchange, self.uploads
+        sent, sizes = exchange.wire.roundtrip(exchange.keyed(state), exchange.uploaded)
+        guests = Uploads(
+            self.round,
+            clients,
+            [self.samples(client) for client in clients],
+            [math.nan] * len(clients),
+            sent,
+            exchange.keys,
+            uploads.server_state,
+            exchange.seed,
+        )
+        mixed = exchange.method.mix(uploads, exchange.shared, guests)
+        if exchange.keys and exchange.method.newcomers_upload:
+            self.ledger.add(self.round, "up", clients, sizes)
+        return self._sent(clients, mixed)
+
+    def _sent(self, clients: list[int], mixed: State) -> State:
+        """What arrives of `mixed` [len(clients), …]."""
+        if self.exchange.method.clients_mix:
+            return mixed
+        received, sizes = self.exchange.wire.roundtrip(mixed, self.exchange.shared, self.masks)
+        self.ledger.add(self.round, "down", clients, sizes)
+        return received
+
+    def deliver(self, clients: Sequence[int], work: State) -> None:
+        """Bring the states `work` [len(clients), …] of some of the clients up to date, in place."""
+        for download in self.of(clients, work):
+            self.exchange.receive(download, work)
 
 
 def not_finite(clients: list[int], state: State) -> dict[int, str]:

@@ -23,21 +23,24 @@ AFTER_MIX = ("none", "support", "threshold")
 
 @dataclass
 class Uploads:
-    """What the server has of the clients that reported in a round: m clients, everything stacked in this order."""
+    """What the server has of the clients that reported in a round: m clients, everything stacked in this order.
+
+    Without `state` it says who reported; what they uploaded is what they hold.
+    """
 
     round: int
     clients: list[int]
-    state: State
-    """Shared and key tensors as decoded from the wire, [m, …]."""
     samples: list[int]
     losses: list[float]
     """Mean local training loss of each."""
+    state: State = field(default_factory=dict)
+    """Shared and key tensors as decoded from the wire, [m, …]."""
     keys: list[str] = field(default_factory=list)
     """The names of the key tensors."""
-    memory: State = field(default_factory=dict)
+    server_state: State = field(default_factory=dict)
     """The server's own tensors, kept from round to round and in checkpoints; a strategy may change them."""
     seed: int = 0
-    """The federation's, for random draws: see `cohort.generator_for`."""
+    """The federation's, for random draws: see `state.generator_for`."""
     here: range = range(0)
     """The places in `clients` of those that this process serves (see `federation.group`); one process serves all."""
     present: list[int] = field(default_factory=list)
@@ -50,10 +53,38 @@ class Uploads:
     """evaluate(client, state [n, …]) → the mean loss of its n models on the client's own held-out samples, float64 [n].
     What `state` does not name is the client's own."""
 
+    @classmethod
+    def joined(cls, parts: Sequence["Uploads"]) -> "Uploads":
+        """Who reported in a round, from those of several processes about their clients."""
+        lists = ([item for part in parts for item in getattr(part, name)] for name in ("clients", "samples", "losses"))
+        return cls(parts[0].round, *lists)
+
+    def report(self) -> dict[str, Any]:
+        """Who reported, as JSON can hold it: `Uploads(**report)` is this without tensors."""
+        return {name: getattr(self, name) for name in ("round", "clients", "samples", "losses")}
+
     def key(self) -> Tensor:
         """What similarity is measured on: the key tensors of each client as one vector, [m, d]."""
         keys = [self.state[name].reshape(len(self.clients), -1) for name in self.keys]
         return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
+
+    def mix(self, matrix: Tensor, names: Sequence[str], guests: "Uploads | None" = None) -> State:
+        """Σ_i w[k, i] x_i of the named tensors, [k, …].
+
+        matrix [k, m], row-stochastic. With k guests also [k, 1 + m], whose first column is the weight of what the guest
+        has itself.
+        """
+        stacked = {name: self.state[name] for name in names}
+        if guests is None or matrix.shape[1] == len(self.clients):
+            return mixing.mix(matrix, stacked)
+        each = [
+            mixing.mix(
+                matrix[k : k + 1],
+                {name: torch.cat([guests.state[name][k : k + 1], tensor]) for name, tensor in stacked.items()},
+            )
+            for k in range(len(matrix))
+        ]
+        return {name: torch.cat([mixed[name] for mixed in each]) for name in names}
 
 
 @dataclass(kw_only=True)
@@ -62,13 +93,13 @@ class Strategy:
 
     A method answers: `spec` (the parameterization) · `shares` (which tensors are uploaded, mixed and downloaded) ·
     `compares` and `key` (what similarity is measured on; uploaded, not downloaded unless shared) · `phases` (local
-    training) · `weights` (the mixing matrix) · `mix`, `rows`, `receive`, `extra`, `memory` for methods whose mixing,
-    download, client or server state is not the usual · `arrival` (what a client gets that missed the last round, or is
-    new).
+    training) · `weights` (the mixing matrix) · `mix`, `channel_masks`, `receive`, `extra`, `server_state` for methods
+    whose mixing, download, client or server state is not the usual.
 
-    newcomers_upload: whether `arrival` looks at what such a client has (only if there are keys): it then travels.
-    clients_mix: whether `mix` and `arrival` happen at the clients, from what they `Uploads.fetch`; the result does not
-    travel.
+    Guests are clients that download without having reported in the last round: they missed it, or are new.
+
+    newcomers_upload: whether the mix for guests looks at what they have (only if there are keys): it then travels.
+    clients_mix: whether `mix` happens at the clients, from what they `Uploads.fetch`; the result does not travel.
     validation: the fraction of each client's training samples kept out of training, for `Uploads.evaluate`.
 
     share_classifier: the last layer with a weight (off where labels differ between clients).
@@ -80,7 +111,7 @@ class Strategy:
     samples, on the copy that is evaluated (see `statistics.recalibrate`). Where weights are mixed and the statistics
     stay with the client, they lag behind the mixed weights unless a round has some fifty local steps.
     classifier: path of the classifier if it is not the last layer with a weight.
-    whole: paths of layers that `spec` leaves as they are (shell wildcards, see `ff.factorize`).
+    skip: paths of layers that `spec` leaves as they are (shell wildcards, see `ff.factorize`).
     """
 
     name: ClassVar[str] = "strategy"
@@ -97,7 +128,7 @@ class Strategy:
     after_mix: str = "none"
     recalibrate: bool = False
     classifier: str | None = None
-    whole: Sequence[str] = field(default_factory=list)
+    skip: Sequence[str] = field(default_factory=list)
 
     def __post_init__(self):
         check_kinds(self, self.name)
@@ -108,9 +139,9 @@ class Strategy:
         self._require("l1", self.l1 >= 0, "must not be negative")
         self._require("l1_method", self.l1_method in ("proximal", "subgradient"), "must be proximal or subgradient")
         self._require("after_mix", self.after_mix in AFTER_MIX, f"must be one of {', '.join(AFTER_MIX)}")
-        paths = isinstance(self.whole, list | tuple) and all(isinstance(path, str) for path in self.whole)
-        self._require("whole", paths, "must be a list of paths")
-        self.whole = list(self.whole)
+        paths = isinstance(self.skip, list | tuple) and all(isinstance(path, str) for path in self.skip)
+        self._require("skip", paths, "must be a list of paths")
+        self.skip = list(self.skip)
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
@@ -130,9 +161,9 @@ class Strategy:
         if spec is None or factorized_layers(model):
             return model
         paths = [path for path, _ in model.named_modules()]
-        missing = [pattern for pattern in self.whole if not any(fnmatchcase(path, pattern) for path in paths)]
-        self._require("whole", not missing, f"{', '.join(missing)} is the path of no module of the model")
-        return factorize(model, spec, skip=self.whole, init=getattr(self, "init", "random"))
+        missing = [pattern for pattern in self.skip if not any(fnmatchcase(path, pattern) for path in paths)]
+        self._require("skip", not missing, f"{', '.join(missing)} is the path of no module of the model")
+        return factorize(model, spec, skip=self.skip, init=getattr(self, "init", "random"))
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         """Raise ValueError if the method cannot work on a model of these tensors. Called once, before anything runs."""
@@ -159,7 +190,7 @@ class Strategy:
         """
         return {}
 
-    def rows(self, direction: str, memory: State) -> State:
+    def channel_masks(self, direction: str, server_state: State) -> State:
         """name → bool [n]: which rows (of the first axis: output channels) of a shared tensor travel "up" or "down".
 
         The others stay as they are at the client. By default, and for tensors without an entry, all rows.
@@ -173,41 +204,37 @@ class Strategy:
         """
         return [Phase(epochs)]
 
-    def schedule(self, epochs: int, adapts: bool) -> list[Phase]:
+    def active_phases(self, epochs: int, adapts: bool) -> list[Phase]:
         """The phases of local training, or those that adapt the copies that are evaluated."""
         some = [phase for phase in self.phases(epochs) if phase.adapts == adapts]
         if adapts and self.recalibrate:
             some.append(Phase(0, update=statistics.recalibrate, adapts=True))
         return some
 
-    def weights(self, uploads: Uploads) -> Tensor:
-        """The row-stochastic mixing matrix [m, m] over the clients that reported."""
-        return mixing.fedavg_matrix(uploads.samples)
+    def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
+        """The row-stochastic mixing matrix [m, m] over the clients that reported.
 
-    def mix(self, uploads: Uploads, names: list[str]) -> State:
-        """The download of each client that reported: the named (shared) tensors, [m, …], or [len(here), …] of those at
-        `uploads.here` alone.
-
-        Called once for each round that had reports, before `arrival`; may put new tensors into `uploads.memory`.
+        guests: n clients that did not, their present state (and key) in the form of an upload: their rows instead,
+        [n, m], or [n, 1 + m] where what they have counts too, see `Uploads.mix`.
         """
-        matrix = self.weights(uploads)[uploads.here.start : uploads.here.stop]
-        return mixing.mix(matrix, {name: uploads.state[name] for name in names})
+        return mixing.fedavg_matrix(uploads.samples, rows=len((guests or uploads).clients))
 
-    def arrival(self, own: Uploads, last: Uploads, names: list[str]) -> State | None:
-        """The download of clients that missed the last round, before they train: the named tensors [len(own), …].
+    def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
+        """The download of each client that reported: the named (shared) tensors, [len(here), …] of the clients at
+        `uploads.here` (or [m, …] of all); or of the guests, [n, …], before they train.
 
-        own: their present state (and key) in the form of an upload; last: the uploads of the last round.
-        By default the sample-weighted average of `last`. None: they go on with what they have.
+        Called once for each round that had reports, then with guests as they come; may put new tensors into
+        `uploads.server_state`.
         """
-        matrix = mixing.fedavg_matrix(last.samples, rows=len(own.clients))
-        return mixing.mix(matrix, {name: last.state[name] for name in names})
+        matrix = self.weights(uploads, guests)
+        return uploads.mix(matrix[uploads.here.start : uploads.here.stop] if guests is None else matrix, names, guests)
 
     def extra(self, state: State) -> State:
         """Tensors [k, …] a client keeps besides its model, from the initial states; names must not be the model's."""
         return {}
 
-    def memory(self, state: State) -> State:
-        """What the server keeps for itself (`Uploads.memory`) at the start, from the K clients' initial states."""
+    def server_state(self, state: State) -> State:
+        """What the server keeps (`Uploads.server_state`) at the start, from the K clients' initial states."""
         return {}
 
     def receive(self, state: State, mixed: State) -> State:
@@ -232,6 +259,8 @@ def make(name: str, **settings) -> Strategy:
     if name not in STRATEGIES:
         raise ValueError(f"method={name!r}: unknown, must be one of {', '.join(sorted(STRATEGIES))}")
     cls = STRATEGIES[name]
+    # What `skip` was called in configurations of before.
+    settings = {"skip" if setting == "whole" else setting: value for setting, value in settings.items()}
     known = [f.name for f in fields(cls)]
     for setting in settings:
         if setting not in known:

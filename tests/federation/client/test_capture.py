@@ -263,9 +263,9 @@ def test_a_cohort_is_evaluated_as_its_clients_are(make, tests):
     fed.fit(1)
     state, data = fed.states.state, [client.test for client in clients]
     assert (
-        fed._trainer.evaluate(state, data, 3)
-        == fed._trainer.evaluate(state, data)
-        == fed._trainer.evaluate(state, data, 2)
+        fed.trainer.evaluate(state, data, 3)
+        == fed.trainer.evaluate(state, data)
+        == fed.trainer.evaluate(state, data, 2)
     )
 
 

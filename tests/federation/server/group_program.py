@@ -32,7 +32,7 @@ def summary(fed: ff.Federation) -> dict:
     own = fed.states.load(list(block))
     return {
         "state": fed._shard.stacked(own, range(len(fed))),
-        "memory": dict(fed.memory),
+        "memory": dict(fed.server_state),
         "rows": [{name: value for name, value in row.items() if name != "seconds"} for row in fed.history],
         "bytes": {direction: fed.ledger.by_client(direction) for direction in ("up", "down")},
         "names": fed.ledger.by_name(),

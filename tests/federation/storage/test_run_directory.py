@@ -346,12 +346,12 @@ def test_the_servers_memory_is_kept(make, same, tmp_path):
         name = "counting"
 
         def mix(self, uploads, names):
-            uploads.memory["calls"] = uploads.memory.get("calls", torch.zeros(1)) + 1
-            return {n: t + uploads.memory["calls"] for n, t in super().mix(uploads, names).items()}
+            uploads.server_state["calls"] = uploads.server_state.get("calls", torch.zeros(1)) + 1
+            return {n: t + uploads.server_state["calls"] for n, t in super().mix(uploads, names).items()}
 
     straight, first = make(method=Counting()), make(method=Counting())
     straight.fit(4)
     first.fit(2, tmp_path / "run")
     resumed = ff.Federation.load(tmp_path / "run", method=Counting(), clients=make.clients())
     resumed.fit(2)
-    assert same(straight, resumed) and resumed.memory["calls"].item() == 3
+    assert same(straight, resumed) and resumed.server_state["calls"].item() == 3

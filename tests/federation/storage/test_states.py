@@ -229,7 +229,7 @@ def test_a_million_clients_cost_nothing_until_they_take_part():
     assert fed.states.touched() == sorted(drawn)
     assert len(fed.models) == 1_000_000 and torch.equal(fed.models[7][0].u, fed.models[8][0].u)
     # Only the round at work is kept.
-    assert set(fed._data.placed) <= set(fed.last.clients)
+    assert set(fed._data.placed) <= set(fed.reported.clients)
 
 
 def test_clients_made_when_asked_for_train_like_a_list(same):

@@ -141,8 +141,8 @@ def test_a_federations_ledger_is_the_length_of_its_messages(make, method):
     fed.fit(2)
     state = fed.states.state
     for k in range(3):
-        sent = {name: fed._exchange.keyed(state)[name][k] for name in fed.uploaded}
-        length = len(fed.wire.encode(sent, fed.method.rows("up", fed.memory))) if fed.uploaded else 0
+        sent = {name: fed.exchange.keyed(state)[name][k] for name in fed.uploaded}
+        length = len(fed.wire.encode(sent, fed.method.channel_masks("up", fed.server_state))) if fed.uploaded else 0
         length += 2 * 4 + 8 if method == "fedfomo" else 0
         assert fed.ledger.bytes("up", round=2, client=k) == length == fed.history.of(2)[k]["bytes_up"]
         assert (fed.ledger.bytes("down", round=2, client=k) > 0) == bool(fed.shared)

@@ -1,0 +1,104 @@
+"""What can be said of a federation between two rounds: similarity, density, keys, mixing weights, encodings.
+
+Functions of what a federation tells everybody, see `Trained`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastfact.federation.server import mixing
+from fastfact.federation.server.exchange import Exchange
+from fastfact.federation.server.processes import Group
+from fastfact.federation.server.strategy import Strategy, Uploads
+from fastfact.federation.state import State
+from fastfact.federation.storage.states import States
+from fastfact.federation.tensors import TensorInfo
+
+
+class Trained(Protocol):
+    """What the functions here ask of a `Federation`, where each of these is described."""
+
+    method: Strategy
+    infos: dict[str, TensorInfo]
+    sparse: list[str]
+    states: States
+    exchange: Exchange
+    reported: Uploads | None
+    device: torch.device
+    group: Group
+
+    @property
+    def here(self) -> range: ...
+
+    @property
+    def shared(self) -> list[str]: ...
+
+    def __len__(self) -> int: ...
+
+    def of_all(self, state: State) -> State: ...
+
+    def uploads(self) -> Uploads: ...
+
+
+def density(fed: Trained) -> dict[str, list[float]]:
+    """Layer path → the fraction of nonzeros of its μ for each client; empty for a model without μ."""
+    here, counts = fed.here, {name: [] for name in fed.sparse}
+    for begin in range(here.start, here.stop, 64):
+        state = fed.states.load(range(begin, min(begin + 64, here.stop)), names=fed.sparse)
+        for name, tensor in state.items():
+            counts[name] += (tensor.flatten(1).count_nonzero(1) / fed.infos[name].numel).tolist()
+    parts = fed.group.each(counts)
+    return {name.rpartition(".")[0]: [density for part in parts for density in part[name]] for name in fed.sparse}
+
+
+def densities(state: State, infos: dict[str, TensorInfo], sparse: Sequence[str]) -> list[float | None]:
+    """The fraction of nonzeros of μ over all layers, for each row of `state`; None for a model without μ."""
+    if not sparse:
+        return [None] * len(next(iter(state.values())))
+    nonzeros = sum(state[name].flatten(1).count_nonzero(1) for name in sparse)
+    return (nonzeros / sum(infos[name].numel for name in sparse)).tolist()
+
+
+def similarity(fed: Trained, name: str | None = None, layer: int | None = None) -> Tensor:
+    """Cosine of one tensor between all pairs of clients, float64 [K, K] (Factorized-FL eq. 4, Figure 7).
+
+    name: "u", "v", "mu", "weight" …, by default "v" or, without one, "weight". layer: 1 … L, by default L − 1, the
+    layer before the classifier (L in a model of one layer). Raises ValueError if that layer has no such tensor.
+    """
+    layers = max(info.layers for info in fed.infos.values())
+    layer = max(1, layers - 1) if layer is None else layer
+    roles = {info.role: info.name for info in fed.infos.values() if info.layer == layer and not info.norm}
+    name = name or ("v" if "v" in roles else "weight")
+    if name not in roles:
+        raise ValueError(
+            f"similarity(name={name!r}, layer={layer}): must be one of {', '.join(roles) or 'none'} in that layer"
+            f" (layers 1 … {layers})"
+        )
+    return mixing.cosine(fed.of_all(fed.states.load(fed.here, names=[roles[name]]))[roles[name]])
+
+
+def key_vectors(fed: Trained) -> Tensor:
+    """What the method compares of each client as one vector, [K, d]; d is 0 for a method without similarity."""
+    exchange = fed.exchange
+    held = exchange.keyed(fed.states.load(fed.here, names=None if exchange.measured else exchange.keys))
+    state = fed.of_all({name: held[name] for name in exchange.keys})
+    return torch.cat([torch.empty(len(fed), 0), *(state[name].flatten(1).cpu() for name in exchange.keys)], dim=1)
+
+
+def mixing_matrix(fed: Trained) -> Tensor:
+    """The weights `Strategy.weights` gives the next download, float64 [K, K]; a client that did not report last is a
+    row and a column of zeros. Methods that mix by other means (see `Strategy.mix`) may not use it."""
+    matrix = torch.zeros(len(fed), len(fed), dtype=torch.float64)
+    if fed.shared and fed.reported is not None:
+        at = torch.tensor(fed.reported.clients)
+        matrix[at[:, None], at] = fed.method.weights(fed.uploads()).double().cpu()
+    return matrix
+
+
+def encode(fed: Trained, x: Tensor, client: int | None = None) -> Tensor:
+    """What the classifier of each client (or of one) gets to see of x [n, …], in eval mode: [K or 1, n, d]."""
+    rows = range(len(fed)) if client is None else [client]
+    return fed.exchange.encoder(fed.states.load(rows), x.to(fed.device))
