@@ -1,7 +1,7 @@
 """Aggregation that a few hostile clients cannot carry away: rules in place of the weighted mean of a mixing matrix.
 
-A row w of the matrix says how much each of m uploads x_i counts. The rules below take it as the weights of a sample: for
-equal weights they are those of their papers, clients of weight 0 do not exist for them.
+A row w of the matrix says how much each of m uploads x_i counts. The rules below take it as the weights of a sample:
+for equal weights they are those of their papers, clients of weight 0 do not exist for them.
 
 `median`: coordinate-wise median (Yin, Chen, Ramchandran, Bartlett; ICML 2018, Definition 1).
 `trimmed-mean`: coordinate-wise β-trimmed mean, the largest and the smallest β of the values left out (ibid., Definition
@@ -64,8 +64,7 @@ def _by_coordinate(matrix: Tensor, x: Tensor, rule: str, hostile: float) -> Tens
 
 
 def _median(values: Tensor, upper: Tensor) -> Tensor:
-    """values [m, n] ascending, upper [m, n] the weight up to each: the middle one, or the mean of the two that share the
-    middle."""
+    """values [m, n] ascending, upper [m, n] the weight up to each: the middle one, or the mean of the two around it."""
     half = upper[-1:] / 2
     slack = 1e-12
     low = (upper < half - slack).sum(0, keepdim=True)
