@@ -44,7 +44,7 @@ from fastfact.federation.storage.states import MEMORY, Codec, Database, Models, 
 from fastfact.federation.tensors import describe, tensors_of
 from fastfact.federation.wire.format import Wire
 from fastfact.federation.wire.ledger import Ledger
-from fastfact.kinds import must_be
+from fastfact.kinds import type_error
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.sparsity import penalized
 
@@ -409,9 +409,9 @@ class Federation:
         Raises ValueError for bad arguments, a memory limit that is too small, or where the federation was loaded
         without its clients.
         """
-        if must_be(rounds, int) or rounds < 0:
+        if type_error(rounds, int) or rounds < 0:
             raise ValueError(f"fit(rounds={rounds!r}): must be an integer of at least 0")
-        if must_be(checkpoint_every, int) or checkpoint_every < 1:
+        if type_error(checkpoint_every, int) or checkpoint_every < 1:
             raise ValueError(f"fit(checkpoint_every={checkpoint_every!r}): must be an integer of at least 1")
         if self.clients is None:
             raise ValueError("fit: this federation was loaded without clients, pass Federation.load(DIR, clients=)")

@@ -16,7 +16,7 @@ from fastfact.federation.server.exchange import server_round
 from fastfact.federation.state import State, take
 from fastfact.federation.storage.states import Models, Stacked
 from fastfact.federation.wire.ledger import Ledger
-from fastfact.kinds import must_be
+from fastfact.kinds import type_error
 
 HOW = ("local-train", "fine-tune", "download", "ensemble")
 
@@ -54,7 +54,7 @@ def join(fed: Trained, clients: Sequence[Client], how: str, epochs: int | None) 
     """See `Federation.join`."""
     if how not in HOW:
         raise ValueError(f"join(how={how!r}): must be one of {', '.join(HOW)}")
-    if must_be(epochs, int | None) or (epochs is not None and epochs < 1):
+    if type_error(epochs, int | None) or (epochs is not None and epochs < 1):
         raise ValueError(f"join(epochs={epochs!r}): must be an integer of at least 1, or None")
     if how == "ensemble" and fed.group.size > 1:
         raise ValueError(f"join(how='ensemble'): needs all clients' models in one process; here are {fed.group.size}")
