@@ -3,6 +3,7 @@
 from fastfact import data, methods, models, nn, ops
 from fastfact.federation import Client, Federation, History, Phase, Strategy
 from fastfact.nn import optim, sparsity
+from fastfact.nn.compress import compress
 from fastfact.nn.convert import densify, factorize, factorized_layers
 from fastfact.nn.files import load_into, save
 from fastfact.nn.pretrained import register_transformers
@@ -23,6 +24,7 @@ __all__ = [
     "Spec",
     "Strategy",
     "backends",
+    "compress",
     "data",
     "densify",
     "factorize",

@@ -42,7 +42,7 @@ def leading_vectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """(left [m, r], values [r], right [r, n]): the r = min(`rank`, m, n) leading singular vectors of `matrix` [m, n].
 
     Where they are few of many, from a block Krylov space (Musco and Musco 2015) that grows until one more block lowers
-    the squared error of the approximation by less than 1e-8 of it; the start is the same in every call. Else by
+    the squared error of the approximation by less than 1e-7 of it; the start is the same in every call. Else by
     the full decomposition.
     """
     m, n = matrix.shape
@@ -61,7 +61,7 @@ def leading_vectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         basis, image = torch.cat([basis, block], 1), block.T @ matrix
         images = torch.cat([images, image])
         before, captured = captured, torch.linalg.eigvalsh(images @ images.T)[-rank:].sum()
-        if captured - before <= 1e-8 * (all_energy - captured) or basis.shape[1] + block.shape[1] > m:
+        if captured - before <= 1e-7 * (all_energy - captured) or basis.shape[1] + block.shape[1] > m:
             break
         block = matrix @ image.T
     left, values, right = torch.linalg.svd(images, full_matrices=False)
