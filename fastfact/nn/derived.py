@@ -19,6 +19,9 @@ class Derived(Tensor):
     Results of operations are plain tensors, and so is `detach()`, which one takes to go on with a tensor of one's own.
     """
 
+    _is_hf_initialized = True
+    """The initializers of transformers pass such a tensor by, as `from_pretrained` would otherwise write to it."""
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
