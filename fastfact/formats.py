@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 LAYOUTS = {"linear": 0, "spatial": 1, "kernel": 2, "view": 3, "separable": 4}
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 VALUE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 LINEAR, SPATIAL, KERNEL, VIEW, SEPARABLE = range(5)
 
 _RANK1_AXES = {LINEAR: ((1,), (0,)), SPATIAL: ((2, 3), (0, 1)), KERNEL: ((1, 2), (0, 3)), VIEW: ((2, 3), (0, 1))}
 """The axes of W (o, i, kh, kw) or (o, i) that u and v of a rank-1 weight have in each layout, after their rank."""
+_RANK1_PLACES = {
+    layout: tuple(sorted(range(len(u) + len(v)), key=(*u, *v).__getitem__)) for layout, (u, v) in _RANK1_AXES.items()
+}
 _LOWRANK_AXES = {SEPARABLE: ((1, 2), (0, 3)), VIEW: ((0, 2), (1, 3))}
 """The axes of W that are the rows of B and the columns of A."""
 
@@ -24,8 +28,8 @@ def rank1_shapes(layout: int, size: Sequence[int]) -> tuple[tuple[int, ...], tup
 
 def rank1_size(layout: int, u: Sequence[int], v: Sequence[int]) -> tuple[int, ...]:
     """The size of the weight whose factors have these shapes, without their rank: the inverse of `rank1_shapes`."""
-    u_axes, v_axes = _RANK1_AXES[layout]
-    return tuple(extent for _, extent in sorted(zip((*u_axes, *v_axes), (*u, *v), strict=True)))
+    extents = (*u, *v)
+    return tuple(extents[place] for place in _RANK1_PLACES[layout])
 
 
 def rank1_equation(layout: int) -> str:

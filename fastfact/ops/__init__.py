@@ -6,14 +6,14 @@ Imports the Triton kernels and what stands below them. Read `reference.py` first
 from fastfact.ops import backends, reference  # noqa: F401  the reference declares the ops
 from fastfact.ops.conv import factored_conv2d, factored_linear, fused_conv2d, separable_conv2d
 from fastfact.ops.mixing import mix, similarity_mix, srht
-from fastfact.ops.rows import Rows, cross_entropy, gather_rows
+from fastfact.ops.rows import GatheredBatch, cross_entropy, gather_rows
 from fastfact.ops.sparse import pack_bitmap, prox_sgd_step, unpack_bitmap
 from fastfact.ops.weights import hadamard_weight, lowrank_weight, rank1_weight
 
 backends.load()
 
 __all__ = [
-    "Rows",
+    "GatheredBatch",
     "cross_entropy",
     "factored_conv2d",
     "factored_linear",

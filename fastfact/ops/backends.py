@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fastfact.ops.registry import BACKENDS, OPS, with_kernels
 
 log = logging.getLogger("fastfact")
 
 NAMES = ("reference", *BACKENDS)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,12 @@ def implementation(op: str) -> Callable:
     return _serving[op]
 
 
-def takes_one(op: str, tensor: torch.Tensor) -> bool:
+def library_serves(op: str, tensor: Tensor) -> bool:
+    """Whether the CPU library, which looks at every index it reads, serves `op` for tensors such as this one now."""
+    return tensor.is_cpu and _serving is _dispatched and loaded("cpu") and "cpu" in OPS[op].kernels
+
+
+def takes_one(op: str, tensor: Tensor) -> bool:
     """Whether what serves `op` now takes tensors such as this one without the client axis, for one client."""
     return op in _one_client and tensor.is_cpu and type(tensor) in _PLAIN and _serving is _dispatched
 

@@ -1,7 +1,17 @@
-"""What the ops share: the optional client axis, its fold under `vmap`, and the checks of shapes."""
+"""What the ops share: the optional client axis, its fold under `vmap`, and the checks of arguments."""
+
+import math
+import operator
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fastfact.formats import FLOATING
+from fastfact.ops.backends import library_serves
+
+LARGEST = 2**31 - 1
+"""The largest integer argument: sizes of tensors beyond it are out of reach of memory and of kernels."""
 
 
 def call(function, clients: bool, tensors, *settings):
@@ -82,8 +92,117 @@ def must_be_plain() -> bool:
     return torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-def with_clients(op: str, named: dict[str, tuple[Tensor | None, int]]) -> tuple[bool, list[Tensor | None]]:
-    """Whether any tensor has the client axis, and all with it if so. `named`: name → (tensor, dims without it)."""
+def whole(op: str, name: str, value, least: int, most: int = LARGEST) -> int:
+    """An integer argument. Raises TypeError or ValueError for what is none from `least` to `most`."""
+    if type(value) is int and least <= value <= most:
+        return value
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{op}: {name}={value!r}, must be an integer") from None
+    if not least <= number <= most:
+        raise ValueError(f"{op}: {name}={value!r}, must be an integer from {least} to {most}")
+    return number
+
+
+_KINDS = {
+    (1, 2): "one or two integers",
+    (2,): "(o, i)",
+    (4,): "(o, i, kh, kw)",
+    (2, 4): "(o, i) or (o, i, kh, kw)",
+}
+
+
+def wholes(op: str, name: str, value, counts: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """An argument of several integers, as many as one of `counts`; where 1 is among these, one integer means two."""
+    kind = _KINDS[counts]
+    numbers = (value, value) if 1 in counts and not isinstance(value, tuple | list) else value
+    if not isinstance(numbers, tuple | list):
+        raise TypeError(f"{op}: {name}={value!r}, must be {kind}")
+    for number in numbers:
+        if not isinstance(number, int) and not hasattr(number, "__index__"):
+            raise TypeError(f"{op}: {name}={value!r}, must be {kind}, integers")
+    if len(numbers) not in counts or min(numbers) < least or max(numbers) > LARGEST:
+        raise ValueError(f"{op}: {name}={value!r}, must be {kind}, each from {least} to {LARGEST}")
+    return tuple(number if isinstance(number, int) else operator.index(number) for number in numbers)
+
+
+def pair(op: str, name: str, value, least: int) -> tuple[int, int]:
+    """An argument of one or two integers."""
+    if type(value) is int and least <= value <= LARGEST:
+        return value, value
+    if type(value) is tuple and len(value) == 2:
+        a, b = value
+        if type(a) is int and type(b) is int and least <= a <= LARGEST and least <= b <= LARGEST:
+            return value
+    return wholes(op, name, value, (1, 2), least)
+
+
+def number(op: str, name: str, value, least: float = -math.inf, most: float = math.inf) -> float:
+    """A finite float argument. Raises TypeError or ValueError for what is none from `least` to `most`."""
+    try:
+        real = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{op}: {name}={value!r}, must be a number") from None
+    if not (least <= real <= most and math.isfinite(real)):
+        limits = "" if least == -math.inf else f" of at least {least}" if most == math.inf else f", {least} to {most}"
+        raise ValueError(f"{op}: {name}={value!r}, must be a finite number{limits}")
+    return real
+
+
+def flag(op: str, name: str, value) -> bool:
+    """A boolean argument. Raises TypeError for what is none."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name}={value!r}, must be True or False")
+    return value
+
+
+def sequence(op: str, name: str, value, what: str) -> list:
+    """An argument of several. Raises TypeError for what is no list or tuple."""
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{op}: {name} is {type(value).__name__}, must be a list of {what}")
+    return list(value)
+
+
+def choice(op: str, name: str, value, allowed) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{op}: {name}={value!r}, must be one of {', '.join(allowed)}")
+
+
+def check_size(op: str, shape) -> None:
+    """Raise ValueError for a result that no memory holds, the number of whose bytes need not fit 64 bits."""
+    if math.prod(shape) >= 1 << 47:
+        raise ValueError(f"{op}: the result would have the shape {list(shape)}, more elements than memory holds")
+
+
+def check_tensor(op: str, name: str, tensor, dtypes=None, device: torch.device | None = None) -> None:
+    """Raise TypeError for what is not a strided tensor, ValueError for another dtype or device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} is {type(tensor).__name__}, must be a tensor")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} is {tensor.layout}, must be dense (torch.strided)")
+    if dtypes is not None and tensor.dtype not in dtypes:
+        raise ValueError(f"{op}: {name} is {tensor.dtype}, must be {_listed(dtypes)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, must be on {device} as the others")
+
+
+def _listed(names) -> str:
+    *first, last = map(str, names)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def with_clients(
+    op: str, named: dict[str, tuple[Tensor | None, int]], optional: tuple[str, ...] = ()
+) -> tuple[bool, list[Tensor | None]]:
+    """Whether any tensor has the client axis, and all with it if so. `named`: name → (tensor, dims without it); those
+    that are `optional` may be None.
+    """
+    for name, (tensor, _) in named.items():
+        if tensor is None and name in optional:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            check_tensor(op, name, tensor)
     if all(tensor is None or tensor.dim() == dims for tensor, dims in named.values()):
         return False, [tensor for tensor, _ in named.values()]
     sizes = {}
@@ -106,6 +225,7 @@ def with_clients(op: str, named: dict[str, tuple[Tensor | None, int]]) -> tuple[
 
 
 def check(op: str, name: str, tensor: Tensor | None, shape, clients: bool, like: Tensor) -> None:
+    """Raise ValueError unless a tensor has this shape, and the dtype and device of `like`."""
     if tensor is None:
         return
     if tuple(tensor.shape[clients:]) != tuple(shape):
@@ -116,8 +236,65 @@ def check(op: str, name: str, tensor: Tensor | None, shape, clients: bool, like:
         )
 
 
-def check_index(op: str, index: Tensor, like: Tensor) -> Tensor:
-    """The positions of a support in int32. Raises ValueError for another kind of tensor or device."""
+def check_floating(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in FLOATING:
+        raise ValueError(f"{op}: {name} is {tensor.dtype}, must be {_listed(FLOATING)}")
+
+
+def check_factors(op: str, u: Tensor, v: Tensor, shapes, clients: bool, like: Tensor) -> None:
+    """Raise ValueError unless u and v are of these shapes, after the same rank of at least 1."""
+    rank = u.shape[clients]
+    for name, factor, shape in zip(("u", "v"), (u, v), shapes, strict=True):
+        check(op, name, factor, (rank, *shape), clients, like)
+    if rank == 0:
+        raise ValueError(f"{op}: u has shape {list(u.shape[clients:])}, its rank must be at least 1")
+
+
+_checked_supports = WeakTensorKeyDictionary()
+
+
+def check_index(op: str, index: Tensor, like: Tensor, size, serves: str) -> Tensor:
+    """The positions of a support in a weight of `size`, in int32, for the registered op `serves`.
+
+    Raises ValueError for another dtype or device, and for what is not ascending positions in W: compiled kernels look
+    while they read, for the others it is looked at here, on a GPU once for a tensor that nobody has written to since.
+    What a transform or torch.compile works with, whose numbers cannot be seen, is looked at by compiled kernels only.
+    """
     if index.dtype not in (torch.int32, torch.int64) or index.device != like.device:
-        raise ValueError(f"{op}: index is {index.dtype} on {index.device}, must be int32 or int64 on {like.device}")
-    return index.to(torch.int32)
+        raise ValueError(
+            f"{op}: index is {index.dtype} on {index.device}, must be torch.int32 or torch.int64 on {like.device}"
+        )
+    numel = math.prod(size)
+    if numel > LARGEST:
+        raise ValueError(f"{op}: a weight of size {list(size)} with an index must have at most {LARGEST} elements")
+    positions = index
+    if index.dtype == torch.int64:
+        # What is out of range stays so.
+        positions = index.clamp(-1, numel).to(torch.int32)
+    if not (library_serves(serves, index) or transforming() or index.is_meta or capturing(index)):
+        _check_ascending(op, index, positions, numel)
+    return positions
+
+
+def _check_ascending(op: str, index: Tensor, positions: Tensor, numel: int) -> None:
+    state = None if index.is_inference() else (index._version, index.data_ptr(), numel)
+    if state is not None and _checked_supports.get(index) == state:
+        return
+    if positions.numel():
+        inside = (positions[..., 0] >= 0) & (positions[..., -1] < numel)
+        if not bool(inside.all() & (positions[..., 1:] > positions[..., :-1]).all()):
+            raise ValueError(f"{op}: index must be ascending positions in the weight, 0 to {numel - 1}")
+    if state is not None:
+        _checked_supports[index] = state
+
+
+def check_range(op: str, name: str, index: Tensor, count: int) -> None:
+    """Raise ValueError for an index below 0 or from `count` on."""
+    outside = index[(index < 0) | (index >= count)]
+    if outside.numel():
+        raise ValueError(f"{op}: {name} has {int(outside[0])}, must be 0 to {count - 1}")
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded, when no number may be read."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -5,19 +5,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastfact import formats
-from fastfact.formats import LAYOUTS, rank1_shapes
+from fastfact.formats import FLOATING, LAYOUTS, LINEAR, rank1_shapes
 from fastfact.ops import reference
 from fastfact.ops.backends import implementation
 from fastfact.ops.common import (
+    LARGEST,
     autocast,
     call,
     check,
+    check_factors,
+    check_floating,
     check_index,
+    check_size,
+    check_tensor,
+    choice,
+    flag,
     fold,
     is_mapped,
     must_be_plain,
+    pair,
     transforming,
     unfold,
+    whole,
+    wholes,
     with_clients,
 )
 from fastfact.ops.weights import follows_channels_last
@@ -151,45 +161,44 @@ def _apply(op: str, clients: bool, settings, *tensors) -> Tensor:
     return _Conv.apply(op, clients, settings, *tensors)
 
 
-def _pair(op: str, name: str, value, least: int) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or min(pair) < least:
-        raise ValueError(f"{op}: {name}={value}, must be one or two integers of at least {least}")
-    return pair
-
-
-def _checked(op, x, u, v, mu, index, bias, size, stride, padding, dilation, groups, dense=False):
+def _checked(op, layout, x, u, v, mu, index, bias, size, stride, padding, dilation, groups, dense=False):
     """What the convolutions have in common, checked: (size, stride, padding, dilation, groups, clients, tensors).
 
-    dense: whether μ may come without an index, of the shape of W.
+    layout: that of u and v. dense: whether μ may come without an index, of the shape of W.
     """
-    size = tuple(size)
-    if len(size) != 4 or min(size) < 1 or groups < 1 or size[0] % groups:
-        raise ValueError(f"{op}: size={size}, groups={groups}: must be (o, i, kh, kw), o a multiple of groups")
-    if (u is None) != (v is None) or ((mu is None) != (index is None) and not (dense and index is None)):
-        raise ValueError(f"{op}: u and v go together, and so do values and index")
-    x, u, v, mu, bias = autocast(x, u, v, mu, bias)
-    pairs = [_pair(op, "stride", stride, 1), _pair(op, "padding", padding, 0), _pair(op, "dilation", dilation, 1)]
+    size, groups = wholes(op, "size", size, (4,), 1), whole(op, "groups", groups, 1)
+    if size[0] % groups:
+        raise ValueError(f"{op}: size={size}, groups={groups}: o must be a multiple of groups")
+    if (u is None) != (v is None):
+        raise ValueError(f"{op}: {'u' if u is None else 'v'} is None: u and v go together")
+    if (mu is None) != (index is None) and not (dense and index is None):
+        raise ValueError(f"{op}: {'index' if index is None else 'values'} is None: values and index go together")
+    stride, dilation = pair(op, "stride", stride, 1), pair(op, "dilation", dilation, 1)
+    padding = pair(op, "padding", padding, 0)
     name, dims = ("mu", 4) if index is None else ("values", 1)
     named = {"x": (x, 4), "u": (u, 3), "v": (v, 3), name: (mu, dims), "index": (index, 1), "bias": (bias, 1)}
-    clients, (x, u, v, mu, index, bias) = with_clients(op, named)
+    clients, (x, u, v, mu, index, bias) = with_clients(op, named, ("u", "v", name, "index", "bias"))
+    x, u, v, mu, bias = autocast(x, u, v, mu, bias)
+    check_floating(op, "x", x)
+    if clients and len(x) == 0:
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, must have at least one client")
     channels, h, w = x.shape[clients + 1 :]
     if channels != groups * size[1]:
         raise ValueError(f"{op}: x has {channels} channels, must have groups·i = {groups * size[1]}")
-    for extent, kernel, padded, gap in zip((h, w), size[2:], *pairs[1:], strict=True):
-        if extent + 2 * padded < gap * (kernel - 1) + 1:
-            raise ValueError(f"{op}: x is {h}×{w}, too small for kernel {size[2:]}, padding and dilation")
+    padded_h, padded_w = h + 2 * padding[0], w + 2 * padding[1]
+    steps_h, steps_w = padded_h - dilation[0] * (size[2] - 1) - 1, padded_w - dilation[1] * (size[3] - 1) - 1
+    if steps_h < 0 or steps_w < 0:
+        raise ValueError(f"{op}: x is {h}×{w}, too small for kernel {size[2:]}, {padding=} and {dilation=}")
+    if padded_h * padded_w > LARGEST:
+        raise ValueError(f"{op}: {padding=} makes x, {h}×{w}, larger than {LARGEST} pixels")
+    check_size(op, (*x.shape[: clients + 1], size[0], steps_h // stride[0] + 1, steps_w // stride[1] + 1))
     check(op, "bias", bias, (size[0],), clients, x)
     check(op, name, mu, size if index is None else index.shape[clients:], clients, x)
+    if u is not None:
+        check_factors(op, u, v, rank1_shapes(LAYOUTS[layout], size), clients, x)
     if index is not None:
-        index = check_index(op, index, x)
-    return size, *pairs, groups, clients, (x, u, v, mu, index, bias)
-
-
-def _check_factors(op, layout, u, v, size, clients, x) -> None:
-    rank = u.shape[clients]
-    for name, factor, shape in zip(("u", "v"), (u, v), rank1_shapes(LAYOUTS[layout], size), strict=True):
-        check(op, name, factor, (rank, *shape), clients, x)
+        index = check_index(op, index, x, size, FUSED if dense else OP)
+    return size, stride, padding, dilation, groups, clients, (x, u, v, mu, index, bias)
 
 
 def factored_conv2d(
@@ -223,11 +232,10 @@ def factored_conv2d(
     then remember in which order they take its nonzeros: 12 bytes for each, 256 MiB in all, those used last. An order
     serves only where the index is number by number the one that it was found for.
     """
-    checked = _checked(OP, x, u, v, values, index, bias, size, stride, padding, dilation, groups)
-    size, *how, clients, (x, u, v, values, index, bias) = checked
-    if u is not None:
-        _check_factors(OP, "spatial", u, v, size, clients, x)
-    if repeated and values is not None and not transforming() and not torch.is_grad_enabled():
+    size, *how, clients, (x, u, v, values, index, bias) = _checked(
+        OP, "spatial", x, u, v, values, index, bias, size, stride, padding, dilation, groups
+    )
+    if flag(OP, "repeated", repeated) and values is not None and not transforming() and not torch.is_grad_enabled():
         return call(implementation(f"repeated_{OP}"), clients, (x, u, v, values, index, bias), size, *how)
     return _apply(OP, clients, (size, *how), x, u, v, values, index, bias)
 
@@ -263,15 +271,12 @@ def fused_conv2d(
     float32 (rounded to TF32 where PyTorch's own convolutions are), float64, float16 and bfloat16, summed in float32.
     Differentiable in x, u, v, μ and bias. Raises ValueError for shapes or dtypes that do not fit.
     """
-    if layout not in ("spatial", "kernel", "view"):
-        raise ValueError(f"{FUSED}: layout={layout!r}, must be one of spatial, kernel, view")
+    choice(FUSED, "layout", layout, ("spatial", "kernel", "view"))
     if u is None and mu is None:
         raise ValueError(f"{FUSED}: u and v, or mu, must be given")
     size, *how, clients, (x, u, v, mu, index, bias) = _checked(
-        FUSED, x, u, v, mu, index, bias, size, stride, padding, dilation, groups, dense=True
+        FUSED, layout, x, u, v, mu, index, bias, size, stride, padding, dilation, groups, dense=True
     )
-    if u is not None:
-        _check_factors(FUSED, layout, u, v, size, clients, x)
     last = index is None and follows_channels_last(mu)
     return _apply(FUSED, clients, (LAYOUTS[layout], size, last, *how), x, u, v, mu, index, bias)
 
@@ -300,12 +305,11 @@ def separable_conv2d(
     on a GPU in `fused_conv2d`.
     """
     op = "separable_conv2d"
-    size, stride, padding, dilation, groups, clients, (x, u, v, values, index, bias) = _checked(
-        op, x, u, v, values, index, bias, size, stride, padding, dilation, groups
-    )
     if u is None:
         raise ValueError(f"{op}: u and v must be given")
-    _check_factors(op, "kernel", u, v, size, clients, x)
+    size, stride, padding, dilation, groups, clients, (x, u, v, values, index, bias) = _checked(
+        op, "kernel", x, u, v, values, index, bias, size, stride, padding, dilation, groups
+    )
     (sy, sx), (py, px), (dy, dx) = stride, padding, dilation
     if groups == 1 and values is None and x.is_cuda and not must_be_plain() and (clients or is_mapped(u)):
         rank, (o, i, kh, kw) = u.shape[clients], size
@@ -351,14 +355,32 @@ def factored_linear(
 
     x [(k,) …, i], u [(k,) r, i], v [(k,) r, o], values, index [(k,) nnz] and bias [(k,) o] as in `factored_conv2d`;
     x has the client axis if any of the others has it. repeated: as there. Returns […, o].
+    Autocast and what is raised as there.
     """
-    size = tuple(size)
+    op = "factored_linear"
+    size = wholes(op, "size", size, (2,), 1)
+    if (u is None) != (v is None) or (values is None) != (index is None):
+        raise ValueError(f"{op}: u and v go together, and so do values and index")
+    named = {"u": (u, 2), "v": (v, 2), "values": (values, 1), "index": (index, 1), "bias": (bias, 1)}
+    check_tensor(op, "x", x, FLOATING)
+    clients = False
+    if any(t is not None for t in (u, values, bias)):
+        clients, (u, v, values, index, bias) = with_clients(op, named, tuple(named))
     x, u, v, values, bias = autocast(x, u, v, values, bias)
-    shared = ((u, 2), (v, 2), (values, 1), (index, 1), (bias, 1))
-    clients = int(any(t is not None and t.dim() > dims for t, dims in shared))
-    if x.shape[-1] != size[1]:
-        raise ValueError(f"factored_linear: x has {x.shape[-1]} features, must have {size[1]}")
-    rows = x.flatten(clients, -2) if x.dim() > clients + 1 else x.unsqueeze(clients)
+    present = next((t for t in (u, values, bias) if t is not None), None)
+    if x.dim() < clients + 1 or x.shape[-1] != size[1] or (clients and len(x) != len(present)):
+        wanted = [len(present), "…", size[1]] if clients else ["…", size[1]]
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, must be [{', '.join(map(str, wanted))}]")
+    if clients and len(x) == 0:
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, must have at least one client")
+    check_size(op, (*x.shape[:-1], size[0]))
+    if u is not None:
+        check_factors(op, u, v, rank1_shapes(LINEAR, size), clients, x)
+    if values is not None:
+        check(op, "values", values, index.shape[clients:], clients, x)
+        index = check_index(op, index, x, size, OP)
+    check(op, "bias", bias, (size[0],), clients, x)
+    rows = x.flatten(int(clients), -2) if x.dim() > clients + 1 else x.unsqueeze(int(clients))
     out = None
     if values is not None:
         n = rows.shape[clients]
@@ -373,4 +395,4 @@ def factored_linear(
         out = product if out is None else out + product
     if out is None:
         out = rows.new_zeros(*rows.shape[:-1], size[0])
-    return out.reshape(*x.shape[:-1], size[0])
+    return out.expand(*rows.shape[:-1], size[0]).reshape(*x.shape[:-1], size[0])

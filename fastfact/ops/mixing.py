@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastfact.formats import unit
+from fastfact.formats import FLOATING, unit
 from fastfact.ops.backends import implementation
+from fastfact.ops.common import check_size, check_tensor, number, sequence, whole
 
 # Narrower uploads are multiplied together, as one matrix.
 _WIDE = 1024
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @torch.no_grad()
@@ -45,10 +47,15 @@ def similarity_mix(
     """
     op = "similarity_mix"
     single = isinstance(uploads, Tensor)
-    stacked = [uploads] if single else list(uploads)
+    stacked = [uploads] if single else sequence(op, "uploads", uploads, "tensors")
+    check_tensor(op, "v", v, (*FLOATING, torch.int8))
+    if v.dim() == 0:
+        raise ValueError(f"{op}: v has shape [], must be [m, …]")
     m = len(v)
     rows = range(m) if rows is None else rows
-    _check(op, v, stacked, epsilon, tau, min_matches, valid, rows)
+    epsilon, tau = number(op, "epsilon", epsilon, 0), number(op, "tau", tau, -1, 1)
+    min_matches = whole(op, "min_matches", min_matches, 1)
+    _check(op, v, stacked, valid, rows)
     compute = _compute(v, stacked)
     keys = _rows(v)
     if keys.dtype != torch.int8 or compute == torch.float64:
@@ -94,25 +101,29 @@ def threshold(tau: float, dtype: torch.dtype, numbers: int = 1 << 20) -> float:
     return -2.0 if tau - slack <= -1 else min(tau, 1 - slack)
 
 
-def _check(op, v, stacked, epsilon, tau, min_matches, valid, rows) -> None:
+def _check(op, v, stacked, valid, rows) -> None:
     m = len(v)
-    if not v.dtype.is_floating_point and v.dtype != torch.int8:
-        raise ValueError(f"{op}: v is {v.dtype}, must be floating or int8")
     for t, x in enumerate(stacked):
+        _check_numbers(op, f"uploads[{t}]", x, v.device)
         if x.dim() == 0 or len(x) != m:
             raise ValueError(f"{op}: uploads[{t}] has shape {list(x.shape)}, v has {m} clients: must be as many")
-        if x.device != v.device:
-            raise ValueError(f"{op}: uploads[{t}] is on {x.device}, must be on {v.device} as v")
-    if not 0 <= epsilon < float("inf"):
-        raise ValueError(f"{op}: epsilon={epsilon}, must be a number of at least 0")
-    if not -1 <= tau <= 1:
-        raise ValueError(f"{op}: tau={tau}, must be between -1 and 1")
-    if min_matches < 1:
-        raise ValueError(f"{op}: min_matches={min_matches}, must be at least 1")
-    if valid is not None and (valid.shape != (m,) or valid.dtype != torch.bool or valid.device != v.device):
-        raise ValueError(f"{op}: valid is {valid.dtype} {list(valid.shape)}, must be torch.bool [{m}] on {v.device}")
+    if valid is not None:
+        check_tensor(op, "valid", valid, (torch.bool,), v.device)
+        if valid.shape != (m,):
+            raise ValueError(f"{op}: valid has shape {list(valid.shape)}, must be [{m}]")
+    if not isinstance(rows, range):
+        raise TypeError(f"{op}: rows={rows!r}, must be a range")
     if rows.step != 1 or not 0 <= rows.start <= max(rows.start, rows.stop) <= m:
         raise ValueError(f"{op}: rows={rows}, must be a range with step 1 within {m} clients")
+
+
+def _check_numbers(op, name, x, device=None) -> None:
+    """Any real dtype."""
+    check_tensor(op, name, x, None, device)
+    if x.is_floating_point():
+        check_tensor(op, name, x, FLOATING)
+    elif x.dtype not in _WHOLE:
+        raise ValueError(f"{op}: {name} is {x.dtype}, must be floating or of integers")
 
 
 def _compute(v: Tensor, stacked: list[Tensor]) -> torch.dtype:
@@ -196,8 +207,12 @@ def mix(matrix: Tensor, x: Tensor) -> Tensor:
 
     A matrix that is one row expanded (stride 0: the constant mixing) is applied once and its result expanded.
     """
+    op = "mix"
+    check_tensor(op, "matrix", matrix, FLOATING)
+    _check_numbers(op, "x", x, matrix.device)
     if matrix.dim() != 2 or x.dim() == 0 or matrix.shape[1] != len(x):
-        raise ValueError(f"mix: x has shape {list(x.shape)}, matrix {list(matrix.shape)}, must be [m, …] and [k, m]")
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, matrix {list(matrix.shape)}, must be [m, …] and [k, m]")
+    check_size(op, (len(matrix), *x.shape[1:]))
     once = len(matrix) > 1 and matrix.stride(0) == 0
     rows = matrix[:1] if once else matrix
     compute = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float64
@@ -216,18 +231,19 @@ def srht(x: Tensor, m: int, seed: int = 0, dtype: torch.dtype = torch.int8) -> t
 
     Returns (sketch, scale): int8 [k, m] with a float32 scale [k] that restores it, or `dtype`=float32 (float64 of
     float64 x) with a scale without elements. Cosines do not need the scale.
-    Raises ValueError for m that is not between 1 and the number of points.
+    Raises ValueError for m that is not between 1 and the number of points, the next power of two.
     """
     op = "srht"
-    if x.dim() not in (1, 2) or not x.is_floating_point():
+    check_tensor(op, "x", x, FLOATING)
+    if x.dim() not in (1, 2):
         raise ValueError(f"{op}: x is {x.dtype} {list(x.shape)}, must be floating, [d] or [k, d]")
     compute = torch.promote_types(x.dtype, torch.float32)
     if dtype not in (torch.int8, compute):
         raise ValueError(f"{op}: dtype={dtype}, must be torch.int8 or {compute}")
     d = x.shape[-1]
     points = 1 << max(d - 1, 0).bit_length()
-    if not 1 <= m <= points:
-        raise ValueError(f"{op}: m={m}, must be 1 to {points} for {d} numbers")
+    m, seed = whole(op, "m", m, 1, points), whole(op, "seed", seed, -(2**63), 2**64 - 1)
+    check_size(op, (*x.shape[:-1], points))
     signs, rows = _draws(d, points, m, seed, x.device)
     out, scale = implementation(op)(x if x.dim() == 2 else x[None], signs, rows, dtype == torch.int8)
     return (out, scale) if x.dim() == 2 else (out[0], scale[0] if scale.numel() else scale)

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastfact.ops.backends import implementation
+from fastfact.formats import FLOATING
+from fastfact.ops.backends import implementation, library_serves
+from fastfact.ops.common import check_range, check_size, check_tensor, sequence, transforming
 
 aten = torch.ops.aten
 FEW = 32
 """Up to so many outputs a product with rows where they are is faster than a copy of them and a matrix product."""
 
 
-class Rows(TorchDispatchMode):
+class GatheredBatch(TorchDispatchMode):
     """x [k, b, …], x[j, n] = samples[j][index[j, n]], gathered; while active, a matrix product of each client with x
     (flattened, or in any shape of that memory) of few outputs reads the samples themselves, on the CPU.
 
@@ -48,9 +50,25 @@ class Rows(TorchDispatchMode):
 def gather_rows(samples: Sequence[Tensor], index: Tensor) -> Tensor:
     """x [k, b, …], x[j, n] = samples[j][index[j, n]]: k tensors [any number, …] of any dtype, index int64 [k, b].
 
-    Raises ValueError on the CPU for an index out of range or rows that differ in shape or dtype.
+    Raises ValueError for samples or an index that do not fit and, on the CPU, for an index out of range.
     """
-    return implementation("gather_rows")(list(samples), index)
+    op = "gather_rows"
+    samples = sequence(op, "samples", samples, "tensors")
+    check_tensor(op, "index", index, (torch.int64,))
+    if index.dim() != 2 or len(index) != len(samples) or not samples:
+        raise ValueError(f"{op}: index has shape {list(index.shape)}, must be [{len(samples)}, b], one row a client")
+    for j, some in enumerate(samples):
+        check_tensor(op, f"samples[{j}]", some, None, index.device)
+        if some.dim() == 0 or some.shape[1:] != samples[0].shape[1:] or some.dtype != samples[0].dtype:
+            raise ValueError(
+                f"{op}: samples[{j}] is {some.dtype} {list(some.shape)}, must have rows as samples[0],"
+                f" {samples[0].dtype} {list(samples[0].shape)}"
+            )
+    check_size(op, (*index.shape, *samples[0].shape[1:]))
+    if index.is_cpu and not library_serves(op, index) and not transforming():
+        for j, (some, rows) in enumerate(zip(samples, index, strict=True)):
+            check_range(op, f"index[{j}]", rows, len(some))
+    return implementation(op)(samples, index)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -81,6 +99,15 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean of −log softmax(logits)[label] over logits [b, c] and labels int64 [b], all of them 0 … c − 1.
 
     `F.cross_entropy` under `vmap` is thirty operations, this one and its gradient two. The second derivative is not
-    there. Raises ValueError on the CPU for a label out of range.
+    there. Raises ValueError for shapes or dtypes that do not fit and, on the CPU, for a label out of range.
     """
+    op = "cross_entropy"
+    check_tensor(op, "logits", logits, FLOATING)
+    check_tensor(op, "labels", labels, (torch.int64,), logits.device)
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"{op}: logits has shape {list(logits.shape)}, labels {list(labels.shape)}, must be [b, c] and [b]"
+        )
+    if labels.is_cpu and not library_serves("softmax_loss", labels) and not transforming():
+        check_range(op, "labels", labels, logits.shape[1])
     return _CrossEntropy.apply(logits, labels)[0]

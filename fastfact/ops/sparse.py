@@ -1,11 +1,14 @@
 """The optimizer step with its soft threshold, and the bitmap form of μ. Not differentiable."""
 
+import math
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
-from fastfact.formats import VALUE_TYPES
+from fastfact.formats import FLOATING, VALUE_TYPES
 from fastfact.ops.backends import implementation
-from fastfact.ops.common import with_clients
+from fastfact.ops.common import check_floating, check_size, check_tensor, flag, number, sequence, whole, with_clients
 
 
 @torch.no_grad()
@@ -25,23 +28,62 @@ def prox_sgd_step(
 
     params, grads, momenta: lists of tensors of equal shapes and dtypes (`momenta` empty when momentum is 0); l1: one
     float each. A parameter and its momentum may be non-contiguous but must share their strides.
-    Raises ValueError where the lists do not match or l1 is negative.
+    float32, float64, float16 and bfloat16; all on one device. Raises ValueError where the lists do not match, a number
+    is not finite or l1 is negative.
     """
     op = "prox_sgd_step"
+    params, grads = sequence(op, "params", params, "tensors"), sequence(op, "grads", grads, "tensors")
+    momenta, l1 = sequence(op, "momenta", momenta, "tensors"), sequence(op, "l1", l1, "numbers")
+    lr, momentum = number(op, "lr", lr), number(op, "momentum", momentum)
+    weight_decay = number(op, "weight_decay", weight_decay)
     if len(grads) != len(params) or len(l1) != len(params) or len(momenta) != (len(params) if momentum else 0):
         raise ValueError(
             f"{op}: {len(params)} params, {len(grads)} grads, {len(l1)} l1, {len(momenta)} momenta:"
             " must be as many of each (no momenta when momentum is 0)"
         )
-    for j, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        if param.shape != grad.shape or param.dtype != grad.dtype:
-            raise ValueError(
-                f"{op}: grads[{j}] is {grad.dtype} {list(grad.shape)}, must be {param.dtype} {list(param.shape)}"
-            )
-    if any(penalty < 0 for penalty in l1):
-        raise ValueError(f"{op}: l1={min(l1)}, must not be negative")
-    implementation(op)(params, grads, momenta, l1, lr, momentum, weight_decay, proximal)
+    for j, param in enumerate(params):
+        if not (isinstance(param, Tensor) and param.dtype in FLOATING and param.device == params[0].device):
+            check_tensor(op, f"params[{j}]", param, FLOATING, params[0].device)
+        _check_written(op, "params", j, param)
+        if not _is_like(grads[j], param):
+            _refuse(op, "grads", j, grads[j], param)
+        if momenta:
+            if not _is_like(momenta[j], param):
+                _refuse(op, "momenta", j, momenta[j], param)
+            _check_written(op, "momenta", j, momenta[j])
+    for j, penalty in enumerate(l1):
+        if not isinstance(penalty, int | float) or not 0 <= penalty < math.inf:
+            l1[j] = number(op, f"l1[{j}]", penalty, 0)
+    implementation(op)(params, grads, momenta, l1, lr, momentum, weight_decay, flag(op, "proximal", proximal))
     torch.autograd.graph.increment_version([*params, *momenta])
+
+
+def _is_like(tensor, param: Tensor) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.shape == param.shape
+        and tensor.dtype == param.dtype
+        and tensor.device == param.device
+        and tensor.layout is torch.strided
+    )
+
+
+def _refuse(op: str, name: str, j: int, tensor, param: Tensor) -> NoReturn:
+    check_tensor(op, f"{name}[{j}]", tensor)
+    raise ValueError(
+        f"{op}: {name}[{j}] is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, must be {param.dtype}"
+        f" {list(param.shape)} on {param.device} as its parameter"
+    )
+
+
+def _check_written(op: str, name: str, j: int, tensor: Tensor) -> None:
+    """Raise TypeError for what is not dense, ValueError for a tensor that was expanded, to be written to."""
+    if tensor.layout is not torch.strided:
+        check_tensor(op, f"{name}[{j}]", tensor)
+    if not tensor.is_contiguous() and any(
+        extent > 1 and step == 0 for extent, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ValueError(f"{op}: {name}[{j}] has elements that share their memory (expand), each must have its own")
 
 
 @torch.no_grad()
@@ -55,6 +97,7 @@ def pack_bitmap(x: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     if dtype not in VALUE_TYPES:
         raise ValueError(f"{op}: dtype={dtype}, must be one of {', '.join(map(str, VALUE_TYPES))}")
     clients, (x,) = with_clients(op, {"x": (x, 2)})
+    check_floating(op, "x", x)
     bits, values, scale = implementation(op)(x if clients else x.unsqueeze(0), VALUE_TYPES[dtype])
     if not clients:
         bits, scale = bits.squeeze(0), scale.squeeze(0) if scale.dim() > 1 else scale
@@ -68,7 +111,16 @@ def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor
     Raises ValueError where `n` does not fit bits, or the bits set are not as many as the values (a damaged file).
     """
     op = "unpack_bitmap"
+    n = whole(op, "n", n, 0)
     clients, (bits,) = with_clients(op, {"bits": (bits, 2)})
+    check_tensor(op, "bits", bits, (torch.uint8,))
+    check_tensor(op, "values", values, (*VALUE_TYPES, torch.float64, torch.float16), bits.device)
+    check_tensor(op, "scale", scale, (torch.float32,), bits.device)
+    if values.dim() != 1:
+        raise ValueError(f"{op}: values has shape {list(values.shape)}, must have 1 dimension")
+    if scale.numel() and scale.shape != bits.shape[:-1]:
+        raise ValueError(f"{op}: scale has shape {list(scale.shape)}, must be {list(bits.shape[:-1])} or empty")
+    check_size(op, (*bits.shape[:-1], n))
     if bits.shape[-1] != (n + 7) // 8:
         raise ValueError(f"{op}: n={n} with {bits.shape[-1]} bytes a row, must be {(n + 7) // 8} bytes")
     out = implementation(op)(

@@ -3,6 +3,7 @@
 One `autograd.Function` serves them all; its `vmap` rule folds a mapped axis into the client axis.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,12 +15,19 @@ from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (
     call,
     check,
+    check_factors,
+    check_floating,
     check_index,
+    check_size,
+    choice,
+    flag,
     fold,
     is_channels_last,
     must_be_plain,
+    number,
     transforming,
     unfold,
+    wholes,
     with_clients,
 )
 
@@ -157,8 +165,7 @@ def weight(how: How, dense, f1, f2, f3=None, f4=None) -> Tensor:
 
 
 def _layout(op: str, layout: str, allowed: tuple[str, ...]) -> int:
-    if layout not in allowed:
-        raise ValueError(f"{op}: layout={layout!r}, must be one of {', '.join(allowed)}")
+    choice(op, "layout", layout, allowed)
     return LAYOUTS[layout]
 
 
@@ -166,7 +173,9 @@ def follows_channels_last(dense: Tensor | None) -> bool:
     """Whether `dense` [(k,) o, i, kh, kw] is laid out channels_last (and not contiguous as well)."""
     if dense is None or dense.dim() < 4:
         return False
-    return is_channels_last(dense[0] if dense.dim() == 5 else dense)
+    if dense.dim() == 5:
+        return len(dense) > 0 and is_channels_last(dense[0])
+    return is_channels_last(dense)
 
 
 def rank1_weight(
@@ -197,20 +206,23 @@ def rank1_weight(
     do not fit.
     """
     op = "rank1_weight"
+    channels_last = channels_last if channels_last is None else flag(op, "channels_last", channels_last)
     if index is not None and mu is None:
         raise ValueError(f"{op}: index goes together with the values of mu, which are None")
     code = _layout(op, layout, ("linear", "spatial", "kernel", "view"))
     dims, weight_dims = (2, 2) if code == LINEAR else (3, 4)
     mu_dims = weight_dims if index is None else 1
     named = {"mu": (mu, mu_dims), "index": (index, 1), "u": (u, dims), "v": (v, dims)}
-    clients, (mu, index, u, v) = with_clients(op, named)
-    us, vs = u.shape[clients:], v.shape[clients:]
-    check(op, "v", v, (us[0], *vs[1:]), clients, u)
-    size = rank1_size(code, us[1:], vs[1:])
+    clients, (mu, index, u, v) = with_clients(op, named, ("mu", "index"))
+    us, vs = u.shape[clients + 1 :], v.shape[clients + 1 :]
+    check_floating(op, "u", u)
+    check_factors(op, u, v, (us, vs), clients, u)
+    size = rank1_size(code, us, vs)
+    check_size(op, (*u.shape[:clients], *size))
     check(op, "mu", mu, size if index is None else index.shape[clients:], clients, u)
     if index is not None:
         how = How("compact_weight", clients, (code,), bool(channels_last))
-        return weight(how, None, u, v, mu, check_index(op, index, u))
+        return weight(how, None, u, v, mu, check_index(op, index, u, size, how.op))
     if channels_last is None:
         channels_last = follows_channels_last(mu)
     return weight(How(op, clients, (code,), channels_last), mu, u, v)
@@ -234,11 +246,13 @@ def lowrank_weight(
     Memory format, dtypes and errors as for `rank1_weight`, with σ in μ's place.
     """
     op = "lowrank_weight"
+    channels_last = channels_last if channels_last is None else flag(op, "channels_last", channels_last)
     code = _layout(op, layout, ("separable", "view"))
-    size = tuple(size)
-    if len(size) not in (2, 4):
-        raise ValueError(f"{op}: size={size}, must be (o, i) or (o, i, kh, kw)")
-    clients, (sigma, a, b) = with_clients(op, {"sigma": (sigma, len(size)), "a": (a, 2), "b": (b, 2)})
+    size = wholes(op, "size", size, (2, 4), 0)
+    scaling = number(op, "scaling", scaling)
+    clients, (sigma, a, b) = with_clients(op, {"sigma": (sigma, len(size)), "a": (a, 2), "b": (b, 2)}, ("sigma",))
+    check_floating(op, "a", a)
+    check_size(op, (*a.shape[:clients], *size))
     rows, columns = lowrank_shape(code, size)
     rank = a.shape[-2]
     check(op, "a", a, (rank, columns), clients, a)
@@ -246,7 +260,7 @@ def lowrank_weight(
     check(op, "sigma", sigma, size, clients, a)
     if channels_last is None:
         channels_last = follows_channels_last(sigma)
-    return weight(How(op, clients, (code, size, float(scaling)), channels_last), sigma, a, b)
+    return weight(How(op, clients, (code, size, scaling), channels_last), sigma, a, b)
 
 
 def hadamard_weight(
@@ -265,16 +279,15 @@ def hadamard_weight(
     the ranks of the two products may differ. `size`, memory format, dtypes and errors as for `lowrank_weight`.
     """
     op = "hadamard_weight"
-    size = tuple(size)
-    if len(size) not in (2, 4):
-        raise ValueError(f"{op}: size={size}, must be (o, i) or (o, i, kh, kw)")
+    size = wholes(op, "size", size, (2, 4), 0)
     named = {"x1": (x1, 2), "y1": (y1, 2), "x2": (x2, 2), "y2": (y2, 2)}
     clients, (x1, y1, x2, y2) = with_clients(op, named)
-    columns = 1
-    for extent in size[1:]:
-        columns *= extent
+    check_floating(op, "x1", x1)
+    check_size(op, (*x1.shape[:clients], *size))
+    columns = math.prod(size[1:])
     check(op, "x1", x1, (size[0], x1.shape[-1]), clients, x1)
     check(op, "y1", y1, (columns, x1.shape[-1]), clients, x1)
     check(op, "x2", x2, (size[0], x2.shape[-1]), clients, x1)
     check(op, "y2", y2, (columns, x2.shape[-1]), clients, x1)
-    return weight(How(op, clients, (size, bool(personalized)), channels_last), None, x1, y1, x2, y2)
+    settings = size, flag(op, "personalized", personalized)
+    return weight(How(op, clients, settings, flag(op, "channels_last", channels_last)), None, x1, y1, x2, y2)

@@ -286,7 +286,7 @@ def z(*shape, dtype=torch.float32):
         (lambda: ops.prox_sgd_step([z(2)], [], [], [0.0], lr=0.1), "1 params, 0 grads"),
         (lambda: ops.prox_sgd_step([z(2)], [z(2)], [], [0.0], lr=0.1, momentum=0.9), "0 momenta"),
         (lambda: ops.prox_sgd_step([z(2)], [z(3)], [], [0.0], lr=0.1), r"grads\[0\] is torch\.float32 \[3\]"),
-        (lambda: ops.prox_sgd_step([z(2)], [z(2)], [], [-1.0], lr=0.1), "l1=-1.0"),
+        (lambda: ops.prox_sgd_step([z(2)], [z(2)], [], [-1.0], lr=0.1), r"l1\[0\]=-1.0"),
         (lambda: ops.pack_bitmap(z(2, 3), torch.float16), r"dtype=torch\.float16"),
         (lambda: ops.pack_bitmap(z(3)), r"x has shape \[3\]"),
     ],

@@ -223,7 +223,7 @@ class Step:
 
 class GatheredStep(Step):
     """A step whose first products read the samples where they are: a batch is x of each client, y of each client and
-    the rows of them [k, b] (see `ops.Rows`)."""
+    the rows of them [k, b] (see `ops.GatheredBatch`)."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -233,7 +233,7 @@ class GatheredStep(Step):
         def gradients_of_rows(*tensors: Tensor) -> Sequence[Tensor]:
             k = (len(tensors) - others) // 2
             xs, ys, (index, *rest) = tensors[:k], tensors[k : 2 * k], tensors[2 * k :]
-            with ops.Rows(xs, index) as batch:
+            with ops.GatheredBatch(xs, index) as batch:
                 return gradients(batch.x, ops.gather_rows(ys, index), *rest)
 
         self.gradients = gradients_of_rows

@@ -268,7 +268,7 @@ class Trainer:
 
         def count(*tensors: Tensor) -> list[Tensor]:
             y, index, *state = tensors[-last:]
-            with ops.Rows(tensors[:-last], index) as batch:
+            with ops.GatheredBatch(tensors[:-last], index) as batch:
                 logits = batched(dict(zip(self.tensors, state, strict=True)), batch.x)
             return [(logits.argmax(2) == y).sum(1)]
 

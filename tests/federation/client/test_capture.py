@@ -105,7 +105,7 @@ def test_what_nobody_reads_is_left_out(make):
     weight = torch.randn(2, 3, 6, dtype=torch.float64)
 
     def function(*tensors):
-        with ops.Rows(tensors[:2], tensors[2]) as rows:
+        with ops.GatheredBatch(tensors[:2], tensors[2]) as rows:
             return [rows.x @ tensors[3].transpose(1, 2)]
 
     replay = capture.capture(function, model, [*x, torch.tensor([[0, 4], [3, 3]]), weight], 2)
@@ -123,7 +123,7 @@ def test_a_classifier_on_the_samples_is_one_operation(bias):
     state = [torch.randn(2, 3, 6, dtype=torch.float64)] + [torch.randn(2, 3, dtype=torch.float64)] * bias
 
     def gradients(objective, *tensors):
-        with ops.Rows(tensors[:2], tensors[2]) as rows:
+        with ops.GatheredBatch(tensors[:2], tensors[2]) as rows:
 
             def loss(state, x, y):
                 return objective(nn.functional.linear(x, *state), y)
