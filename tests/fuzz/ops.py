@@ -162,7 +162,7 @@ def factored_conv2d(draw):
         add_factors(draw, args, "spatial", dtype, k)
     if draw(st.booleans()):
         add_support(draw, args, dtype, k)
-    return Case(ops.factored_conv2d, args, dtype)
+    return Case(ops.factored_conv2d, args | {"repeated": draw(st.booleans())}, dtype)
 
 
 @st.composite
@@ -194,7 +194,7 @@ def fused_conv2d(draw):
 def factored_linear(draw):
     dtype, k = draw(dtypes), some_clients(draw, 1)
     size = (draw(small), draw(small))
-    args = {"size": size}
+    args = {"size": size, "repeated": draw(st.booleans())}
     if draw(st.booleans()):
         add_factors(draw, args, "linear", dtype, k)
     if draw(st.booleans()):

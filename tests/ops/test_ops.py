@@ -262,6 +262,10 @@ def z(*shape, dtype=torch.float32):
     return torch.zeros(*shape, dtype=dtype)
 
 
+def conv(op=ops.factored_conv2d, **settings):
+    return op(z(1, 2, 4, 4), z(1, 3, 3), z(1, 4, 2), size=(4, 2, 3, 3), **settings)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -289,11 +293,66 @@ def z(*shape, dtype=torch.float32):
         (lambda: ops.prox_sgd_step([z(2)], [z(2)], [], [-1.0], lr=0.1), r"l1\[0\]=-1.0"),
         (lambda: ops.pack_bitmap(z(2, 3), torch.float16), r"dtype=torch\.float16"),
         (lambda: ops.pack_bitmap(z(3)), r"x has shape \[3\]"),
+        (lambda: ops.rank1_weight(z(1, 3, 3), z(1, 4, 2), z(17), INDEX.long() + 2**32), "index must be ascending"),
+        (lambda: ops.rank1_weight(z(1, 3, 3).long(), z(1, 4, 2).long()), r"u is torch\.int64, must be torch\.float32"),
+        (lambda: conv(padding=2**63 - 1), "padding=9223372036854775807, must be one or two integers, each from 0"),
+        (lambda: conv(padding=2**31 - 1), r"padding=\(2147483647, 2147483647\) makes x, 4×4, larger than"),
+        (lambda: conv(stride=2**31), "stride=2147483648, must be one or two integers, each from 1 to 2147483647"),
+        (lambda: conv(groups=3), "groups=3: o must be a multiple of groups"),
+        (lambda: conv(ops.fused_conv2d, mu=z(17), index=INDEX.flip(0)), "fused_conv2d: index must be ascending"),
+        (lambda: conv(ops.fused_conv2d, mu=z(17), index=INDEX + 100), "fused_conv2d: index must be ascending"),
+        (lambda: conv(ops.separable_conv2d), r"separable_conv2d: u has shape \[1, 3, 3\], must be \[1, 2, 3\]"),
+        (
+            lambda: ops.factored_linear(z(3, 5), z(1, 5), z(1, 6), size=(6, 4)),
+            r"x has shape \[3, 5\], must be",
+        ),
+        (
+            lambda: ops.factored_linear(z(3, 4), z(1, 5), z(1, 6), size=(6, 4)),
+            r"u has shape \[1, 5\], must be",
+        ),
+        (lambda: ops.prox_sgd_step([z(2)], [z(2).to("meta")], [], [0.0], lr=0.1), r"grads\[0\] is .* on meta"),
+        (
+            lambda: ops.prox_sgd_step([z(1).expand(2)], [z(2)], [], [0.0], lr=0.1),
+            r"params\[0\] has elements",
+        ),
+        (lambda: ops.similarity_mix(torch.zeros(()), z(2), 1.0), r"v has shape \[\]"),
+        (lambda: ops.srht(z(2, 4), 9), "m=9, must be an integer from 1 to 4"),
+        (lambda: ops.gather_rows([z(3)], torch.tensor([[3]])), "index has 3 for client 0"),
     ],
 )
 def test_bad_input_names_the_argument(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: ops.rank1_weight(None, z(1, 4, 2)), "u is NoneType, must be a tensor"),
+        (lambda: ops.rank1_weight(z(1, 3, 3).to_sparse(), z(1, 4, 2)), r"u is torch\.sparse_coo, must be dense"),
+        (lambda: conv(stride=1.5), "stride=1.5, must be one or two integers"),
+        (lambda: ops.factored_conv2d(z(1, 2, 4, 4), size=3), r"size=3, must be \(o, i, kh, kw\)"),
+        (lambda: ops.prox_sgd_step(5, [], [], [], lr=0.1), "params is int, must be a list of tensors"),
+        (lambda: ops.similarity_mix(z(2, 3), z(2), "a"), "epsilon='a', must be a number"),
+        (lambda: ops.srht(z(2, 4), 2, seed=[1]), r"seed=\[1\], must be an integer"),
+    ],
+)
+def test_another_kind_of_argument_is_a_type_error(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("op", [ops.rank1_weight, ops.fused_conv2d])
+def test_an_index_is_looked_at_again_after_a_write(op):
+    """Where no compiled kernel looks while it reads."""
+    index = INDEX.clone()[:8]
+    how = {} if op is ops.rank1_weight else {"x": z(1, 2, 4, 4), "size": (4, 2, 3, 3)}
+    with ff.use_backend("reference"):
+        for _ in range(2):
+            op(u=z(1, 3, 3), v=z(1, 4, 2), mu=z(8), index=index, **how)
+        index[3] = 99
+        with pytest.raises(ValueError, match="index must be ascending positions in the weight, 0 to 71"):
+            op(u=z(1, 3, 3), v=z(1, 4, 2), mu=z(8), index=index, **how)
 
 
 def test_use_backend():
