@@ -8,7 +8,7 @@ client axis (`vmap`) work on each: the recurrent and attention layers are writte
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -170,7 +170,7 @@ class BasicBlock(nn.Module):
         self.conv2, self.norm2 = nn.Conv2d(o, o, 3, padding=1, bias=False), nn.BatchNorm2d(o)
 
     def forward(self, x: Tensor) -> Tensor:
-        skip = x if self.shortcut is None else self.norm(self.shortcut(x))
+        skip = x if self.shortcut is None or self.norm is None else self.norm(self.shortcut(x))
         return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + skip)
 
 
@@ -490,7 +490,7 @@ MODELS = {
 
 def build(
     name: str,
-    shape: tuple[int, ...],
+    shape: Sequence[int],
     num_classes: int,
     width: float = 1.0,
     vocabulary: int | None = None,

@@ -95,7 +95,7 @@ class Side:
         self._log.close()
 
 
-def compare(work: sides.Work, names: list[str], rounds: int, threads: int) -> list[dict[str, Any]]:
+def compare(work: sides.Workload, names: list[str], rounds: int, threads: int) -> list[dict[str, Any]]:
     """A row for each side, ours first, measured in turn after a round that does not count."""
     running = []
     try:

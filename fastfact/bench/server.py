@@ -55,7 +55,7 @@ def _timed(function: Callable) -> tuple[float, float, Any]:
 
 
 def exact(clients: int, numbers: int, mixes_v: bool, rounds: int, sample: int = 2) -> dict[str, Any]:
-    """A row: keys of so many numbers; mixed are u of ResNet-9 (α) and, if `mixes_v`, the key itself (as in β)."""
+    """A row for keys of this length; mixed are u of ResNet-9 (α) and, if `mixes_v`, the key itself (as in β)."""
     g = torch.Generator().manual_seed(0)
     v = torch.randn(clients, numbers, generator=g) + 0.5 * torch.randn(1, numbers, generator=g)
     uploads = [torch.randn(clients, n, generator=g) for n in U] + [v] * mixes_v

@@ -36,7 +36,7 @@ class Absent(Exception):
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """`clients` clients of `samples` samples of `shape`, 10 classes; `model` makes the dense network."""
 
     name: str
@@ -74,20 +74,20 @@ IMAGE = (3, 32, 32)
 WORKS = {
     work.name: work
     for work in (
-        Work("resnet9", functools.partial(models.resnet9, 3, 10), 20, 100, IMAGE, 50),
-        Work("resnet9, 10 % of μ", functools.partial(models.resnet9, 3, 10), 20, 100, IMAGE, 50, density=0.1),
-        Work("cnn2", functools.partial(models.cnn2, IMAGE, 10, padding=0), 20, 100, IMAGE, 50),
-        Work("linear", functools.partial(nn.Linear, 3072, 10), 400, 100, (3072,), 50),
+        Workload("resnet9", functools.partial(models.resnet9, 3, 10), 20, 100, IMAGE, 50),
+        Workload("resnet9, 10 % of μ", functools.partial(models.resnet9, 3, 10), 20, 100, IMAGE, 50, density=0.1),
+        Workload("cnn2", functools.partial(models.cnn2, IMAGE, 10, padding=0), 20, 100, IMAGE, 50),
+        Workload("linear", functools.partial(nn.Linear, 3072, 10), 400, 100, (3072,), 50),
     )
 }
 
 
-def find(name: str) -> Work:
-    """The work of a name in `WORKS`, NAME/CLIENTS with so many clients, NAME/quick, or growth/CLIENTS/SHARE."""
+def find(name: str) -> Workload:
+    """The work of a name in `WORKS`, NAME/CLIENTS with that many clients, NAME/quick, or growth/CLIENTS/SHARE."""
     name, _, rest = name.partition("/")
     if name == "growth":
         clients, share = rest.split("/")
-        return Work("growth", functools.partial(nn.Linear, 64, 10), int(clients), 10, (64,), 10, share=float(share))
+        return Workload("growth", functools.partial(nn.Linear, 64, 10), int(clients), 10, (64,), 10, share=float(share))
     work = WORKS[name]
     if rest == "quick":
         return replace(work, name=f"{name}/quick", clients=max(2, work.clients // 10), samples=8, batch=4)
@@ -120,7 +120,7 @@ def usage() -> tuple[float | None, float]:
     return peak / 1024, seconds
 
 
-class Gate:
+class Turnstile:
     """Between two rounds of a side: says how long the last one took and waits until the next one is asked for."""
 
     def __init__(self):
@@ -160,7 +160,7 @@ class Average:
         return {name: (self.sum[name] / self.count).to(tensor.dtype) for name, tensor in state.items()}
 
 
-def ours(work: Work, gate: Gate) -> dict[str, Tensor]:
+def ours(work: Workload, gate: Turnstile) -> dict[str, Tensor]:
     """`Federation.fit`, whole rounds, with the memory kept as `fastfact run` keeps it; each client has one test sample,
     on which it is evaluated twice a round.
     """
@@ -194,7 +194,9 @@ def ours(work: Work, gate: Gate) -> dict[str, Tensor]:
     return {} if work.share < 1 or work.density is not None else fed.mixed()[0].state_dict()
 
 
-def loop(work: Work, gate: Gate, memory_format: torch.memory_format = torch.contiguous_format) -> dict[str, Tensor]:
+def loop(
+    work: Workload, gate: Turnstile, memory_format: torch.memory_format = torch.contiguous_format
+) -> dict[str, Tensor]:
     """A plain PyTorch loop: one model and optimizer for all clients, batches sliced from a shuffled tensor."""
     model = work.initial().to(memory_format=memory_format)
     clients = [work.data(k) for k in range(work.clients)]
@@ -213,7 +215,7 @@ def loop(work: Work, gate: Gate, memory_format: torch.memory_format = torch.cont
     return state
 
 
-def _epoch(work: Work, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+def _epoch(work: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
     model.train()
     for batch in torch.randperm(len(y)).split(work.batch):
         optimizer.zero_grad()
@@ -223,14 +225,14 @@ def _epoch(work: Work, model: nn.Module, optimizer: torch.optim.Optimizer, x: Te
     return loss.item()
 
 
-def loop_channels_last(work: Work, gate: Gate) -> dict[str, Tensor]:
+def loop_channels_last(work: Workload, gate: Turnstile) -> dict[str, Tensor]:
     """The same loop with model and images in channels_last."""
     if len(work.shape) != 3:
         raise Absent("the model has no convolution")
     return loop(work, gate, torch.channels_last)
 
 
-def vmapped(work: Work, gate: Gate) -> dict[str, Tensor]:
+def vmapped(work: Workload, gate: Turnstile) -> dict[str, Tensor]:
     """All clients at once by torch.func: vmap of the gradient over stacked parameters and batch-norm statistics."""
     model = work.initial().train()
     xs, ys = map(torch.stack, zip(*map(work.data, range(work.clients)), strict=True))
@@ -256,7 +258,7 @@ def vmapped(work: Work, gate: Gate) -> dict[str, Tensor]:
     return state
 
 
-def pfl(work: Work, gate: Gate) -> dict[str, Tensor]:
+def pfl(work: Workload, gate: Turnstile) -> dict[str, Tensor]:
     """pfl's simulation backend and federated averaging. It averages parameters only: buffers stay the last client's."""
     _installed("pfl")
     from pfl.aggregate.simulate import SimulatedBackend
@@ -319,7 +321,7 @@ def flower_fit(name: str, threads: int, state: dict[str, Tensor], client: int) -
     return model.state_dict(), _epoch(work, model, optimizer, *data(client))
 
 
-def flower(work: Work, gate: Gate) -> dict[str, Tensor]:
+def flower(work: Workload, gate: Turnstile) -> dict[str, Tensor]:
     """Flower's simulation engine: one worker process with one thread for each of the threads the others have."""
     _installed("flwr", "ray")
     os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -397,7 +399,7 @@ def version(side: str) -> str | None:
 def main() -> None:
     side, name, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    work, gate = find(name), Gate()
+    work, gate = find(name), Turnstile()
     try:
         state = SIDES[side](work, gate)
         gate.say(loss=work.loss(state) if state else None)

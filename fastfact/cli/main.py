@@ -88,7 +88,7 @@ def _with_config(*without: str) -> Callable:
             for name, annotation in options.items()
             if annotation is not None
         ]
-        wrapper.__signature__ = inspect.Signature(parameters)
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapper
 

@@ -60,6 +60,8 @@ def _print(resolved: ResolvedRecipe, grid: Grid) -> None:
         for row in grid.rows:
             table.add_row(row, *(_shown(values.get((row, c))) for c in some for values in (grid.ours, grid.theirs)))
         console.print(table)
+    for when, names in recipe.taken().items():
+        console.print(f"Measured ({', '.join(names)}): {when}.", markup=False)
     if recipe.says:
         console.print(f"The paper says: {recipe.says}", markup=False)
     if recipe.note:
@@ -92,7 +94,7 @@ def reproduce_result(
     data_dir = given.get("data_dir")
     if dataset is not None:
         data.load(dataset, data_dir)
-    overrides = (dict(reproduce.QUICK) if quick else {}) | given
+    overrides: dict[str, Any] = {**(reproduce.QUICK if quick else {}), **given}
     if "init_from" in given:
         overrides["pretrain"] = 0
     resolved = recipe.resolve(overrides, dataset, lambda name: recipes.available(name, data_dir))
@@ -110,6 +112,7 @@ def reproduce_result(
             "title": recipe.title,
             "says": recipe.says,
             "note": recipe.note,
+            "measured": {name: when for when, names in recipe.taken().items() for name in names},
             "changes": resolved.changes,
             "rows": reproduce.rows(resolved, grid),
             "failed": failed,

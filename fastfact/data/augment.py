@@ -133,7 +133,7 @@ class Augment:
             x = random_resized_crop(x, generator)
         if self.flip:
             x = random_flip(x, generator)
-        if self.jitter:
+        if self.jitter and self.scale is not None:
             mean, deviation = (x.new_tensor(part).view(-1, 1, 1) for part in self.scale)
             x = (color_jitter(x * deviation + mean, generator) - mean) / deviation
         return x

@@ -351,13 +351,13 @@ def _ag_news(root: Path) -> Dataset:
         labels[part] = [int(row[0]) - 1 for row in rows]
     counts = Counter(word for text in texts["train"] for word in text)
     ranked = sorted((word for word in counts if counts[word] > 1), key=lambda word: (-counts[word], word))[:WORDS]
-    number = {word: index for index, word in enumerate(ranked, 2)}
+    place = {word: index for index, word in enumerate(ranked, 2)}
     x = torch.zeros(sum(map(len, texts.values())), LENGTH, dtype=torch.int32)
     for row, text in zip(x.numpy(), texts["train"] + texts["test"], strict=True):
-        read = [number.get(word, 1) for word in text[:LENGTH]] or [1]
+        read = [place.get(word, 1) for word in text[:LENGTH]] or [1]
         row[: len(read)] = read
     y = torch.tensor(labels["train"] + labels["test"])
-    return Dataset("ag-news", x, y, ("World", "Sports", "Business", "Sci/Tech"), vocabulary=len(number) + 2)
+    return Dataset("ag-news", x, y, ("World", "Sports", "Business", "Sci/Tech"), vocabulary=len(place) + 2)
 
 
 DATASETS: dict[str, Callable[[Path], Dataset]] = {

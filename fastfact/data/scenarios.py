@@ -1,14 +1,15 @@
 """From one data set to the clients of a scenario (Factorized-FL, arXiv version, §5.1 and appendix B).
 
 A scenario is a partition (which samples each client holds) and what each client calls its labels. Protocol of
-evaluation: the papers split off one global test set; personalized accuracy here is measured on a fifth of each client's
-own partition, held out class by class, under the client's own label permutation. A client is thus tested on the label
-distribution it trains on, and no sample is held by two clients or by a train and a test set.
+evaluation: by default personalized accuracy is measured on a fifth of each client's own partition, held out class by
+class, under the client's own label permutation: a client is tested on the label distribution it trains on. With a
+global test set (Factorized-FL, arXiv version, §B.1; SimFed §5.1) it is measured on samples that were split off the data
+set before it was dealt out. No sample is held by a train and a test set.
 """
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,8 @@ def client_dirichlet(data: Dataset, clients: int, rng: np.random.Generator, opti
     pools = [rng.permutation(np.flatnonzero(y == label)).tolist() for label in range(len(data.classes))]
     shares = []
     for _ in range(clients):
-        proportions, share = rng.dirichlet(np.full(len(pools), options.alpha)), []
+        proportions = rng.dirichlet(np.full(len(pools), options.alpha))
+        share: list[int] = []
         while len(share) < size:
             left = np.array([len(pool) for pool in pools])
             odds = np.where(left > 0, proportions, 0.0)
@@ -105,7 +107,7 @@ def pathological(data: Dataset, clients: int, rng: np.random.Generator, options:
     y, classes = data.y.numpy(), len(data.classes)
     holders: list[list[int]] = [[] for _ in range(classes)]
     for client in range(clients):
-        fewest_first = np.lexsort((rng.random(classes), [len(members) for members in holders]))
+        fewest_first = np.lexsort((rng.random(classes), np.array([len(members) for members in holders])))
         for label in fewest_first[: options.classes_per_client]:
             holders[label].append(client)
     shares: list[list[int]] = [[] for _ in range(clients)]
@@ -119,6 +121,7 @@ def pathological(data: Dataset, clients: int, rng: np.random.Generator, options:
 
 def natural(data: Dataset, clients: int, rng: np.random.Generator, options: Options) -> list[np.ndarray]:
     """Every client is one writer or speaker with 10 samples or more, `clients` of them drawn, in alphabetical order."""
+    assert data.owner is not None
     owner = data.owner.numpy()
     order = np.argsort(owner, kind="stable")
     starts = np.searchsorted(owner[order], np.arange(len(data.owners) + 1))
@@ -195,7 +198,8 @@ def hold_out(y: np.ndarray, fraction: float, rng: np.random.Generator) -> tuple[
     A class with two samples or more has at least one on each side; a single sample trains. Where that leaves no test
     sample at all, one training sample is moved.
     """
-    train, test = [], []
+    train: list[int] = []
+    test: list[int] = []
     for label in np.unique(y):
         members = rng.permutation(np.flatnonzero(y == label))
         count = min(max(round(fraction * len(members)), 1), len(members) - 1)
@@ -266,14 +270,18 @@ def make_clients(
     test_fraction: float = 0.2,
     classes_per_client: int = 2,
     samples: int | None = None,
+    test_set: str = "own",
     root: str | Path | None = None,
 ) -> list[Client]:
     """The clients of `scenario` on `dataset`, the same for the same arguments everywhere.
 
     `seed` draws the partition and the held-out samples; the label permutations are the paper's and do not depend on it.
     Samples of a client keep the order of the data set.
-    alpha: concentration of the Dirichlet scenarios. classes_per_client: S of the pathological one. samples: at most so
-    many of each client's samples are used, train and test together, drawn at random. root: see `load`.
+    alpha: concentration of the Dirichlet scenarios. classes_per_client: S of the pathological one. samples: the most
+    samples of a client, train and test together, drawn at random. root: see `load`.
+    test_set: "own", `test_fraction` of what a client holds is its test set; "global", that fraction of each class of
+    the data set is split off first, the rest is dealt out to train on (`samples` counts these alone), and a client is
+    tested on all split-off samples of the classes that the scenario gives it, labelled as its own are.
 
     In the scenarios "domains" and "superclasses" labels are places in the group's list of classes, for "domains"
     permuted by `label_permutation` as Table 4 of Factorized-FL lists them. "natural" draws a client's test samples
@@ -292,6 +300,10 @@ def make_clients(
         raise ValueError(f"seed={seed}, must not be negative")
     if clients < 1:
         raise ValueError(f"clients={clients}, must be at least 1")
+    if test_set not in ("own", "global"):
+        raise ValueError(f"test_set={test_set!r}, must be own or global")
+    if test_set == "global" and SCENARIOS[scenario].owned:
+        raise ValueError(f"test_set='global': the clients of scenario {scenario!r} are tested on samples of their own")
     if samples is not None and samples < 2:
         raise ValueError(f"samples={samples}, must be at least 2: one to train and one to test")
     data = load(dataset, root) if isinstance(dataset, str) else dataset
@@ -300,10 +312,15 @@ def make_clients(
             f"clients={clients}, must be at most {len(data) // 2}: {data.name} has {len(data)} samples,"
             " and a client needs one to train and one to test"
         )
+    common: Dataset | None = None
+    if test_set == "global":
+        rest, split_off = hold_out(data.y.numpy(), test_fraction, np.random.default_rng([seed, 4]))
+        data, common = _part(data, rest), _part(data, split_off)
     chosen, y = SCENARIOS[scenario], data.y.numpy()
     options = Options(alpha, classes_per_client, samples)
     shares, names = _shares(data, scenario, clients, np.random.default_rng([seed, 0]), options)
     outputs = max(map(len, names))
+    tests: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
     made = []
     for client, (share, labels) in enumerate(zip(shares, names, strict=True)):
         share = np.sort(share)
@@ -321,15 +338,29 @@ def make_clients(
             if chosen.groups == "halves" and client == TWIN
             else range(len(labels))
         )
-        stratum = np.zeros(len(share)) if chosen.owned else y[share]
-        parts = hold_out(stratum, test_fraction, np.random.default_rng([seed, 1, client]))
-        train, test = (torch.from_numpy(share[part]) for part in parts)
+        if common is None:
+            stratum = np.zeros(len(share)) if chosen.owned else y[share]
+            parts = hold_out(stratum, test_fraction, np.random.default_rng([seed, 1, client]))
+            train, test = (torch.from_numpy(share[part]) for part in parts)
+            x, of = data.inputs(test), data.y[test]
+        else:
+            train = torch.from_numpy(share)
+            if labels not in tests:
+                known = torch.isin(common.y, torch.tensor(labels)).nonzero().flatten()
+                tests[labels] = common.inputs(known), common.y[known]
+            x, of = tests[labels]
         made.append(
             Client(
                 (data.inputs(train), new[data.y[train]]),
-                (data.inputs(test), new[data.y[test]]),
+                (x, new[of]),
                 num_classes=outputs,
                 vocabulary=data.vocabulary,
             )
         )
     return made
+
+
+def _part(data: Dataset, index: np.ndarray) -> Dataset:
+    """The data set of these samples only."""
+    owner = None if data.owner is None else data.owner[index]
+    return replace(data, x=data.x[index], y=data.y[index], owner=owner)

@@ -31,7 +31,7 @@ def strategy(config: Config) -> Strategy:
     comparison, unless the method's own settings say otherwise. FedDecomp leaves those layers of the built-in models
     whole that its paper does; with pretrained weights, u, v and μ start as these ("svd"), not at random.
     """
-    own = {} if config.l1 is None else {"l1": config.l1}
+    own: dict[str, Any] = {} if config.l1 is None else {"l1": config.l1}
     if config.method == methods.FedDecomp.name:
         own["skip"] = models.MODELS[config.model].whole
     if config.init_from is not None and "init" in {f.name for f in fields(STRATEGIES[config.method])}:
@@ -90,12 +90,13 @@ def parts(config: Config) -> Parts:
             test_fraction=config.test_fraction,
             classes_per_client=config.classes_per_client,
             samples=config.samples or None,
+            test_set=config.test_set,
         )
         augment = _augment(config, dataset)
     words: dict[str, Any] = {} if clients[0].vocabulary is None else {"vocabulary": clients[0].vocabulary}
     if config.init_from is not None:
         words["weights"] = config.init_from
-    shape, classes = list(clients[0].train[0].shape[1:]), clients[0].num_classes
+    shape, classes = list(clients[0].train[0].shape[1:]), clients[0].num_classes or 0
     model = functools.partial(models.build, config.model, shape, classes, config.width, **words)
     here = config.client_subset() or list(range(len(clients)))
     order = np.random.default_rng([config.seed, 3]).permutation(here)
@@ -141,7 +142,9 @@ def _simulated(config: Config, method: Strategy) -> tuple[list[Client], Strategy
         if asked == "oracle":
             columns = made.weight.permute(0, 2, 1).flatten(0, 1)
             shared = shared_mask(communalities(columns, 0.85), 1 - float(shared.double().mean()))
-        method = replace(method, shared_channels={"fc1": shared.nonzero().flatten().tolist()})
+        method = methods.make(
+            method.name, **method.settings() | {"shared_channels": {"fc1": shared.nonzero().flatten().tolist()}}
+        )
     return made.clients, method
 
 

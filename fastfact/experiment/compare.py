@@ -40,7 +40,8 @@ def _begin(events: Connection) -> None:
     keep_freed()
 
     def end_with_parent() -> None:
-        multiprocessing.parent_process().join()
+        if parent := multiprocessing.parent_process():
+            parent.join()
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -58,8 +59,8 @@ class _Worker:
         self.events, theirs = context.Pipe(duplex=False)
         self.executor = ProcessPoolExecutor(1, context, _begin, (theirs,))
         self.process: Any = None
-        self.directory: Path | None = None
-        self.cell: Future[dict[str, Any]] | None = None
+        self.directory = Path()
+        self.cell: Future[dict[str, Any]] = Future()
 
     def start(self, config: Config, directory: Path) -> None:
         before = set(multiprocessing.active_children())
@@ -85,7 +86,7 @@ class _Worker:
 
     def stop(self) -> None:
         """End the process, in the middle of its cell if need be."""
-        if self.cell is not None and not self.cell.done():
+        if self.process is not None and not self.cell.done():
             self.process.terminate()
         self.executor.shutdown(cancel_futures=True)
         self.events.close()
@@ -109,7 +110,8 @@ def run_cells(
     on_event(directory, kind, …): ("round", number, accuracy), ("done", result, None) or ("failed", reason, None).
     A process that is killed fails its cell alone. Ends the processes when interrupted.
     """
-    waiting, failed = deque(cells), {}
+    waiting: deque[tuple[Config, Path]] = deque(cells)
+    failed: dict[Path, str] = {}
     free: list[_Worker] = []
     busy: list[_Worker] = []
     try:

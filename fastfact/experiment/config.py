@@ -126,7 +126,18 @@ class Config:
         0, "Most samples of a client, train and test together; 0 for all.", group="Data and clients", at_least=0
     )
     test_fraction: float = setting(
-        0.2, "Fraction of a client's samples held out for testing.", group="Data and clients", above=0, below=1
+        0.2,
+        "Fraction held out for testing, of each client's samples or of the data set.",
+        group="Data and clients",
+        above=0,
+        below=1,
+    )
+    test_set: str = setting(
+        "own",
+        "What clients are tested on: own, a part of what each holds; or global, one test set for all, split off before"
+        " the data are dealt out and labelled as the client's own.",
+        group="Data and clients",
+        choices=("own", "global"),
     )
     shift: int = setting(
         0, "Augmentation: random shift by up to this much.", unit="pixels", group="Data and clients", at_least=0

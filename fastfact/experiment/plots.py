@@ -1,6 +1,6 @@
 """Pictures of runs and comparisons, and the parts that the papers' figures are drawn with too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,18 @@ def over_rounds(ax, curves: Mapping[str, Sequence[np.ndarray]], order: Sequence[
     whole_numbers(ax.xaxis)
 
 
-def over_bytes(ax, runs: Mapping[str, Sequence[Cell]], order: Sequence[str]) -> None:
+def over_bytes(
+    ax,
+    runs: Mapping[str, Sequence[Cell]],
+    order: Sequence[str],
+    of: Callable[[Cell], np.ndarray] = lambda cell: per_round(cell, "accuracy"),
+) -> None:
     """Draw the mean accuracy of each label's runs over the bytes sent so far, both ways and by all clients; a label
-    that sends none is a level line."""
+    that sends none is a level line. of(run) → accuracy [rounds]."""
     for label, cells in runs.items():
         look = line_look(order.index(label))
-        rounds = min(len(per_round(cell, "accuracy")) for cell in cells)
-        accuracy = np.mean([100 * per_round(cell, "accuracy")[:rounds] for cell in cells], axis=0)
+        rounds = min(len(of(cell)) for cell in cells)
+        accuracy = np.mean([100 * of(cell)[:rounds] for cell in cells], axis=0)
         traffic = [per_round(cell, "bytes_up", np.sum) + per_round(cell, "bytes_down", np.sum) for cell in cells]
         sent = np.mean([each[:rounds].cumsum() for each in traffic], axis=0)
         if sent[-1] == 0:

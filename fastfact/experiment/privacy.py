@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastfact.federation import Federation
+from fastfact.federation import Client, Federation
 from fastfact.federation.client.placement import placed
 from fastfact.federation.state import generator_for
 from fastfact.federation.tensors import tensors_of
@@ -67,7 +67,7 @@ def invert(
     if not scale > 0:
         raise ValueError("invert(seen=): every gradient is zero, there is nothing to follow")
     like = next(iter(seen.values()))
-    best = None
+    best: tuple[Tensor, Tensor, float] | None = None
     for _ in range(tries):
         x, logits = (
             torch.randn(size, generator=generator, dtype=torch.float64).to(like).requires_grad_()
@@ -86,8 +86,9 @@ def invert(
             return distance
 
         optimizer.step(closure)
-        if best[2] < 1e-6:
+        if best is not None and best[2] < 1e-6:
             break
+    assert best is not None  # the closure has run
     return best
 
 
@@ -131,8 +132,7 @@ def leakage(
     left of the objective of `invert`), label (whether the largest probability of y′ is the true one). Table 7 are mean
     and maximum of psnr. Raises ValueError if nothing that trains is uploaded, or the samples are no images.
     """
-    if federation.clients is None:
-        raise ValueError("leakage: this federation was loaded without clients, pass Federation.load(DIR, clients=)")
+    members = clients_of(federation)
     if knows not in ("shared", "all"):
         raise ValueError(f"leakage(knows={knows!r}): must be shared or all")
     for name, value in (("images", images), ("steps", steps), ("tries", tries)):
@@ -148,7 +148,7 @@ def leakage(
     masks = federation.method.channel_masks("up", federation.server_state)
     rows = []
     for k in known if clients is None else clients:
-        x, y = placed(federation.clients[k].train, federation.device, dtype)
+        x, y = placed(members[k].train, federation.device, dtype)
         if not has_images(federation):
             raise ValueError(f"leakage: the samples are {x.dtype} {list(x.shape[1:])}, must be images (c, h, w)")
         model = federation.models[k]
@@ -183,9 +183,16 @@ def seen_by_server(federation: Federation) -> list[str]:
     return [name for name in federation.uploaded if name in parameters]
 
 
+def clients_of(federation: Federation) -> Sequence[Client]:
+    """Its clients. Raises ValueError for a federation that was loaded without them."""
+    if federation.clients is None:
+        raise ValueError("this federation was loaded without clients, pass Federation.load(DIR, clients=)")
+    return federation.clients
+
+
 def has_images(federation: Federation) -> bool:
     """Whether the clients' samples are images (c, h, w) of floating-point numbers."""
-    x = federation.clients[0].train[0]
+    x = clients_of(federation)[0].train[0]
     return x.dim() == 4 and x.is_floating_point()
 
 

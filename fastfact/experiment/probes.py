@@ -141,7 +141,7 @@ def masked(fed: Federation) -> dict[str, Tensor]:
 
 def embeddings(fed: Federation) -> dict[str, Tensor]:
     """What each client's classifier sees of 100 inputs ~ N(0, I), [K, 100, d] (SimFed, Figure 3)."""
-    x = fed.clients[0].train[0]
+    x = privacy.clients_of(fed)[0].train[0]
     if not x.is_floating_point():
         return {}
     draw = generator_for(0, 0, -1, "embeddings")
@@ -151,7 +151,7 @@ def embeddings(fed: Federation) -> dict[str, Tensor]:
 
 def neurons(fed: Federation) -> dict[str, Tensor]:
     """The mean output of each unit before the classifier on a client's own test samples, [K, units] (FedFac §1)."""
-    outputs = [fed.encode(client.test[0], k)[0].double().mean(0) for k, client in enumerate(fed.clients)]
+    outputs = [fed.encode(client.test[0], k)[0].double().mean(0) for k, client in enumerate(privacy.clients_of(fed))]
     return {"output": torch.stack(outputs)}
 
 
@@ -166,7 +166,7 @@ def features(fed: Federation) -> dict[str, Tensor]:
     model, outputs = fed.models[0], []
     layer = model.get_submodule(name.rpartition(".")[0])
     handle = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output.detach()))
-    image = fed.clients[0].test[0][:1].to(fed.device)
+    image = privacy.clients_of(fed)[0].test[0][:1].to(fed.device)
     with torch.no_grad():
         model(image)
     handle.remove()
@@ -184,7 +184,7 @@ def leaks(fed: Federation) -> dict[str, Tensor]:
 
 def labels(fed: Federation) -> dict[str, Tensor]:
     """How many training samples of each label every client has, [K, labels]."""
-    return {"count": torch.stack([torch.bincount(c.train[1], minlength=fed.classes) for c in fed.clients])}
+    return {"count": torch.stack([torch.bincount(c.train[1], minlength=fed.classes) for c in privacy.clients_of(fed)])}
 
 
 RECORDERS = {

@@ -120,6 +120,7 @@ def run(
             "formula": fed.ledger.formula(),
             "seconds": fed.history.total("seconds"),
         },
+        "downloaded": fed.accuracies_as_downloaded() if len(fed) <= report.MOST_CLIENTS else None,
         "newcomers": _join(fed, parts.newcomers),
         "layers": {name: float(np.mean(values)) for name, values in fed.density().items()},
     }

@@ -73,7 +73,7 @@ def federation(network: Network, method: Strategy, clients: int, density: float,
         raise ValueError(f"density={density}, must be between 0 and 1")
     if clients < 1:
         raise ValueError(f"clients={clients}, must be at least 1")
-    words = {} if network.vocabulary is None else {"vocabulary": network.vocabulary}
+    words: dict[str, Any] = {} if network.vocabulary is None else {"vocabulary": network.vocabulary}
     draw = generator_for(0, 0, -1, "traffic")
     if words:
         x = torch.randint(0, network.vocabulary, (2, *network.shape), generator=draw)
@@ -158,7 +158,7 @@ def described(fed: Federation) -> str:
 
 def strategy(name: str, permuted: bool) -> Strategy:
     """A method with its defaults; permuted: classifier and normalisation are kept local."""
-    settings = dict.fromkeys(SHARING, False) if permuted else {}
+    settings: dict[str, Any] = dict.fromkeys(SHARING, False) if permuted else {}
     if "shared_channels" in STRATEGIES[name].__dataclass_fields__:
         settings["shared_channels"] = {}
     if "iterations" in STRATEGIES[name].__dataclass_fields__:
@@ -170,7 +170,7 @@ def table(
     network: Network, clients: int, density: float, permuted: bool, rounds: Sequence[int]
 ) -> list[dict[str, Any]]:
     """A row for every method: paper, what is shared, bytes of a client and round, and the papers' cost of `rounds`."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in methods.names():
         try:
             made = measure(network, strategy(name, permuted), clients, density)

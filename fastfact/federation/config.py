@@ -6,6 +6,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,10 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ValueError(f"Federation(sparsity={sparse!r}): must be an ff.Schedule, or None")
     if sparse is not None:
         Schedule(**sparse)
+
+
+BUILDERS = ("fastfact.models", "fastfact.data.augment")
+"""The modules of the package whose functions a configuration file may name."""
 
 
 def name_of(function) -> str | None:
@@ -47,8 +52,10 @@ def record(factory) -> dict[str, Any]:
 def resolve(record: Mapping[str, Any]) -> Callable | None:
     """The function or model class a record names, or None.
 
-    A file can be anybody's: nothing is imported for it, only a function or a class under its own name is taken, none of
-    the standard library's, and arguments only go to model classes and to the builders of `fastfact.models`.
+    A file can be anybody's: nothing is imported for it, and only a function or a class under its own name is taken. Of
+    this package that is a builder of `fastfact.models` or an augmentation of `fastfact.data`; of the standard library
+    and what is installed (PyTorch, …) a model class, never a function; other functions are the user's own. Arguments
+    only go to model classes and to the builders of `fastfact.models`.
     """
     module, _, qualname = str(record.get("factory")).partition(":")
     found: Any = sys.modules.get(module)
@@ -57,13 +64,22 @@ def resolve(record: Mapping[str, Any]) -> Callable | None:
     is_model = isinstance(found, type) and issubclass(found, nn.Module)
     if not (is_model or isinstance(found, types.FunctionType)) or name_of(found) != record["factory"]:
         return None
-    if module.partition(".")[0] in sys.stdlib_module_names:
+    if not (is_model or module in BUILDERS) and _is_installed(module):
         return None
     if "args" not in record:
         return found
     if record["args"] is None or not (is_model or module == "fastfact.models"):
         return None
     return functools.partial(found, *record["args"], **record["kwargs"])
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module is of this package, of the standard library or of a library installed beside PyTorch."""
+    top = module.partition(".")[0]
+    if top == __package__.partition(".")[0] or top in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return file is not None and Path(file).resolve().is_relative_to(Path(nn.__file__).resolve().parents[2])
 
 
 def taking_part(k: int, participation: float) -> int:

@@ -179,7 +179,11 @@ class Federation:
         """Tells this run from all others, in every file of it."""
         self._setup_model(model, device)
         self._setup_clients(clients)
-        self.identity = {"model": record(model), "augment": name_of(augment), "samples": self._samples()}
+        self.identity: dict[str, Any] = {
+            "model": record(model),
+            "augment": name_of(augment),
+            "samples": self._samples(),
+        }
         self.identity["sample"] = self._sample()
         self._setup_exchange(len(self.clients))
         if isinstance(self.states, Database) and self.states.value("server") is not None:
@@ -667,12 +671,28 @@ class Federation:
 
     def mixed(self) -> "Models":
         """The models as the next round's download would make them: for FedAvg, the global model at every k."""
-        clients, state = list(self.here), self.states.load(range(len(self)))
-        work = {name: tensor[self.here.start : self.here.stop] for name, tensor in state.items()}
+        state = self.states.load(range(len(self)))
+        self._deliver_next({name: tensor[self.here.start : self.here.stop] for name, tensor in state.items()})
+        return Models(self.template, Stacked.of(state))
+
+    def _deliver_next(self, state: State) -> bool:
+        """Put the next round's download into the states of the clients here; False where nothing is mixed."""
+        clients = list(self.here)
         downloads = self._downloads(self.round + 1, clients, Round(0, Ledger(), dict(self.server_state), None))
         if downloads is not None:
-            downloads.deliver(clients, work)
-        return Models(self.template, Stacked.of(state))
+            downloads.deliver(clients, state)
+        return downloads is not None
+
+    def accuracies_as_downloaded(self) -> list[float] | None:
+        """The accuracy of each client's model as the next round's download makes it, on the client's own test samples.
+
+        What the last aggregation is worth, whoever took part in it; None where nothing is mixed. Changes nothing here.
+        """
+        state = self.states.load(self.here)
+        if not self._deliver_next(state):
+            return None
+        parts = self.group.each(self._evaluate(self.round + 1, list(self.here), state))
+        return [accuracy for part in parts for accuracy in part]
 
     def join(self, clients: Sequence[Client], how: str = "local-train", epochs: int | None = None) -> Newcomers:
         """What clients that come after training get out of it, on their own test samples. Changes nothing here.

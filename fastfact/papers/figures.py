@@ -21,7 +21,10 @@ Values = Mapping[tuple[str, str], tuple[float, float] | None]
 
 @dataclass(frozen=True)
 class Grid:
-    """cells: (row, column) → runs, one a seed. ours, theirs: (row, column) → mean and deviation of the number there."""
+    """cells: (row, column) → runs, one a seed. ours, theirs: (row, column) → mean and deviation of the number there.
+
+    moment: when the accuracies of curves, bars and boxes are taken, see `measures.MOMENTS`.
+    """
 
     title: str
     rows: Sequence[str]
@@ -29,6 +32,7 @@ class Grid:
     cells: Mapping[tuple[str, str], Sequence[Cell]]
     ours: Values
     theirs: Values
+    moment: str = "trained"
 
     def panels(self) -> list[tuple[str, dict[str, Sequence[Cell]]]]:
         """(name, row → runs) for each set of columns with the same runs, named by what their labels begin with."""
@@ -84,9 +88,13 @@ def _over_rounds(grid: Grid, path: Path, of: Callable[[Cell], np.ndarray], label
     return save(figure, path)
 
 
+def _accuracy(grid: Grid) -> str:
+    return "Test accuracy [%]" if grid.moment == "trained" else "Test accuracy as downloaded [%]"
+
+
 def curves(grid: Grid, path: Path) -> Path:
     """Mean test accuracy over rounds, a line a row, one standard deviation over seeds shaded."""
-    return _over_rounds(grid, path, lambda cell: 100 * per_round(cell, "accuracy"), "Test accuracy [%]")
+    return _over_rounds(grid, path, lambda cell: 100 * measures.curve(cell, grid.moment), _accuracy(grid))
 
 
 def losses(grid: Grid, path: Path) -> Path:
@@ -121,8 +129,8 @@ def costs(grid: Grid, path: Path) -> Path:
     """Test accuracy over the bytes sent so far, both ways; a row that sends none is a level line."""
     figure, panels = _panels(grid)
     for ax, rows in panels:
-        over_bytes(ax, rows, grid.rows)
-        ax.set(ylabel="Test accuracy [%]")
+        over_bytes(ax, rows, grid.rows, lambda cell: measures.curve(cell, grid.moment))
+        ax.set(ylabel=_accuracy(grid))
     _legend(figure, [ax for ax, _ in panels])
     return save(figure, path)
 
@@ -137,10 +145,10 @@ def clients(grid: Grid, path: Path) -> Path:
     for ax, rows in panels:
         width = 0.84 / max(1, len(rows))
         for index, (row, cells) in enumerate(rows.items()):
-            values = 100 * np.mean([measures.accuracies(cell)[-1] for cell in cells], axis=0)
+            values = 100 * np.mean([measures.last_accuracies(cell, grid.moment) for cell in cells], axis=0)
             at = np.arange(1, len(values) + 1) - 0.42 + width * (index + 0.5)
             ax.bar(at, values, width, label=row, **_bar_look(grid.rows.index(row)))
-        ax.set(xlabel="Client", ylabel="Test accuracy [%]")
+        ax.set(xlabel="Client", ylabel=_accuracy(grid))
         whole_numbers(ax.xaxis)
     _legend(figure, [ax for ax, _ in panels])
     return save(figure, path)
@@ -150,12 +158,15 @@ def boxes(grid: Grid, path: Path) -> Path:
     """Test accuracy over clients after the last round, a box a row, ordered by median."""
     figure, panels = _panels(grid)
     for ax, rows in panels:
-        values = {row: 100 * np.concatenate([measures.accuracies(c)[-1] for c in cells]) for row, cells in rows.items()}
+        values = {
+            row: 100 * np.concatenate([measures.last_accuracies(cell, grid.moment) for cell in cells])
+            for row, cells in rows.items()
+        }
         values = {row: of[np.isfinite(of)] for row, of in values.items()}
         order = sorted(values, key=lambda row: np.median(values[row]))
         ax.boxplot([values[row] for row in order], tick_labels=order, showfliers=False)
         ax.tick_params(axis="x", rotation=60, labelsize=8)
-        ax.set(ylabel="Test accuracy [%]")
+        ax.set(ylabel=_accuracy(grid))
     return save(figure, path)
 
 

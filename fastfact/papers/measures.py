@@ -13,29 +13,73 @@ from fastfact.federation.storage import run_directory
 Clients = tuple[int, ...] | None
 """Which clients a number is of, from 0; None for all."""
 
+Of = Callable[[Cell, Clients, str], float | None]
+
+
+MOMENTS = {
+    "trained": "after local training",
+    "downloaded": "after aggregation, as downloaded, before local training",
+}
+"""When the accuracies of a round are taken. A method that mixes nothing has no download: its clients are measured after
+their training at either moment."""
+
 
 @dataclass(frozen=True)
 class Measure:
-    """of(cell, clients) → the number, or None where the run has none. unit: behind the number. record: what the run has
-    to keep for it. share: a fraction, shown as the paper shows its accuracies."""
+    """of(cell, clients, moment) → the number, or None where the run has none.
 
-    of: Callable[[Cell, Clients], float | None]
+    when: the moment it is taken, in words; {} stands for that of the recipe (see `MOMENTS`). unit: behind the number.
+    record: what the run has to keep for it. share: a fraction, shown as the paper shows its accuracies.
+    """
+
+    of: Callable[[Cell, Clients, str], float | None]
+    when: str
     unit: str = ""
     record: str = ""
     share: bool = False
 
+    def taken(self, moment: str) -> str:
+        """When it is taken in a recipe of that moment."""
+        return self.when.format(MOMENTS[moment])
 
-def accuracies(cell: Cell, key: str = "accuracy") -> np.ndarray:
-    """[rounds, clients]; a client that took no part keeps its last value, nan before its first."""
-    rounds, clients = cell.result["config"]["rounds"], max(row["client"] for row in cell.rows) + 1
-    made = np.full((rounds, clients), np.nan)
+
+def accuracies(cell: Cell, moment: str = "trained") -> np.ndarray:
+    """[rounds, clients] of a moment of `MOMENTS`; nan for a client that took no part.
+
+    The row of a round as downloaded is what came of its aggregation: the clients of the next round are measured with
+    it, after the last round all of them.
+    """
+    clients = max(row["client"] for row in cell.rows) + 1
+    after = cell.result.get("downloaded")
+    if moment == "downloaded" and (after or any(row.get("accuracy_before") is not None for row in cell.rows)):
+        values = _by_round(cell, "accuracy_before", clients)
+        last = np.full((1, clients), np.nan) if after is None else np.array([after], dtype=float)
+        return np.concatenate([values[1:], last])
+    return _by_round(cell, "accuracy", clients)
+
+
+def _by_round(cell: Cell, key: str, clients: int) -> np.ndarray:
+    values = np.full((cell.result["config"]["rounds"], clients), np.nan)
     for row in cell.rows:
         if row.get(key) is not None:
-            made[row["round"] - 1, row["client"]] = row[key]
-    for after in range(1, rounds):
-        missing = np.isnan(made[after])
-        made[after, missing] = made[after - 1, missing]
-    return made
+            values[row["round"] - 1, row["client"]] = row[key]
+    return values
+
+
+def last_accuracies(cell: Cell, moment: str = "trained") -> np.ndarray:
+    """[clients]: of each client the newest there is. As downloaded that is after the last aggregation for all; after
+    training it is when a client was last trained, which may be some rounds ago."""
+    values = accuracies(cell, moment)
+    last = np.full(values.shape[1], np.nan)
+    for row in values:
+        last = np.where(np.isnan(row), last, row)
+    return last
+
+
+def curve(cell: Cell, moment: str) -> np.ndarray:
+    """The mean over the clients measured in each round [rounds]; rounds in which there were none are left out."""
+    values = accuracies(cell, moment)
+    return np.array([row[np.isfinite(row)].mean() for row in values if np.isfinite(row).any()])
 
 
 def _pick(values: np.ndarray, clients: Clients) -> np.ndarray:
@@ -47,46 +91,43 @@ def _mean(values: np.ndarray) -> float | None:
     return float(finite.mean()) if len(finite) else None
 
 
-def last_accuracy(cell: Cell, clients: Clients) -> float | None:
+def last_accuracy(cell: Cell, clients: Clients, moment: str) -> float | None:
     """Mean over clients after the last round."""
-    return _mean(_pick(accuracies(cell), clients)[-1])
+    return _mean(_pick(last_accuracies(cell, moment), clients))
 
 
-def as_downloaded(cell: Cell, clients: Clients) -> float | None:
-    """The same after the last download, before local training; of a method without one its last accuracy."""
-    found = _mean(_pick(accuracies(cell, "accuracy_before"), clients)[-1])
-    return last_accuracy(cell, clients) if found is None else found
-
-
-def best_accuracy(cell: Cell, clients: Clients) -> float | None:
-    """The best mean over clients of any round (FedDecomp §4.1)."""
-    means = [_mean(row) for row in _pick(accuracies(cell), clients)]
+def best_accuracy(cell: Cell, clients: Clients, moment: str) -> float | None:
+    """The best mean of any round over the clients measured in it (FedDecomp §4.1)."""
+    means = [_mean(row) for row in _pick(accuracies(cell, moment), clients)]
     return max((mean for mean in means if mean is not None), default=None)
 
 
-def best_of_ten(cell: Cell, clients: Clients) -> float | None:
-    """The best mean over ten consecutive rounds, clients weighted by their samples (FedFac §5.2)."""
-    values = accuracies(cell)
-    sizes = np.array([sum(pair) for pair in run_directory.read_config(cell.directory)["samples"]], dtype=float)
-    sizes = sizes[: values.shape[1]] * np.ones_like(values)
-    sizes[np.isnan(values)] = 0
-    means = (np.nan_to_num(values) * sizes).sum(1) / sizes.sum(1)
+def best_of_ten(cell: Cell, clients: Clients, moment: str) -> float | None:
+    """The best mean over ten consecutive rounds of the clients measured in them, weighted by their samples (FedFac
+    §5.2)."""
+    values = _pick(accuracies(cell, moment), clients)
+    samples = np.array([[sum(pair) for pair in run_directory.read_config(cell.directory)["samples"]]], dtype=float)
+    sizes = np.where(np.isnan(values), 0.0, _pick(samples, clients)[:, : values.shape[1]])
+    measured = sizes.sum(1) > 0
+    if not measured.any():
+        return None
+    means = (np.nan_to_num(values) * sizes)[measured].sum(1) / sizes[measured].sum(1)
     window = min(10, len(means))
     return float(np.convolve(means, np.ones(window) / window, "valid").max())
 
 
-def _summary(key: str, scale: float = 1.0) -> Callable[[Cell, Clients], float | None]:
-    def of(cell: Cell, clients: Clients) -> float | None:
+def _summary(key: str, scale: float = 1.0) -> Of:
+    def of(cell: Cell, clients: Clients, moment: str) -> float | None:
         value = cell.result["summary"].get(key)
         return None if value is None else value / scale
 
     return of
 
 
-def _recorded(name: str) -> Callable[[Cell, Clients], float | None]:
+def _recorded(name: str) -> Of:
     """A number that was recorded last."""
 
-    def of(cell: Cell, clients: Clients) -> float | None:
+    def of(cell: Cell, clients: Clients, moment: str) -> float | None:
         rounds = probes.read(cell.directory).get(name, {})
         return float(rounds[max(rounds)]) if rounds else None
 
@@ -99,25 +140,25 @@ def groups(cell: Cell) -> np.ndarray:
     return np.arange(config["clients"]) // max(1, config["clients"] // 5)
 
 
-def _joined(how: str) -> Callable[[Cell, Clients], float | None]:
+def _joined(how: str) -> Of:
     """Accuracy of clients that joined at the end."""
-    return lambda cell, clients: cell.result.get("newcomers", {}).get(how)
+    return lambda cell, clients, moment: cell.result.get("newcomers", {}).get(how)
 
 
-def _leaked(reduce: Callable) -> Callable[[Cell, Clients], float | None]:
+def _leaked(reduce: Callable) -> Of:
     """PSNR over all rounds, clients and images of what an attacker made (FedDecomp, Table 7)."""
 
-    def of(cell: Cell, clients: Clients) -> float | None:
+    def of(cell: Cell, clients: Clients, moment: str) -> float | None:
         rounds = probes.read(cell.directory).get("leaks/psnr", {})
         return float(reduce(np.concatenate(list(rounds.values())))) if rounds else None
 
     return of
 
 
-def _similar(name: str, same: bool | None) -> Callable[[Cell, Clients], float | None]:
+def _similar(name: str, same: bool | None) -> Of:
     """Mean cosine at the end with the other clients: of all, of the `same` domain or of other ones."""
 
-    def of(cell: Cell, clients: Clients) -> float | None:
+    def of(cell: Cell, clients: Clients, moment: str) -> float | None:
         rounds = probes.read(cell.directory).get(f"similarity/{name}", {})
         if not rounds:
             return None
@@ -138,12 +179,12 @@ def frequency(cell: Cell) -> np.ndarray | None:
     return np.mean([matrix > 1e-6 for matrix in rounds.values()], axis=0)
 
 
-def _matched_within(cell: Cell, clients: Clients) -> float | None:
+def _matched_within(cell: Cell, clients: Clients, moment: str) -> float | None:
     """Of the weight that went to other clients, the share that went to the same domain."""
     rounds = probes.read(cell.directory).get("matching/weights", {})
     if not rounds:
         return None
-    total, group = sum(rounds.values()), groups(cell)
+    total, group = np.sum(list(rounds.values()), axis=0), groups(cell)
     others = ~np.eye(len(total), dtype=bool)
     weight = float(total[others].sum())
     return float(total[others & (group[:, None] == group)].sum()) / weight if weight else None
@@ -156,29 +197,29 @@ def stability(cell: Cell) -> np.ndarray:
     return np.array([(a == b).mean() for a, b in itertools.pairwise(masks)])
 
 
-def _stable(cell: Cell, clients: Clients) -> float | None:
+def _stable(cell: Cell, clients: Clients, moment: str) -> float | None:
     shares = stability(cell)
     return float(shares[-1]) if len(shares) else None
 
 
-def _distance(name: str) -> Callable[[Cell, Clients], float | None]:
+def _distance(name: str) -> Of:
     """How far the clients' updates are from those of client 1, at the end."""
 
-    def of(cell: Cell, clients: Clients) -> float | None:
+    def of(cell: Cell, clients: Clients, moment: str) -> float | None:
         rounds = probes.read(cell.directory).get(f"updates/{name}", {})
         return _mean(_pick(rounds[max(rounds)], clients)) if rounds else None
 
     return of
 
 
-def _loss(cell: Cell, clients: Clients) -> float | None:
+def _loss(cell: Cell, clients: Clients, moment: str) -> float | None:
     values = [row["loss"] for row in cell.rows if row["round"] == cell.result["config"]["rounds"]]
     return _mean(np.array([value for value in values if value is not None]))
 
 
-def _spread(cell: Cell, clients: Clients) -> float | None:
+def _spread(cell: Cell, clients: Clients, moment: str) -> float | None:
     """Standard deviation over clients of the accuracy after the last round."""
-    return float(np.nanstd(accuracies(cell)[-1]))
+    return float(np.nanstd(last_accuracies(cell, moment)))
 
 
 def entropy(outputs: np.ndarray, neighbours: int = 3) -> np.ndarray:
@@ -196,7 +237,7 @@ def entropy(outputs: np.ndarray, neighbours: int = 3) -> np.ndarray:
     return np.where(np.isfinite(made), made, np.nan)
 
 
-def _entropy(cell: Cell, clients: Clients) -> float | None:
+def _entropy(cell: Cell, clients: Clients, moment: str) -> float | None:
     rounds = probes.read(cell.directory).get("neurons/output", {})
     if not rounds:
         return None
@@ -204,35 +245,39 @@ def _entropy(cell: Cell, clients: Clients) -> float | None:
     return _mean(entropy(outputs / max(float(outputs.std()), 1e-12)))
 
 
+LAST = "the last round, {}"
+END = "at the end of the run, after the last local training"
+RUN = "the whole run"
+JOINED = "after the last round, by clients that join then"
+
 MEASURES = {
-    "accuracy": Measure(last_accuracy, share=True),
-    "best": Measure(best_accuracy, share=True),
-    "best-of-ten": Measure(best_of_ten, share=True),
-    "downloaded": Measure(as_downloaded, share=True),
-    "client-std": Measure(_spread, share=True),
-    "loss": Measure(_loss),
-    "cost": Measure(_summary("formula", 1e9), "GB"),
-    "parameters": Measure(_summary("parameters", 1e6), "M"),
-    "seconds": Measure(_summary("seconds"), "s"),
-    "u-others": Measure(_similar("u", None), record="similarity"),
-    "v-within": Measure(_similar("v", True), record="similarity"),
-    "v-between": Measure(_similar("v", False), record="similarity"),
-    "key-others": Measure(_similar("key", None), record="similarity"),
-    "matched-within": Measure(_matched_within, record="matching"),
-    "drift": Measure(_recorded("drift/distance"), record="drift"),
-    "moved-shared": Measure(_recorded("movement/shared"), record="movement"),
-    "moved-personal": Measure(_recorded("movement/personal"), record="movement"),
-    "masked-shared": Measure(_recorded("masked/shared"), record="masked", share=True),
-    "masked-personal": Measure(_recorded("masked/personal"), record="masked", share=True),
-    "new-download": Measure(_joined("download"), share=True),
-    "new-fine-tune": Measure(_joined("fine-tune"), share=True),
-    "new-local-train": Measure(_joined("local-train"), share=True),
-    "new-ensemble": Measure(_joined("ensemble"), share=True),
-    "psnr": Measure(_leaked(np.mean), "dB", record="leaks"),
-    "psnr-most": Measure(_leaked(np.max), "dB", record="leaks"),
-    "stable": Measure(_stable, record="split", share=True),
-    "distance": Measure(_distance("weight"), record="updates"),
-    "distance-u": Measure(_distance("u"), record="updates"),
-    "distance-v": Measure(_distance("v"), record="updates"),
-    "entropy": Measure(_entropy, record="neurons"),
+    "accuracy": Measure(last_accuracy, LAST, share=True),
+    "best": Measure(best_accuracy, "the best round, {}", share=True),
+    "best-of-ten": Measure(best_of_ten, "the best ten rounds in a row, {}", share=True),
+    "client-std": Measure(_spread, LAST, share=True),
+    "loss": Measure(_loss, "the mean of the last round's local steps"),
+    "cost": Measure(_summary("formula", 1e9), RUN, "GB"),
+    "parameters": Measure(_summary("parameters", 1e6), END, "M"),
+    "seconds": Measure(_summary("seconds"), "local training of the whole run", "s"),
+    "u-others": Measure(_similar("u", None), END, record="similarity"),
+    "v-within": Measure(_similar("v", True), END, record="similarity"),
+    "v-between": Measure(_similar("v", False), END, record="similarity"),
+    "key-others": Measure(_similar("key", None), END, record="similarity"),
+    "matched-within": Measure(_matched_within, RUN, record="matching"),
+    "drift": Measure(_recorded("drift/distance"), END, record="drift"),
+    "moved-shared": Measure(_recorded("movement/shared"), END, record="movement"),
+    "moved-personal": Measure(_recorded("movement/personal"), END, record="movement"),
+    "masked-shared": Measure(_recorded("masked/shared"), END, record="masked", share=True),
+    "masked-personal": Measure(_recorded("masked/personal"), END, record="masked", share=True),
+    "new-download": Measure(_joined("download"), JOINED, share=True),
+    "new-fine-tune": Measure(_joined("fine-tune"), JOINED, share=True),
+    "new-local-train": Measure(_joined("local-train"), JOINED, share=True),
+    "new-ensemble": Measure(_joined("ensemble"), JOINED, share=True),
+    "psnr": Measure(_leaked(np.mean), "five times in the run, after local training", "dB", record="leaks"),
+    "psnr-most": Measure(_leaked(np.max), "five times in the run, after local training", "dB", record="leaks"),
+    "stable": Measure(_stable, "between the last two rounds", record="split", share=True),
+    "distance": Measure(_distance("weight"), END, record="updates"),
+    "distance-u": Measure(_distance("u"), END, record="updates"),
+    "distance-v": Measure(_distance("v"), END, record="updates"),
+    "entropy": Measure(_entropy, END, record="neurons"),
 }

@@ -6,6 +6,7 @@ what its methods are called (`methods`), what is smaller on the stand-in (`stand
     title, where     what it shows; the section or appendix
     columns          label → settings, with `measure` (see `measures.MEASURES`), and `of` = [first, last], the
                      clients the number is of, from 1
+    moment           when accuracies are taken (see `measures.MOMENTS`); by default the paper's, "trained" without one
     rows             label → settings; without it the labels of the paper's numbers, looked up in `methods`
     paper            the paper's numbers, a line a row: label, then a number a column, two blanks or more between them;
                      "64.31±1.08" has a spread, "-" is no number
@@ -34,21 +35,24 @@ from fastfact.experiment import build
 from fastfact.experiment.config import SIMULATION, Config
 from fastfact.federation.server.strategy import STRATEGIES
 from fastfact.papers.figures import PICTURES
-from fastfact.papers.measures import MEASURES
+from fastfact.papers.measures import MEASURES, MOMENTS
 
 FOLDER = Path(__file__).parent
 STANDIN = "digits"
-_OWN = ("measure", "of", "standin")
-_RESULT = ("title", "where", "columns", "rows", "paper", "says", "pictures", "settings", "standin", "measure")
-_RESULT = (*_RESULT, "relative_to", "like", "note", "percent")
+_OWN = ("measure", "moment", "of", "standin")
+_RESULT = (
+    *("title", "where", "columns", "rows", "paper", "says", "pictures", "settings", "standin", "measure"),
+    *("moment", "relative_to", "like", "note", "percent"),
+)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What stands in one place of a table: a measure, and of which clients (from 0; None for all)."""
+    """What stands in one place of a table: a measure, of which clients (from 0; None for all), and of which moment."""
 
     measure: str
     clients: tuple[int, ...] | None
+    moment: str
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Recipe:
     relative_to: str | None
     percent: bool
     note: str
+    moment: str
     common: tuple[Mapping[str, Any], ...]
 
     def records(self) -> str:
@@ -88,6 +93,15 @@ class Recipe:
         wanted = [MEASURES[place.measure].record for place in self.places.values()]
         wanted += [PICTURES[name].record for name in self.pictures]
         return ",".join(sorted({name for text in wanted for name in text.split(",") if name}))
+
+    def taken(self) -> dict[str, list[str]]:
+        """When the numbers are taken → the measures taken then."""
+        moments: dict[str, list[str]] = {}
+        for place in self.places.values():
+            names = moments.setdefault(MEASURES[place.measure].taken(place.moment), [])
+            if place.measure not in names:
+                names.append(place.measure)
+        return moments
 
     def settings(self, row: str, column: str, standin: bool) -> dict[str, Any]:
         """What the paper asks for in one place of the grid, and with `standin` what the stand-in changes."""
@@ -188,7 +202,7 @@ def _recipe(paper: str, name: str, content: Mapping[str, Any], file: Mapping[str
     if unknown := set(content) - set(_RESULT):
         raise wrong(f"unknown {', '.join(sorted(unknown))}")
     if "like" in content:
-        content = _results(content["like"], file) | content
+        content = {**_results(content["like"], file), **content}
     printed = _block(content.get("paper", ""))
     columns = content["columns"]
     rows = content.get("rows")
@@ -197,24 +211,27 @@ def _recipe(paper: str, name: str, content: Mapping[str, Any], file: Mapping[str
             raise wrong(f"no method is called {', '.join(missing)}")
         rows = {label: file["methods"][label] for label in printed}
     measure = content.get("measure", file.get("measure", "accuracy"))
+    moment = content.get("moment", file.get("moment", "trained"))
+    if moment not in MOMENTS:
+        raise wrong(f"unknown moment {moment}")
     places = {}
     for label, column in columns.items():
         first, last = column.get("of", (None, None))
         clients = None if first is None else tuple(range(first - 1, last))
         for row, patch in rows.items():
-            place = Place(patch.get("measure", column.get("measure", measure)), clients)
+            place = Place(patch.get("measure", column.get("measure", measure)), clients, moment)
             if place.measure not in MEASURES:
                 raise wrong(f"unknown measure {place.measure}")
             places[row, label] = place
-    numbers = {}
+    numbers: dict[tuple[str, str], tuple[float, float | None]] = {}
     for label, values in printed.items():
         if label not in rows:
             raise wrong(f"the paper's row {label} is none of the rows")
         if len(values) != len(columns):
             raise wrong(f"row {label} has {len(values)} numbers for {len(columns)} columns")
         numbers |= {(label, c): v for c, v in zip(columns, values, strict=True) if v is not None}
-    if unknown := [p for p in content.get("pictures", ()) if p not in PICTURES]:
-        raise wrong(f"unknown picture {', '.join(unknown)}")
+    if missing := [p for p in content.get("pictures", ()) if p not in PICTURES]:
+        raise wrong(f"unknown picture {', '.join(missing)}")
     if not numbers and not content.get("says"):
         raise wrong("neither numbers of the paper nor what it says")
     general = dict(file.get("settings", {})) | {"standin": file.get("standin", {})}
@@ -234,6 +251,7 @@ def _recipe(paper: str, name: str, content: Mapping[str, Any], file: Mapping[str
         percent=content.get("percent", file.get("percent", True)),
         note=" ".join(part for part in (file.get("note", ""), content.get("note", "")) if part),
         common=(general, own),
+        moment=moment,
     )
 
 
@@ -242,7 +260,7 @@ def _results(like: str, file: Mapping[str, Any]) -> Mapping[str, Any]:
     other, slash, name = like.rpartition("/")
     file = _read(FOLDER / f"{other}.toml") if slash else file
     content = file["results"][name]
-    return _results(content["like"], file) | content if "like" in content else content
+    return {**_results(content["like"], file), **content} if "like" in content else content
 
 
 def _read(path: Path) -> dict[str, Any]:

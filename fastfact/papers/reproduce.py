@@ -39,18 +39,19 @@ def grid(resolved: ResolvedRecipe, directory: Path) -> Grid:
     for row, column in resolved.grid:
         ours[row, column] = _number(resolved, cells, row, column)
     theirs = {place: (value, spread or 0.0) for place, (value, spread) in recipe.numbers.items()}
-    return Grid(recipe.title, list(recipe.rows), list(recipe.columns), cells, ours, theirs)
+    return Grid(recipe.title, list(recipe.rows), list(recipe.columns), cells, ours, theirs, recipe.moment)
 
 
 def _number(resolved: ResolvedRecipe, cells, row: str, column: str) -> tuple[float, float] | None:
     recipe = resolved.recipe
     place = recipe.places[row, column]
     measure = MEASURES[place.measure]
-    values = [measure.of(cell, place.clients) for cell in cells[row, column]]
-    values = [value for value in values if value is not None]
+    found = [measure.of(cell, place.clients, place.moment) for cell in cells[row, column]]
+    values = [value for value in found if value is not None]
     if recipe.relative_to is not None:
-        base = [measure.of(cell, place.clients) for cell in cells.get((recipe.relative_to, column), ())]
-        scale = statistics.fmean(base) if base and None not in base else 0.0
+        base = [measure.of(cell, place.clients, place.moment) for cell in cells.get((recipe.relative_to, column), ())]
+        whole = [value for value in base if value is not None]
+        scale = statistics.fmean(whole) if whole and len(whole) == len(base) else 0.0
         values = [value / scale for value in values] if scale else []
     elif measure.share and recipe.percent:
         values = [100 * value for value in values]
@@ -79,6 +80,7 @@ def rows(resolved: ResolvedRecipe, shown: Grid) -> list[dict[str, Any]]:
                 "row": row,
                 "column": column,
                 "measure": place.measure,
+                "measured": MEASURES[place.measure].taken(place.moment),
                 "ours": None if ours is None else {"mean": ours[0], "std": ours[1]},
                 "paper": None if theirs is None else {"mean": theirs[0], "std": theirs[1] or None},
                 "cells": [name_of(config) for config in runs],

@@ -324,6 +324,27 @@ def test_twins_are_two_halves_of_a_domain_one_of_them_twice_and_another_domain(d
         data.make_clients("digits", "twins", 5, seed=0)
 
 
+def test_a_global_test_set_is_everybodys_under_their_own_labels(digits):
+    made = data.make_clients("digits", "permuted-non-iid", 6, seed=0, test_set="global")
+    trained = key(torch.cat([client.train[0] for client in made]))
+    tested = [key(client.test[0]) for client in made]
+    assert all(each == tested[0] for each in tested) and not trained & tested[0]
+    assert len(trained | tested[0]) == len(digits)
+    assert abs(len(tested[0]) - 0.2 * len(digits)) <= 5  # a fifth of each of ten classes
+    first, second = (client.test[1] for client in made[:2])
+    other = torch.tensor(data.label_permutation(1, 10))[torch.tensor(data.label_permutation(0, 10)).argsort()]
+    assert torch.equal(other[first], second) and not torch.equal(first, second)
+
+
+def test_domains_share_the_test_set_of_their_classes(digits):
+    made = data.make_clients("digits", "domains", 10, seed=0, test_set="global")
+    tested = [key(client.test[0]) for client in made]
+    assert all(tested[2 * domain] == tested[2 * domain + 1] for domain in range(5))
+    assert not tested[0] & tested[2] and sum(map(len, tested)) == 2 * len(set().union(*tested))
+    with pytest.raises(ValueError, match="test_set='global': the clients of scenario 'natural'"):
+        data.make_clients("digits", "natural", 2, seed=0, test_set="global")
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=120), st.floats(0.05, 0.95), st.integers(0, 2**31))
 def test_hold_out_is_stratified(labels, fraction, seed):
@@ -359,6 +380,7 @@ def test_held_out_fraction_is_a_fifth():
         ({"test_fraction": 1.0}, r"test_fraction=1.0"),
         ({"seed": -1}, r"seed=-1"),
         ({"samples": 1}, r"samples=1, must be at least 2"),
+        ({"test_set": "mine"}, r"test_set='mine', must be own or global"),
         ({"scenario": "pathological", "classes_per_client": 11}, r"classes_per_client=11, must be 1 … 10"),
         ({"scenario": "client-dirichlet", "samples": 450}, r"samples=450: 4 clients of so many are more than the 1797"),
         ({"scenario": "domains"}, r"clients=4, must be a multiple of 5, the domains of digits"),

@@ -312,6 +312,19 @@ def test_dropout_draws_from_the_clients_own_stream(make, same):
     assert same(first, second)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "factorized-fl-beta", "fedfac-dynamic"])
+def test_accuracies_as_downloaded_are_those_of_the_next_round(make, method):
+    fed = make(make.cnn, (1, 6, 6), method=method)
+    fed.fit(2)
+    before = fed.accuracies_as_downloaded()
+    bytes_before, states = fed.ledger.up + fed.ledger.down, fed.states.load(range(len(fed)))
+    assert fed.accuracies_as_downloaded() == before and fed.ledger.up + fed.ledger.down == bytes_before
+    assert all(torch.equal(tensor, states[name]) for name, tensor in fed.states.load(range(len(fed))).items())
+    fed.fit(1)
+    assert [row["accuracy_before"] for row in fed.history.of(3)] == before
+    assert make(method="stand-alone").accuracies_as_downloaded() is None
+
+
 BAD = [
     ({"epochs": 0}, r"epochs=0.*at least 1"),
     ({"epochs": 1.5}, r"epochs=1.5"),

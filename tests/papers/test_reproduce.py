@@ -113,6 +113,7 @@ def test_the_command_shows_both_numbers_and_goes_on(tmp_path):
     code, out, err = call(*arguments, "--json", tmp_path / "x.json")
     assert code == 0, err
     assert "dataset digits for cifar100" in out and "The paper says: u is similar" in out
+    assert "Measured (u-others, v-within, v-between): at the end of the run" in out
     assert (tmp_path / "factorized-fl" / "figure-7-similarity-similarity.png").stat().st_size > 1000
     written = json.loads((tmp_path / "x.json").read_text())
     (row,) = [row for row in written["rows"] if row["column"] == "u, all others"]
@@ -179,7 +180,8 @@ def write_run(directory, config, clients=5):
     ]
     directory.mkdir(parents=True)
     summary = {"accuracy": 0.7, "formula": 4e9, "parameters": 2e6, "seconds": 6.0}
-    result = {"config": asdict(config), "summary": summary, "newcomers": {"ensemble": 0.25}}
+    downloaded = [0.3 + 0.02 * k for k in range(clients)]
+    result = {"config": asdict(config), "summary": summary, "newcomers": {"ensemble": 0.25}, "downloaded": downloaded}
     (directory / report.RESULT).write_text(json.dumps(result))
     (directory / report.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "config.json").write_text(json.dumps({"format": 1, "samples": [[3, 1]] * clients}))
@@ -216,7 +218,6 @@ VALUES = {
     "accuracy": 0.82,
     "best": 0.82,
     "best-of-ten": 0.72,
-    "downloaded": 0.42,
     "loss": 1 / 3,
     "cost": 4.0,
     "parameters": 2.0,
@@ -247,13 +248,65 @@ def test_measures_by_hand(tmp_path):
     write_run(tmp_path / "a", Config(clients=5, rounds=3))
     cell = report.read_cell(tmp_path / "a")
     for name, value in VALUES.items():
-        assert measures.MEASURES[name].of(cell, None) == (value if value is None else pytest.approx(value)), name
-    assert measures.MEASURES["accuracy"].of(cell, (1, 2)) == pytest.approx(0.815)
+        shown = measures.MEASURES[name].of(cell, None, "trained")
+        assert shown == (value if value is None else pytest.approx(value)), name
+    assert measures.MEASURES["accuracy"].of(cell, (1, 2), "trained") == pytest.approx(0.815)
+    # Rounds 1 and 2 as downloaded in rounds 2 and 3 are .42, the last aggregation is .3 + .02 k.
+    for name, value in (("accuracy", 0.34), ("best", 0.42), ("best-of-ten", (0.42 + 0.42 + 0.34) / 3)):
+        assert measures.MEASURES[name].of(cell, None, "downloaded") == pytest.approx(value), name
+    assert measures.curve(cell, "downloaded") == pytest.approx([0.42, 0.42, 0.34])
     assert set(measures.MEASURES) == {*VALUES, "client-std", "entropy", "new-fine-tune", "new-local-train"}
-    for before, value in ((0.0, 0.0), (None, 0.82)):
-        rows = [row | {"accuracy_before": before} for row in cell.rows]
-        changed = report.Cell(cell.directory, rows, cell.result)
-        assert measures.MEASURES["downloaded"].of(changed, None) == pytest.approx(value)
+
+
+def cell_of(accuracy, before, downloaded, samples, tmp_path):
+    """A run whose rows are [rounds][clients] of accuracies, None where a client took no part."""
+    rows = [
+        {"round": r, "client": k, "accuracy": value, "accuracy_before": before[r - 1][k]}
+        for r, values in enumerate(accuracy, 1)
+        for k, value in enumerate(values)
+        if value is not None
+    ]
+    (tmp_path / "config.json").write_text(json.dumps({"format": 1, "samples": [[n, 0] for n in samples]}))
+    return report.Cell(tmp_path, rows, {"config": {"rounds": len(accuracy)}, "downloaded": downloaded})
+
+
+def test_absent_clients_are_not_measured_by_what_they_had(tmp_path):
+    """Three clients, two a round; client 2 has twice the samples of the others."""
+    accuracy = [[0.9, 0.8, None], [None, 0.6, 0.5], [0.7, None, 0.4]]
+    before = [[None, None, None], [None, 0.3, 0.2], [0.1, None, 0.6]]
+    cell = cell_of(accuracy, before, [0.5, 0.3, 0.1], [10, 10, 20], tmp_path)
+    of = {name: measure.of for name, measure in measures.MEASURES.items()}
+    assert of["best"](cell, None, "trained") == pytest.approx(0.85)
+    assert of["best"](cell, None, "downloaded") == pytest.approx(0.35)
+    # By samples: (.3 · 10 + .2 · 20) / 30, (.1 · 10 + .6 · 20) / 30, (.5 · 10 + .3 · 10 + .1 · 20) / 40.
+    assert of["best-of-ten"](cell, None, "downloaded") == pytest.approx((7 / 30 + 13 / 30 + 10 / 40) / 3)
+    assert of["accuracy"](cell, None, "downloaded") == pytest.approx(0.3)
+    assert of["accuracy"](cell, None, "trained") == pytest.approx((0.7 + 0.6 + 0.4) / 3)
+    assert of["client-std"](cell, None, "downloaded") == pytest.approx(np.std([0.5, 0.3, 0.1]))
+    assert of["best"](cell, (1,), "downloaded") == pytest.approx(0.3)
+
+
+def test_a_method_without_a_download_is_measured_after_training(tmp_path):
+    nothing = [[None, None]] * 2
+    cell = cell_of([[0.4, 0.6], [0.8, 0.6]], nothing, None, [1, 1], tmp_path)
+    for moment in measures.MOMENTS:
+        assert measures.MEASURES["best"].of(cell, None, moment) == pytest.approx(0.7)
+    # A run from before the last aggregation was measured has no number for it.
+    old = cell_of([[0.4, 0.6], [0.8, 0.6]], [[None, None], [0.1, 0.3]], None, [1, 1], tmp_path)
+    assert measures.curve(old, "downloaded") == pytest.approx([0.2])
+    assert measures.MEASURES["accuracy"].of(old, None, "downloaded") == pytest.approx(0.2)
+
+
+def test_recipes_measure_when_their_papers_do():
+    assert recipes.find("feddecomp", "table-1").taken() == {
+        "the best round, after aggregation, as downloaded, before local training": ["best"]
+    }
+    assert recipes.find("fedfac", "table-2").moment == "downloaded"
+    assert recipes.find("factorized-fl", "table-1-labels").moment == "trained"
+    for paper in ("factorized-fl", "factorized-fl-arxiv", "simfed"):
+        for recipe in recipes.papers()[paper].values():
+            for place in recipe.places:
+                assert recipe.settings(*place, standin=True)["test_set"] == "global"
 
 
 def test_entropy_of_known_densities():
@@ -272,7 +325,7 @@ def test_every_picture_is_drawn(name, tmp_path, monkeypatch):
     for directory, config in plan.cells().items():
         write_run(tmp_path / report.CELLS / directory, config)
     grid = reproduce.grid(plan, tmp_path)
-    assert grid.ours["Alternatingly", "Tiny"] == (pytest.approx(82), 0.0)
+    assert grid.ours["Alternatingly", "Tiny"] == (pytest.approx(42), 0.0)
     assert grid.theirs["Alternatingly", "Tiny"] == (44.22, 0.55)
     path = figures.PICTURES[name].draw(grid, tmp_path / "x.png")
     assert path.stat().st_size > 3000

@@ -1,4 +1,5 @@
 import functools
+import importlib
 import json
 import re
 import shutil
@@ -137,6 +138,15 @@ def test_nothing_is_imported_or_called_by_a_name_in_a_file(run, name, args):
     with pytest.raises(ValueError, match=r"pass model=|must return an nn.Module"):
         ff.Federation.load(directory)
     assert "this" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["fastfact.machine:provenance", "fastfact.nn.choice:forget", "torch.random:seed"])
+def test_functions_of_the_package_and_of_libraries_are_not_called(run, name):
+    importlib.import_module(name.partition(":")[0])
+    _, directory = run
+    change_config(directory, model={"factory": name})
+    with pytest.raises(ValueError, match="pass model="):
+        ff.Federation.load(directory)
 
 
 def test_an_augmentation_that_cannot_be_found_is_asked_for(make, tmp_path):
