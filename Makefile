@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 KERNELS := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*)
 CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/ops/*.cpp tests/ops/*.h))
 
-.PHONY: setup demo test test-all bench gpu-check lint format clean
+.PHONY: setup demo test test-all bench gpu-check gpu-bundle lint format clean
 setup: $(VENV)/.built
 
 demo: setup
@@ -24,9 +24,14 @@ test-all: setup
 bench: setup
 	$(PY) -m fastfact bench layers --only reconstruct,weight --json bench/results/weights.json
 
-# Uses $(PYTHON) as it is, installs nothing. STEPS: part1 … part5, or single steps (see bench/gpu_check.py).
+# Uses $(PYTHON) as it is, installs nothing. STEPS: part1 … part3, or single steps (see bench/gpu_check.py).
 gpu-check:
 	$(PYTHON) -m bench.gpu_check $(STEPS)
+
+# A folder with all that gpu-check needs on a machine where nothing can be built. TRITON_PYTHON: one with the versions of
+# Python, PyTorch and triton that are there, to compile the Triton kernels beforehand (see bench/gpu_bundle.py).
+gpu-bundle: setup
+	$(PY) -m bench.gpu_bundle build/gpu-bundle $(if $(TRITON_PYTHON),--python $(TRITON_PYTHON))
 
 lint: setup
 	$(PY) -m ruff check .

@@ -1,7 +1,7 @@
 """The GPU kernels against their rivals: the rows of the goal table.
 
     python -m bench.gpu weights|layers|rank1|separable|clients|resident|mix|tune
-                        [--json FILE] [--dry-run]
+                        [--jsonl FILE] [--seconds S] [--dry-run | --fake]
 
 weights   the weight ops and the elementwise kernels for K clients: bytes of the floor (bench/NOTES.md) a second, over
           the copy bandwidth measured in the same run.
@@ -18,8 +18,13 @@ tune      the tiles of the fused convolution's kernels: what they choose against
 resident  clients held on the device: bitmap and bfloat16 values of μ at 10 % density, bfloat16 factors.
 
 Every side is checked against float64 first, then all run in turn, timed by CUDA events; rows hold medians in
-milliseconds. `layers` and `rank1` replay CUDA graphs, so that the time is the GPU's and not the launches'.
---dry-run takes tiny shapes and any device, to see that every line runs; its times mean nothing.
+milliseconds. Where nothing forbids it CUDA graphs are replayed, so that the time is the GPU's and not the launches'.
+"cold": with the second cache emptied before. tera_flops: of the operations that must be done, a second; roofline: the
+least time that these and the bytes that must be moved take at the rates measured first (a copy, a matrix product), as a
+part of the time.
+Each row is a process of its own with a time limit, and a line in FILE when it ends (see `gpu_rows`).
+--dry-run takes tiny shapes and any device, to see that every line runs; its times mean nothing. --fake measures
+nothing: one row dies, one hangs, one loses its device (see `gpu_check --rehearse`).
 """
 
 import argparse
@@ -28,11 +33,12 @@ import copy
 import functools
 import importlib
 import math
+import os
 import shlex
+import signal
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -42,9 +48,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastfact as ff
-from bench.gpu_check import save
+from bench.gpu_rows import LEAST, Row, append, in_a_process
 from fastfact import models
-from fastfact.bench.common import RESNET9
+from fastfact.bench.common import RESNET9, interleaved, name_of
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.step import Settings
 from fastfact.federation.client.train import Trainer
@@ -54,25 +60,39 @@ from fastfact.formats import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
 from fastfact.machine import provenance
 from fastfact.nn.convert import factorized_layers
 
+RESNET9_OPERATIONS = 3 * sum(2 * i * o * kernel**2 * (side // stride) ** 2 for i, o, kernel, stride, side in RESNET9)
+"""Of the convolutions of ResNet-9 for an image: forward, data gradient, weight gradient."""
 TINY = [(3, 8, 3, 1, 6), (8, 8, 3, 2, 6)]
 DENSE_CLIENT_BYTES = 2 * 4 * 2_571_338
 """Dense ResNet-9 with momentum, float32."""
 
 Sides = dict[str, Callable[[], object]]
-Rows = Iterator[dict]
+Rows = Iterator[Row]
+row = Row
 
 
 class Bench:
-    """The device, the sizes, and how things are timed on it."""
+    """The device, the sizes, and how things are timed on it. The device is not touched before it is asked for."""
 
     def __init__(self, dry: bool):
         self.dry = dry
-        self.cuda = torch.cuda.is_available()
-        if not dry and not self.cuda:
-            sys.exit("bench.gpu: PyTorch sees no CUDA device (--dry-run checks that the lines run without one)")
-        self.device = "cuda" if self.cuda else "cpu"
         self.shapes = TINY if dry else RESNET9
         self.rounds = 2 if dry else 21
+        self.ceilings: dict[str, float] = {}
+        """copy_gb_s and tera_flops of a type, as `ceilings` measures them; empty where that failed."""
+
+    @functools.cached_property
+    def cuda(self) -> bool:
+        found = torch.cuda.is_available()
+        if not self.dry and not found:
+            raise RuntimeError("PyTorch sees no CUDA device (--dry-run checks that the lines run without one)")
+        # rivals may look for their fastest algorithm
+        torch.backends.cudnn.benchmark = True
+        return found
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.cuda else "cpu"
 
     def pick(self, full, tiny):
         return tiny if self.dry else full
@@ -81,25 +101,39 @@ class Bench:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def medians(self, sides: Sides, rounds: int | None = None, warmup: int = 3) -> dict[str, float]:
-        """Median milliseconds of each side, run in turn."""
+    def medians(self, sides: Sides, rounds: int | None = None, warmup: int = 3, cold: bool = False) -> dict[str, float]:
+        """Median milliseconds of each side, run in turn. cold: each with nothing of it in the second cache."""
+        rounds = rounds or self.rounds
+        if not self.cuda:
+            times = interleaved(sides, rounds, warmup)
+            return {name: statistics.median(t) for name, t in times.items()}
         times: dict[str, list[float]] = {name: [] for name in sides}
-        for turn in range((rounds or self.rounds) + warmup):
+        other = torch.empty(self.pick(1 << 28, 1), dtype=torch.uint8, device=self.device) if cold else None
+        for turn in range(rounds + warmup):
             for name, side in sides.items():
-                if self.cuda:
-                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    start.record()
-                    side()
-                    end.record()
-                    end.synchronize()
-                    took = start.elapsed_time(end)
-                else:
-                    begin = time.perf_counter()
-                    side()
-                    took = 1e3 * (time.perf_counter() - begin)
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                if other is not None:
+                    other.zero_()
+                start.record()
+                side()
+                end.record()
+                end.synchronize()
                 if turn >= warmup:
-                    times[name].append(took)
+                    times[name].append(start.elapsed_time(end))
         return {name: statistics.median(t) for name, t in times.items()}
+
+    def against(self, times: dict[str, float], operations: float | dict, moved: float, dtype: torch.dtype) -> dict:
+        """tera_flops and roofline of each time (ms). operations: of all sides, or of each; moved: bytes."""
+        name = str(dtype).removeprefix("torch.")
+        rate, copied = self.ceilings.get(f"tera_flops {name}"), self.ceilings.get("copy_gb_s")
+        found: dict[str, dict] = {"tera_flops": {}, "roofline": {}}
+        for side, t in times.items():
+            count = operations.get(side, 0) if isinstance(operations, dict) else operations
+            if count:
+                found["tera_flops"][side] = count / t / 1e9
+            if copied and (rate or not count):
+                found["roofline"][side] = max(count / rate / 1e9 if count else 0.0, moved / copied / 1e6) / t
+        return found
 
     def graphed(self, side: Callable[[], object], repeats: int) -> Callable[[], object]:
         """`repeats` runs of `side` as one CUDA graph; without CUDA they simply run."""
@@ -139,11 +173,6 @@ class Bench:
         return lambda: target.copy_(source)
 
 
-def name_of(shape) -> str:
-    i, o, kernel, stride, side = shape
-    return f"{i}→{o} {kernel}×{kernel} s{stride} @{side}"
-
-
 def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
@@ -161,13 +190,45 @@ def check(name: str, outs: Iterable[Tensor], truths: Iterable[Tensor], plains: I
         assert error <= allowed, f"{name}: result {position} is off by {error:.2e}, allowed {allowed:.2e}"
 
 
-def row(common: dict, measure: Callable[[], dict]) -> dict:
-    """`common` with what `measure` finds, or with the error that it ends in: one row stops no other."""
-    try:
-        return common | measure()
-    except Exception as error:
-        traceback.print_exc()
-        return common | {"error": f"{type(error).__name__}: {error}"}
+def ceilings(bench: Bench) -> Rows:
+    """What this device does at best: a large copy, and a large product in each type."""
+    yield row({"op": "ceilings"}, functools.partial(ceilings_row, bench))
+
+
+def ceilings_row(bench: Bench) -> dict:
+    copied = bench.copy_bandwidth()
+    found = {
+        "backends": {name: state.detail for name, state in ff.backends().items()},
+        **provenance(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "copy_gb_s": 2 * bench.copied / bench.medians({"copy": copied})["copy"] / 1e6,
+    }
+    n = bench.pick(8192, 16)
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = (torch.randn(n, n, device=bench.device).to(dtype) for _ in range(2))
+        took = bench.medians({"product": functools.partial(torch.matmul, a, b)}, rounds=bench.pick(11, 1))["product"]
+        found[f"tera_flops {str(dtype).removeprefix('torch.')}"] = 2 * n**3 / took / 1e9
+    return found
+
+
+WEIGHT_OPS = (
+    "rank1_weight spatial",
+    "rank1_weight kernel",
+    "rank1_weight_backward spatial",
+    "rank1_weight_backward kernel",
+    "compact_weight 10 %",
+    "compact_weight_backward 10 %",
+    "lowrank_weight",
+    "lowrank_weight_backward",
+    "lowrank_weight_backward rank 16",
+    "hadamard_weight",
+    "hadamard_weight_backward",
+    "prox_sgd_step",
+    "pack_bitmap 10 %",
+    "unpack_bitmap 10 %",
+)
+"""In the order of their worth."""
 
 
 def weight_ops(bench: Bench, dtype: torch.dtype, clients: int) -> dict[str, tuple[int, dict, list]]:
@@ -256,26 +317,32 @@ def weights(bench: Bench) -> Rows:
     # the interpreter has no bfloat16
     for dtype in bench.pick((torch.bfloat16, torch.float32), (torch.float16, torch.float32)):
         for clients in bench.pick((32, 128), (2,)):
-            copied = bench.copy_bandwidth()
-            for name, (floor, implementations, calls) in weight_ops(bench, dtype, clients).items():
+            for name in WEIGHT_OPS:
+                common = {"op": name, "clients": clients, "dtype": str(dtype).removeprefix("torch.")}
+                yield row(common, functools.partial(weights_row, bench, dtype, clients, name))
 
-                def measure(name=name, floor=floor, implementations=implementations, calls=calls, copied=copied):
-                    for op, args in calls[:2]:
-                        check_weight_op(name, implementations, op, args)
-                    sides = {key: every_call(impl, calls) for key, impl in implementations.items()}
-                    times = bench.medians({**sides, "copy": copied}, rounds=bench.pick(21, 1), warmup=2)
-                    copy_rate = 2 * bench.copied / times["copy"]
-                    rates = {key: floor / times[key] for key in sides}
-                    return {
-                        "floor_bytes": floor,
-                        **times,
-                        "copy_gb_s": copy_rate / 1e6,
-                        **{f"{key}_gb_s": rate / 1e6 for key, rate in rates.items()},
-                        "ratio": rates["cuda"] / copy_rate,
-                        "goal": 0.85,
-                    }
 
-                yield row({"op": name, "clients": clients, "dtype": str(dtype).removeprefix("torch.")}, measure)
+def weights_row(bench: Bench, dtype: torch.dtype, clients: int, name: str) -> dict:
+    floor, implementations, calls = weight_ops(bench, dtype, clients)[name]
+    for op, args in calls[:2]:
+        check_weight_op(name, implementations, op, args)
+    sides = {key: every_call(impl, calls) for key, impl in implementations.items()}
+    # the number of nonzeros comes to the host, which a capture does not let it
+    if not name.endswith("pack_bitmap 10 %"):
+        sides = {key: bench.graphed(side, 1) for key, side in sides.items()}
+    copied = bench.copy_bandwidth()
+    times = bench.medians({**sides, "copy": copied}, rounds=bench.pick(21, 1), warmup=2, cold=True)
+    copy_rate = 2 * bench.copied / times["copy"]
+    rates = {key: floor / times[key] for key in sides}
+    return {
+        "floor_bytes": floor,
+        **times,
+        "copy_gb_s": copy_rate / 1e6,
+        **{f"{key}_gb_s": rate / 1e6 for key, rate in rates.items()},
+        **bench.against({key: times[key] for key in sides}, 0, floor, dtype),
+        "ratio": rates["cuda"] / copy_rate,
+        "goal": 0.85,
+    }
 
 
 def every_call(implementation, calls: list) -> Callable[[], object]:
@@ -329,28 +396,44 @@ def layer_sides(bench: Bench, shape, batch: int, compiled: bool, dtype=torch.bfl
 
 
 def layers(bench: Bench) -> Rows:
-    """Rows by layer and batch, and the geometric mean over the layers at each batch (shape "all")."""
-    repeats = bench.pick(10, 1)
-    for batch in bench.pick((32, 64, 128, 256), (2,)):
+    """Rows by batch and shape of a layer, with the numbers of the layers that have it."""
+    for batch in bench.pick((32, 256, 64, 128), (2,)):
         # compiling takes longest; the ends of the range say enough
-        compiled = bench.cuda and batch in (32, 256)
+        compiled = not bench.dry and batch in (32, 256)
         common = {"op": "convolution forward + backward", "batch": batch, "dtype": "bfloat16"}
-        measured: dict[tuple, dict] = {}
+        for shape in dict.fromkeys(bench.shapes):
+            numbers = [number for number, other in enumerate(bench.shapes, 1) if other == shape]
+            which = {"format": "channels_last", "layers": numbers, "shape": name_of(shape)}
+            yield row(common | which, functools.partial(layers_row, bench, shape, batch, compiled))
 
-        def measure(shape, batch=batch, compiled=compiled, measured=measured):
-            if shape not in measured:
-                sides = layer_sides(bench, shape, batch, compiled)
-                graphs = {name: bench.graphed(side, repeats) for name, side in sides.items()}
-                measured[shape] = {name: t / repeats for name, t in bench.medians(graphs).items()}
-            return measured[shape] | layer_ratios(measured[shape])
 
-        for number, shape in enumerate(bench.shapes, 1):
-            which = {"format": "channels_last", "layer": number, "shape": name_of(shape)}
-            yield row(common | which, functools.partial(measure, shape))
-        kinds = [layer_ratios(measured[shape]) for shape in bench.shapes if shape in measured]
-        if len(kinds) == len(bench.shapes):
-            mean = {key: geometric_mean(ratios[key] for ratios in kinds) for key in kinds[0]}
-            yield common | {"shape": "all", **mean, "goal": {"dense": 0.97, "eager": 1.3, "compiled": 1.05}}
+def layers_row(bench: Bench, shape, batch: int, compiled: bool) -> dict:
+    repeats = bench.pick(10, 1)
+    sides = layer_sides(bench, shape, batch, compiled)
+    graphs = {name: bench.graphed(side, repeats) for name, side in sides.items()}
+    times = {name: t / repeats for name, t in bench.medians(graphs).items()}
+    once = {f"cold {name}": bench.graphed(sides[name], 1) for name in ("ours", "fused", "dense")}
+    i, o, kernel, stride, side = shape
+    inputs, outputs = batch * i * side**2, batch * o * (side // stride) ** 2
+    gradients = 3 if i > 3 else 2
+    against = bench.against(
+        times,
+        gradients * 2 * outputs * i * kernel**2,
+        2 * (gradients * (inputs + outputs) + 3 * i * o * kernel**2),
+        torch.bfloat16,
+    )
+    return {**times, **bench.medians(once, cold=True), **against, **layer_ratios(times)}
+
+
+def layers_summary(rows: list[dict]) -> Iterator[dict]:
+    """The geometric mean of the ratios over the layers, for each batch of which all were measured."""
+    for batch in dict.fromkeys(found["batch"] for found in rows):
+        some = [found for found in rows if found["batch"] == batch for _ in found["layers"]]
+        keys = [key for key in some[0] if "/" in key]
+        if len(some) == len(RESNET9) and keys and not any("error" in found for found in some):
+            means = {key: geometric_mean(found[key] for found in some) for key in keys}
+            goal = {"dense": 0.97, "eager": 1.3, "compiled": 1.05}
+            yield {"op": some[0]["op"], "batch": batch, "shape": "all", **means, "goal": goal}
 
 
 def layer_ratios(times: dict[str, float]) -> dict[str, float]:
@@ -391,8 +474,13 @@ def rank1_row(bench: Bench, shape, batch: int) -> dict:
         for name in ("ours", "split"):
             check(f"rank-1 {name}", [sides[name]()], [truth], [dense(x)])
         times = bench.medians({name: bench.graphed(one, repeats) for name, one in sides.items()})
+        cold = {f"cold {name}": bench.graphed(one, 1) for name, one in sides.items()}
+        cold = bench.medians(cold, cold=True)
     times = {name: t / repeats for name, t in times.items()}
-    return times | {"ratio": times["dense"] / times["ours"], "goal": 4}
+    operations = 2 * batch * side**2 * channels * (channels + 9)
+    operations = {"ours": operations, "split": operations, "dense": 2 * batch * side**2 * channels**2 * 9}
+    against = bench.against(times, operations, 4 * x.numel(), torch.bfloat16)
+    return times | cold | against | {"ratio": times["dense"] / times["ours"], "goal": 4}
 
 
 def separable(bench: Bench) -> Rows:
@@ -443,7 +531,11 @@ def separable_row(bench: Bench, k: int, batch: int, shape, rank: int) -> dict:
     times = bench.medians({name: bench.graphed(one, repeats) for name, one in sides.items()})
     times = {name: t / repeats for name, t in times.items()}
     moved = 2 * 2 * (x.numel() + grad.numel())
-    return times | {"two/one": times["two"] / times["one"], "gb_s": moved / times["one"] / 1e6, "goal": 1}
+    positions = k * batch * grad.shape[-1] * (side * i + grad.shape[-1] * o)
+    operations = dict.fromkeys(("one", "two"), 4 * positions * rank * kernel)
+    operations |= dict.fromkeys(("fused dense", "cudnn dense"), 4 * grad.numel() * i * kernel**2)
+    against = bench.against(times, operations, moved, torch.bfloat16)
+    return times | against | {"two/one": times["two"] / times["one"], "gb_s": moved / times["one"] / 1e6, "goal": 1}
 
 
 def exact_separable(x, grad, u, v, settings):
@@ -488,7 +580,7 @@ def clients(bench: Bench) -> Rows:
         common["dtype"] = str(dtype).removeprefix("torch.")
         yield row(common, functools.partial(clients_row, bench, dtype, k, batch))
     dtype = bench.pick(torch.bfloat16, torch.float32)
-    common |= {"op": "step of FedDecomp's personal phase", "dtype": str(dtype).removeprefix("torch.")}
+    common = common | {"op": "step of FedDecomp's personal phase", "dtype": str(dtype).removeprefix("torch.")}
     for ratio in bench.pick((0.1, 0.6), (0.3,)):
         yield row(common | {"ratio": ratio}, functools.partial(personal_row, bench, dtype, ratio, k, batch))
 
@@ -540,7 +632,8 @@ def personal_row(bench: Bench, dtype: torch.dtype, ratio: float, k: int, batch: 
     times = bench.medians(sides, rounds=bench.pick(5, 1), warmup=1)
     times = {name: t / steps / epochs for name, t in times.items()}
     ratios = {f"{rival}/ours": times[rival] / times["ours"] for rival in ("own W", "vmap")}
-    return {**times, **ratios, "peak_bytes": peaks}
+    against = bench.against(times, RESNET9_OPERATIONS * k * batch, 0, dtype)
+    return {**times, **against, **ratios, "peak_bytes": peaks}
 
 
 def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
@@ -566,6 +659,7 @@ def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
     times = {name: t / steps / kinds[name][3] for name, t in times.items()}
     return {
         **times,
+        **bench.against(times, RESNET9_OPERATIONS * k * batch, 0, dtype),
         "loop/ours": times["loop"] / times["ours"],
         "vmap/ours": times["vmap"] / times["ours"],
         "peak_bytes": peaks,
@@ -667,8 +761,7 @@ def mix_row(bench: Bench, keys: str, k: int, d: int, n: int) -> dict:
     times = bench.medians(sides, rounds=bench.pick(7, 1), warmup=1)
     return {
         **times,
-        "operations": 2 * k * k * (d + n),
-        "tera_operations_s": 2 * k * k * (d + n) / times["cuda"] / 1e9,
+        **bench.against(times, 2 * k * k * (d + n), 4 * k * (d + n), torch.float32),
         "products/cuda": times["products"] / times["cuda"],
         "torch/cuda": times["torch"] / times["cuda"],
         "goal": {"products/cuda": 1 / 1.5},
@@ -739,23 +832,38 @@ def tune_row(bench: Bench, k: int, batch: int, shape, part: str) -> dict:
     best = min((name for name, t in times.items() if isinstance(t, float)), key=times.get)
     operations = 2 * k * math.prod(grad.shape[1:]) * i * kernel * kernel
     rate = operations / chosen / 1e9
-    return {"chosen": chosen, "tflop_s": rate, "best": best, "chosen/best": chosen / times[best], "tiles": times}
+    found = {"chosen": chosen, "tera_flops": rate, "best": best, "chosen/best": chosen / times[best], "tiles": times}
+    return found | {"roofline": bench.against({"chosen": chosen}, operations, 0, torch.bfloat16)["roofline"]}
 
 
 SECTIONS = {
-    "weights": weights,
+    "clients": clients,
     "layers": layers,
+    "weights": weights,
     "rank1": rank1,
     "separable": separable,
-    "clients": clients,
     "resident": resident,
     "mix": mix,
     "tune": tune,
 }
+ROW_SECONDS = dict.fromkeys(SECTIONS, 25.0) | {"clients": 90.0, "layers": 45.0, "resident": 30.0, "tune": 60.0}
+
+
+def fake(position: int) -> dict:
+    """A row without a device: the third one dies, the fourth hangs, the fifth loses its device."""
+    if position == 2:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif position == 3:
+        time.sleep(1e6)
+    elif position == 4:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return {"ours": 1.0, "rival": 2.0, "ratio": 2.0}
 
 
 def show(row: dict) -> str:
     def text(value):
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key}: {text(one)}" for key, one in value.items()) + "}"
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     return "  ".join(f"{key}={text(value)}" for key, value in row.items() if key not in ("op", "goal"))
@@ -764,24 +872,40 @@ def show(row: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=SECTIONS)
-    parser.add_argument("--json", type=Path, help="write the rows to this file, after each row")
+    parser.add_argument("--jsonl", type=Path, help="append a line for each row to this file, when it ends")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="what does not fit into this time is left out")
+    parser.add_argument("--row-seconds", type=float, help="the longest time of a row (default: by section)")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, any device")
+    parser.add_argument("--fake", action="store_true", help="measure nothing: see gpu_check --rehearse")
     args = parser.parse_args()
     bench = Bench(args.dry_run)
-    began = time.perf_counter()
-    content = {
-        "command": shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
-        "backends": {name: state.detail for name, state in ff.backends().items()},
-        **provenance(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
-    rows = []
-    for found in SECTIONS[args.section](bench):
-        rows.append(found)
+    ends = time.monotonic() + args.seconds
+    limit, rows = args.row_seconds or ROW_SECONDS[args.section], []
+
+    def tell(found: dict) -> None:
         print(f"{found['op']:38} {show(found)}", flush=True)
-        if args.json:
-            save(args.json, content | {"seconds": round(time.perf_counter() - began, 1), "rows": rows})
+        if args.jsonl:
+            append(args.jsonl, {"section": args.section, **found})
+
+    if args.jsonl:
+        append(
+            args.jsonl, {"section": args.section, "command": shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]])}
+        )
+    for position, one in enumerate([*ceilings(bench), *SECTIONS[args.section](bench)]):
+        left = ends - time.monotonic()
+        if left < LEAST:
+            found = one.common | {"error": "left out: no time"}
+        else:
+            one = one._replace(measure=functools.partial(fake, position)) if args.fake else one
+            found = in_a_process(one, min(limit, left))
+        tell(found)
+        if position == 0:
+            bench.ceilings = {name: rate for name, rate in found.items() if isinstance(rate, float)}
+        else:
+            rows.append(found)
+    if args.section == "layers" and not args.fake:
+        for found in layers_summary(rows):
+            tell(found)
     return int(any("error" in found for found in rows))
 
 

@@ -1,18 +1,20 @@
-"""Everything that needs a GPU, in order: the build, the tests, compute-sanitizer, the benchmarks.
+"""Everything that needs a GPU, in the order of its worth, for a machine that is lent for half an hour.
 
-    python -m bench.gpu_check [STEP ...] [--out DIR] [--minutes M] [--dry-run]
+    python -m bench.gpu_check [STEP ...] [--out DIR] [--minutes M] [--dry-run | --rehearse]
 
-Uses the Python it is called with and installs nothing. Each step is a process of its own with a time limit; one that
-fails does not stop the next ones. Leaves DIR/gpu-check.json (what each step said; gpu-check-part1.json of part1) and a
-gpu-*.json for each benchmark, each written as its step ends, a benchmark's after each row. Exits 1 if a step failed.
-STEPs can be given a few at a time where the machine is lent for minutes: part1 … part5 end within ten minutes each.
-What does not fit into --minutes any more is cut short or left out, and the report says so.
+Uses the Python it is called with and installs nothing. part1, part2 and part3 end within ten minutes each, by the
+limits of their steps; each gives figures of its own, even if another never ran. The libraries are those that lie in
+fastfact/ (`make gpu-bundle` makes a folder with all that is needed); the step "build" builds them there.
+Each step is a process with a time limit; a benchmark's rows and the tests have processes and limits of their own
+(`gpu_rows`, `gpu_tests`). Leaves DIR/gpu-STEP….jsonl, a line for each row, each test that does not pass and each step,
+written when it ends, and DIR/gpu-STEP….log, what the steps printed. Exits 1 if a step failed.
 --dry-run runs every step with tiny shapes and without a GPU, the build and the compiled tests left out.
+--rehearse runs the order in its limits with fakes for what needs a device, of which one dies, one hangs and one loses
+its device in each step.
 """
 
 import argparse
-import importlib.util
-import json
+import contextlib
 import os
 import re
 import shutil
@@ -21,6 +23,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from bench.gpu_rows import LEAST, append
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [f"tests/ops/{name}.py" for name in ("test_cuda_gpu", "test_kernels_triton", "test_kernels_conv")]
@@ -35,30 +39,22 @@ SANITIZERS = {
     "memcheck-triton": ("memcheck", "conv_", TESTS[2], "(test_conv2d and 2-2-5-7) or (test_without_mu and 1-3-3-18)"),
 }
 """step → (tool, part of the names of the kernels watched, test file, tests)."""
-BENCHMARKS = {
-    "weights": 240,
-    "layers": 560,
-    "rank1": 120,
-    "separable": 150,
-    "clients": 400,
-    "resident": 120,
-    "mix": 120,
-    "tune": 560,
+BENCHMARKS = ("clients", "layers", "weights", "rank1", "separable", "mix", "resident", "tune")
+PARTS: dict[str, dict[str, float]] = {
+    "part1": {"environment": 25, "tests": 240, "clients": 220, "resident": 40},
+    "part2": {"environment": 25, "layers": 270, "weights": 150, "rank1": 80},
+    "part3": {"environment": 25, "separable": 110, "mix": 50, "memcheck": 70, "memcheck-triton": 60, "racecheck": 60}
+    | {"tune": 150},
 }
-LIMITS = {"environment": 60, "build": 400, "tests": 500, **dict.fromkeys(SANITIZERS, 160), **BENCHMARKS}
-PARTS = {
-    "part1": ["environment", "build", "tests"],
-    "part2": ["build", "weights", "rank1", "resident", "mix", "memcheck", "racecheck"],
-    "part3": ["build", "clients", "separable", "memcheck-triton"],
-    "part4": ["build", "layers"],
-    "part5": ["build", "tune"],
-}
-PART_MINUTES = 9.5
-TAIL = 6000
+"""Seconds of each step, by part: in all less than `PART_SECONDS`."""
+PART_SECONDS = 570.0
+SECONDS = {"build": 400.0} | {step: limit for part in PARTS.values() for step, limit in part.items()}
+TEST_SECONDS = 40.0
+TAIL = 3000
 
 ENVIRONMENT = """
 import importlib.util, platform, sys
-needed = ("torch", "numpy", "scipy", "safetensors", "setuptools", "pytest", "triton")
+needed = ("torch", "numpy", "scipy", "safetensors", "pytest", "triton")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit("missing: " + ", ".join(missing))
@@ -66,15 +62,10 @@ import torch, triton
 print("Python", platform.python_version(), "PyTorch", torch.__version__, "triton", triton.__version__)
 for j in range(torch.cuda.device_count()):
     print(torch.cuda.get_device_properties(j))
+import fastfact
+for name, state in fastfact.backends().items():
+    print(name, state.available, state.detail)
 """
-
-
-def save(path: Path, content) -> None:
-    """As JSON, whole or not at all: what a run that is ended leaves can be read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    temporary.replace(path)
 
 
 def architecture() -> dict[str, str]:
@@ -88,20 +79,6 @@ def architecture() -> dict[str, str]:
     return {"TORCH_CUDA_ARCH_LIST": ";".join(found)} if found else {}
 
 
-def minutes_of(chosen: list[str]) -> float:
-    """How long a run may take by default: ten minutes for each part, where all that is asked for are parts."""
-    return PART_MINUTES * len(chosen) if chosen and all(step in PARTS for step in chosen) else 120
-
-
-def test_command(dry: bool) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=30", "--tb=short"]
-    command += ["-m", "gpu", "-k", "not interpreter and not ahead_of_time"]
-    if importlib.util.find_spec("xdist") and not dry:
-        # compiling the Triton kernels takes most of the time
-        command += ["-n", str(min(12, os.cpu_count() or 1))]
-    return [*command, *TESTS]
-
-
 def sanitizer_command(step: str) -> list[str] | None:
     """None where compute-sanitizer is not installed."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -112,72 +89,101 @@ def sanitizer_command(step: str) -> list[str] | None:
     return [*command, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, file]
 
 
-def command_of(step: str, out: Path, dry: bool) -> list[str] | None:
+def command_of(step: str, lines: Path, limit: float, how: str, scale: float = 1.0) -> list[str] | None:
+    """how: "", "dry" or "rehearse". Steps that have limits inside end a little before their own."""
+    inside = ["--jsonl", str(lines), "--seconds", f"{max(limit - 5, limit / 2):.1f}"]
     if step in BENCHMARKS:
-        flags = ["--dry-run"] if dry else []
-        return [sys.executable, "-m", "bench.gpu", step, "--json", str(out / f"gpu-{step}.json"), *flags]
-    if step in SANITIZERS:
-        return sanitizer_command(step)
+        flags = {"": [], "dry": ["--dry-run"], "rehearse": ["--fake"]}[how]
+        flags += ["--row-seconds", str(20 * scale)] if how == "rehearse" else []
+        return [sys.executable, "-m", "bench.gpu", step, *inside, *flags]
+    if step == "environment":
+        return [sys.executable, "-c", ENVIRONMENT]
+    if step == "tests":
+        each = TEST_SECONDS * (scale if how == "rehearse" else 1)
+        chosen = [
+            "-m",
+            "gpu",
+            "-k",
+            "not interpreter and not ahead_of_time and not fits_every and not variants",
+            *TESTS,
+        ]
+        if how == "rehearse":
+            chosen = ["bench/rehearsal.py"]
+        return [sys.executable, "-m", "bench.gpu_tests", *inside, "--each", str(each), "--", *chosen]
+    if how == "rehearse":
+        return [sys.executable, "-c", "print('rehearsed')"]
     if step == "build":
         return [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    return [sys.executable, "-c", ENVIRONMENT] if step == "environment" else test_command(dry)
+    return sanitizer_command(step)
 
 
-def run(command: list[str], limit: float, env: dict[str, str]) -> tuple[int, str]:
-    """(exit status, output); 124 where the limit ended it, with all that it had started."""
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+def run(command: list[str], limit: float, env: dict[str, str], log: Path) -> tuple[int, str]:
+    """(exit status, the end of the output, all of which is added to `log` as it comes); 124 where the limit ended it,
+    with all that it had started."""
+    with log.open("ab") as file:
+        begin = file.tell()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            output = process.communicate(timeout=limit)[0]
+            status = process.wait(limit)
         except subprocess.TimeoutExpired:
+            status = 124
+        # what it has left behind too
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            return 124, process.communicate()[0]
-        return process.returncode, output
+        process.wait()
+    with log.open("rb") as file:
+        file.seek(max(begin, log.stat().st_size - TAIL))
+        return status, file.read().decode(errors="replace")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join([*PARTS, *LIMITS])} (default: all)")
+    parser.add_argument(
+        "steps", nargs="*", metavar="STEP", help=f"{', '.join([*PARTS, *SECONDS])} (default: all parts)"
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "bench" / "results"))
     parser.add_argument("--minutes", type=float, help="cut short what does not fit into this time (9.5 for each part)")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the limits inside a rehearsal's steps")
     args = parser.parse_args()
-    steps = list(dict.fromkeys(name for step in args.steps for name in PARTS.get(step, [step]))) or list(LIMITS)
-    if unknown := [name for name in steps if name not in LIMITS]:
-        parser.error(f"unknown step {', '.join(unknown)}: must be among {', '.join([*PARTS, *LIMITS])}")
+    asked = args.steps or list(PARTS)
+    if unknown := [name for name in asked if name not in SECONDS and name not in PARTS]:
+        parser.error(f"unknown step {', '.join(unknown)}: must be among {', '.join([*PARTS, *SECONDS])}")
+    steps = [step for name in asked for step in PARTS.get(name, [name])]
+    how = "dry" if args.dry_run else "rehearse" if args.rehearse else ""
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    file = out / "-".join(["gpu-check", *args.steps])
+    file = out / "-".join(["gpu", *asked] if args.steps else ["gpu-check"])
+    lines, log = file.with_suffix(".jsonl"), file.with_suffix(".log")
+    for old in (lines, log):
+        old.unlink(missing_ok=True)
     env = architecture() | os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "FASTFACT_BUILD": "must"}
-    if args.dry_run:
-        env |= {"FASTFACT_BUILD": "skip", "TRITON_INTERPRET": "1"}
-    ends = time.monotonic() + 60 * (minutes_of(args.steps) if args.minutes is None else args.minutes)
-    report = {}
+    if (cache := ROOT / "triton-cache").is_dir():
+        env["TRITON_CACHE_DIR"] = str(cache)
+    if how:
+        env |= {"FASTFACT_BUILD": "skip"} | ({"TRITON_INTERPRET": "1"} if how == "dry" else {})
+    whole = PART_SECONDS * sum(name in PARTS for name in asked) + sum(SECONDS.get(name, 0) for name in asked)
+    ends = time.monotonic() + (60 * args.minutes if args.minutes is not None else whole)
+    failed = 0
     for step in steps:
         began = time.monotonic()
-        command = command_of(step, out, args.dry_run)
+        limit = min(SECONDS[step], ends - began)
+        command = command_of(step, lines, limit, how, args.scale) if limit >= LEAST else None
         if command is None:
-            report[step] = {"state": "left out: compute-sanitizer is not installed"}
-        elif ends - began < 10:
-            report[step] = {"state": "left out: no time"}
+            state, tail = "left out: no time" if limit < LEAST else "left out: compute-sanitizer is not installed", ""
         else:
             # without it, the sanitizer sees one large block of PyTorch's instead of each tensor
             extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if step in SANITIZERS else {}
-            status, output = run(command, min(LIMITS[step], ends - began), env | extra)
+            status, tail = run(command, limit, env | extra, log)
             state = "ok" if status == 0 else f"failed: {'time limit' if status == 124 else f'exit status {status}'}"
-            report[step] = {"state": state, "seconds": round(time.monotonic() - began, 1), "tail": output[-TAIL:]}
-            print(f"===== {step}: {state}\n{output[-TAIL if status == 0 else -3 * TAIL :]}", flush=True)
-        save(file.with_suffix(".json"), report)
-    print("\n".join(f"{step:15} {row['state']}  {row.get('seconds', '')}" for step, row in report.items()))
-    return int(any(row["state"].startswith("failed") for row in report.values()))
+        failed += state.startswith("failed")
+        seconds = round(time.monotonic() - began, 1)
+        append(lines, {"step": step, "state": state, "seconds": seconds, "limit": limit, "tail": tail})
+        print(f"===== {step}: {state}, {seconds} s\n{tail}", flush=True)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

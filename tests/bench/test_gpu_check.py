@@ -1,27 +1,36 @@
-"""`make gpu-check` without a GPU: every benchmark runs in tiny shapes, and the runner reports what its steps said."""
+"""`make gpu-check` without a GPU: every benchmark runs in tiny shapes, the order fits its limits, and what fails, dies,
+hangs or loses its device ends alone and is told."""
 
 import json
+import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 
-from bench import gpu, gpu_check
+from bench import gpu, gpu_bundle, gpu_check, gpu_rows, gpu_tests
 
 
 @pytest.mark.parametrize("section", list(gpu.SECTIONS))
 def test_every_benchmark_runs(section):
-    rows = list(gpu.SECTIONS[section](gpu.Bench(dry=True)))
-    assert rows and all("op" in row and "error" not in row and gpu.show(row) for row in rows)
+    bench = gpu.Bench(dry=True)
+    bench.ceilings = {"copy_gb_s": 10.0, "tera_flops bfloat16": 1.0, "tera_flops float32": 1.0}
+    for row in gpu.SECTIONS[section](bench):
+        found = row.common | row.measure()
+        assert "op" in found and gpu.show(found) and json.dumps(found)
+        if section not in ("resident", "weights"):
+            assert found["tera_flops"]
+        if section not in ("resident",) and found.get("dtype") != "float16":
+            assert all(math.isfinite(share) and share > 0 for share in found["roofline"].values()) and found["roofline"]
 
 
-def test_a_row_that_fails_stops_no_other(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "check_weight_op", lambda name, *args: 1 / ("hadamard" not in name))
-    monkeypatch.setattr("sys.argv", ["gpu", "weights", "--dry-run", "--json", str(tmp_path / "rows.json")])
-    assert gpu.main() == 1
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    failed = [row["op"] for row in rows if "error" in row]
-    assert len(rows) > len(failed) == 4 and all("hadamard" in op for op in failed)
+def test_the_rows_of_the_weights_are_the_ops():
+    assert set(gpu.weight_ops(gpu.Bench(dry=True), torch.float32, 2)) == set(gpu.WEIGHT_OPS)
 
 
 def test_a_wrong_kernel_is_not_timed():
@@ -31,25 +40,94 @@ def test_a_wrong_kernel_is_not_timed():
         gpu.check("wrong", [truth.float() * 1.001], [truth], [truth.float()])
 
 
-def test_steps_are_reported_and_one_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
-    commands = {"environment": ["sh", "-c", "echo fine"], "build": ["sh", "-c", "echo broken; exit 3"], "tests": None}
-    commands["rank1"] = ["sh", "-c", "echo begun; sleep 60 & sleep 60"]
-    monkeypatch.setattr(gpu_check, "command_of", lambda step, out, dry: commands[step])
-    monkeypatch.setitem(gpu_check.LIMITS, "rank1", 1)
-    monkeypatch.setattr("sys.argv", ["gpu_check", "part1", "rank1", "--out", str(tmp_path)])
-    assert gpu_check.main() == 1
-    report = json.loads((tmp_path / "gpu-check-part1-rank1.json").read_text())
-    assert report["environment"]["state"] == "ok" and report["environment"]["tail"] == "fine\n"
-    assert report["build"]["state"] == "failed: exit status 3"
-    assert report["tests"]["state"].startswith("left out")
-    assert report["rank1"]["state"] == "failed: time limit" and report["rank1"]["tail"] == "begun\n"
+def test_the_mean_over_the_layers_counts_each_layer():
+    bench = gpu.Bench(dry=False)
+    common = [row.common for row in gpu.layers(bench)]
+    rows = [one | {"dense/ours": 2.0 if one["layers"] == [6, 7, 8] else 1.0} for one in common if one["batch"] == 32]
+    (mean,) = gpu.layers_summary(rows)
+    assert mean["dense/ours"] == pytest.approx(2 ** (3 / 8))
+    assert not list(gpu.layers_summary(rows[1:])) and not list(
+        gpu.layers_summary([*rows[1:], common[0] | {"error": ""}])
+    )
+
+
+def row(measure):
+    return gpu_rows.Row({"op": "one"}, measure)
+
+
+def test_a_row_ends_alone_however_it_ends():
+    found = gpu_rows.in_a_process(row(lambda: {"ours": 1.5}), 20)
+    assert found["ours"] == 1.5 and found["op"] == "one" and "error" not in found
+    found = gpu_rows.in_a_process(row(lambda: 1 / 0), 20)
+    assert found["error"].startswith("ZeroDivisionError") and "lambda" in found["traceback"]
+    assert gpu_rows.in_a_process(row(lambda: os.kill(os.getpid(), signal.SIGKILL)), 20)["error"] == "died by SIGKILL"
+    began = time.monotonic()
+    found = gpu_rows.in_a_process(row(lambda: time.sleep(60)), 0.5)
+    assert found["error"].startswith("time limit") and time.monotonic() - began < 10
+    # more than a pipe holds
+    assert len(gpu_rows.in_a_process(row(lambda: {"text": "x" * 200_000}), 20)["text"]) == 200_000
+
+
+def test_rows_are_lines_as_they_end_and_one_that_fails_stops_no_other(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "ceilings_row", lambda bench: {"copy_gb_s": 10.0})
+    monkeypatch.setitem(gpu.SECTIONS, "mix", lambda bench: map(row, (lambda: 1 / 0, lambda: {"rate": 2.0})))
+    lines = tmp_path / "lines.jsonl"
+    monkeypatch.setattr("sys.argv", ["gpu", "mix", "--dry-run", "--jsonl", str(lines)])
+    assert gpu.main() == 1
+    started, ceilings, failed, passed = gpu_rows.read_lines(lines)
+    assert "command" in started and ceilings["copy_gb_s"] == 10 and passed["rate"] == 2 and "error" in failed
+    assert {line["section"] for line in (started, ceilings, failed, passed)} == {"mix"}
+    monkeypatch.setattr("sys.argv", ["gpu", "mix", "--dry-run", "--seconds", "0", "--jsonl", str(lines)])
+    assert gpu.main() == 1
+    assert [line["error"] for line in gpu_rows.read_lines(lines)[5:]] == ["left out: no time"] * 3
+
+
+def test_a_test_ends_alone_however_it_ends(tmp_path, monkeypatch, capsys):
+    lines = tmp_path / "lines.jsonl"
+    arguments = ["gpu_tests", "--jsonl", str(lines), "--each", "3", "--workers", "2", "--", "bench/rehearsal.py"]
+    monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.chdir(gpu_check.ROOT)
+    assert gpu_tests.main() == 1
+    *failed, total = gpu_rows.read_lines(lines)
+    assert total == {"section": "tests", "collected": 11, "passed": 8, "failed": 3}
+    ends = {line["test"].rpartition("::")[2]: line["text"] for line in failed}
+    assert ends["test_dies"] == "died by SIGSEGV" and ends["test_hangs"] == "time limit of 3 s"
+    assert "illegal memory access" in ends["test_loses_its_device"]
+
+
+def test_steps_are_reported_and_one_that_fails_stops_no_other(tmp_path, monkeypatch, capfd):
+    commands = {"environment": ["sh", "-c", "echo fine"], "tests": ["sh", "-c", "echo broken; exit 3"], "clients": None}
+    commands["resident"] = ["sh", "-c", "echo begun; sleep 60 & sleep 60"]
+    monkeypatch.setattr(gpu_check, "command_of", lambda step, *_: commands[step])
+    monkeypatch.setitem(gpu_check.SECONDS, "resident", 6)
+    monkeypatch.setattr("sys.argv", ["gpu_check", "part1", "--out", str(tmp_path)])
+    began = time.monotonic()
+    assert gpu_check.main() == 1 and time.monotonic() - began < 30
+    rows = {line["step"]: line for line in gpu_rows.read_lines(tmp_path / "gpu-part1.jsonl")}
+    assert rows["environment"]["state"] == "ok" and rows["environment"]["tail"] == "fine\n"
+    assert rows["tests"]["state"] == "failed: exit status 3" and rows["clients"]["state"].startswith("left out")
+    assert rows["resident"]["state"] == "failed: time limit" and rows["resident"]["tail"] == "begun\n"
+    assert (tmp_path / "gpu-part1.log").read_text() == "fine\nbroken\nbegun\n"
     monkeypatch.setattr("sys.argv", ["gpu_check", "environment", "--out", str(tmp_path), "--minutes", "0"])
-    assert gpu_check.main() == 0 and "left out: no time" in capsys.readouterr().out
+    assert gpu_check.main() == 0 and "left out: no time" in capfd.readouterr().out
 
 
-def test_a_part_ends_within_ten_minutes(monkeypatch):
-    assert gpu_check.minutes_of(["part1"]) < 10 and gpu_check.minutes_of(["part2", "part4"]) < 20
-    assert gpu_check.minutes_of([]) == gpu_check.minutes_of(["part1", "tests"]) == 120
+def test_a_part_ends_within_ten_minutes_and_brings_few_files():
+    for part in gpu_check.PARTS.values():
+        assert sum(part.values()) < gpu_check.PART_SECONDS < 600
+    assert {step for part in gpu_check.PARTS.values() for step in part} >= set(gpu.SECTIONS) | set(gpu_check.SANITIZERS)
+    assert set(gpu_check.BENCHMARKS) == set(gpu.SECTIONS) == set(gpu.ROW_SECONDS)
+    for part in gpu_check.PARTS.values():
+        for step in set(part) & set(gpu.SECTIONS):
+            assert gpu.ROW_SECONDS[step] < part[step]
+
+
+def test_limits_inside_a_step_are_below_its_own(tmp_path):
+    for part in gpu_check.PARTS.values():
+        for step, limit in part.items():
+            command = gpu_check.command_of(step, tmp_path / "lines", limit, "")
+            if command and "--seconds" in command:
+                assert float(command[command.index("--seconds") + 1]) < limit
 
 
 def test_the_build_is_for_the_gpu_that_is_here(monkeypatch, tmp_path):
@@ -65,16 +143,28 @@ def test_the_build_is_for_the_gpu_that_is_here(monkeypatch, tmp_path):
 
 def test_the_commands():
     """All that the steps name is there."""
-    for step in gpu_check.LIMITS:
-        command = gpu_check.command_of(step, gpu_check.ROOT, False)
-        assert command is None or all((gpu_check.ROOT / part).exists() for part in command if part.endswith(".py"))
-    assert {step for part in gpu_check.PARTS.values() for step in part} == set(gpu_check.LIMITS)
-    assert set(gpu_check.BENCHMARKS) == set(gpu.SECTIONS)
+    for step, limit in gpu_check.SECONDS.items():
+        for how in ("", "dry", "rehearse"):
+            command = gpu_check.command_of(step, gpu_check.ROOT, limit, how)
+            assert command is None or all((gpu_check.ROOT / part).exists() for part in command if part.endswith(".py"))
 
 
 def test_the_sanitizers_choose_tests_that_are_there():
     sources = {file: (gpu_check.ROOT / file).read_text() for file in gpu_check.TESTS}
-    sources[gpu_check.TESTS[2]] += (gpu_check.ROOT / "tests" / "triton_conv_cases.py").read_text()
+    sources[gpu_check.TESTS[2]] += (gpu_check.ROOT / "tests" / "ops" / "triton_conv_cases.py").read_text()
     for _, _, file, chosen in gpu_check.SANITIZERS.values():
         names = re.findall(r"test_\w+", chosen)
         assert names and all(f"def {name}" in sources[file] for name in names)
+
+
+def test_the_bundle_holds_what_a_check_runs(tmp_path):
+    gpu_bundle.copy(tmp_path)
+    assert (tmp_path / "fastfact" / "kernels").is_symlink() and list((tmp_path / "fastfact").glob("_cpu*.so"))
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file() and not file.is_symlink())
+    assert size < gpu_bundle.MOST
+    code = "import fastfact, bench.gpu, bench.gpu_check; print(fastfact.__file__)"
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == str(tmp_path / "fastfact" / "__init__.py")
