@@ -34,7 +34,7 @@ from fastfact.federation.history import History
 from fastfact.federation.newcomers import Newcomers
 from fastfact.federation.server import strategy
 from fastfact.federation.server.exchange import Downloads, Exchange, client_round, server_round
-from fastfact.federation.server.processes import Group, Shard
+from fastfact.federation.server.processes import Group, Shard, Stop
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, generator_for, stack, take
 from fastfact.federation.storage import checkpoint
@@ -407,6 +407,8 @@ class Federation:
 
         out: a run directory; gets a row per client and round, and a checkpoint every `checkpoint_every` rounds and
         after the last one. It must be new, or the one this federation was saved to or loaded from.
+        An interrupt or an error leaves a checkpoint of the last round that ended; several processes stop together after
+        the round in which one of them was told to.
         on_client(round, client, done, total) is called as clients finish training, on_row(row) for each finished row,
         on_round(round, rows) after each round.
 
@@ -424,25 +426,38 @@ class Federation:
         if rounds and self.settings["memory_limit"] is not None:
             # Raises where not even one cohort fits, before a file is touched.
             self._block(len(self._shard.mine(self.select(self.round + 1))))
-        with self._writing(out) as directory:
-            for step in range(rounds):
-                last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
-                try:
-                    done = self._run_round(self.round + 1, on_client)
-                    if out is not None:
-                        # What can be gone on from must not know more than the rows.
-                        sync = last or self.settings["store"] != MEMORY
-                        self.group.root(functools.partial(_append, directory, done, sync))
-                except BaseException:
-                    self.states.rollback()
-                    raise
-                self._commit(done, directory)
-                if last:
-                    self._save(out, directory)
-                for row in done.rows if on_row else ():
-                    on_row(row)
-                if on_round:
-                    on_round(self.round, done.rows)
+        with self._writing(out) as directory, Stop(self.group) as stop:
+            saved = self.round
+            try:
+                for step in range(rounds):
+                    last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
+                    try:
+                        done = self._run_round(self.round + 1, on_client)
+                        if out is not None:
+                            # What can be gone on from must not know more than the rows.
+                            sync = last or self.settings["store"] != MEMORY
+                            self.group.root(functools.partial(_append, directory, done, sync))
+                    except BaseException:
+                        self.states.rollback()
+                        raise
+                    with checkpoint.uninterrupted():
+                        self._commit(done, directory)
+                    stopped = stop.asked()
+                    if last or stopped:
+                        self._save(out, directory)
+                        saved = self.round
+                    for row in done.rows if on_row else ():
+                        on_row(row)
+                    if on_round:
+                        on_round(self.round, done.rows)
+                    if stopped:
+                        raise KeyboardInterrupt
+            except BaseException:
+                if self.round > saved and self.group.size == 1:
+                    # What ended the run is what is to be told.
+                    with contextlib.suppress(OSError, RunDirectoryError):
+                        self._save(out, directory)
+                raise
         return self.history
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ root, reads and writes files.
 import contextlib
 import os
 import signal
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -138,6 +139,41 @@ class Processes(Group):
             dist.destroy_process_group()
 
 
+class Stop:
+    """Ctrl-C and SIGTERM while several processes train: noted, and obeyed by all of them between two rounds.
+
+    A process whose round takes longer ends after `GRACE` seconds, with ProcessLost: then torchrun would kill it. One
+    process alone is interrupted at once.
+    """
+
+    GRACE = 20
+
+    def __init__(self, group: Group):
+        self.group, self.noted = group, False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        if self.group.size > 1 and threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _ended)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._before:
+            signal.alarm(0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame) -> None:
+        if not self.noted:
+            signal.alarm(self.GRACE)
+        self.noted = True
+
+    def asked(self) -> bool:
+        """Whether any process was told to stop; each must ask."""
+        return self.group.size > 1 and any(self.group.each(self.noted))
+
+
 class Shard:
     """Which of `k` clients are this process's: a block of neighbours, as many in each process up to one."""
 
@@ -179,4 +215,4 @@ def _others() -> Iterator[None]:
 
 
 def _ended(signum, frame) -> None:
-    raise ProcessLost("another process of this run has ended, so torchrun ends this one")
+    raise ProcessLost("this process was told to end, as torchrun does where another has ended")

@@ -7,6 +7,8 @@ keeps what the server knows. Nothing here knows the federation: it hands over wh
 import contextlib
 import json
 import logging
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,6 +200,26 @@ def _server_of(states: Database) -> dict[str, str]:
     except ValueError as error:
         raise DamagedError(f"{states.path}: damaged: {error}") from error
     return server
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM inside take effect when the block ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda *arguments: came.append(arguments))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for arguments in came[:1]:
+            handlers[arguments[0]](*arguments)
 
 
 def commit(states: States, server: ServerState, directory: RunDirectory | None, id: str) -> None:

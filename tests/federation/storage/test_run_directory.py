@@ -1,8 +1,10 @@
 import functools
 import importlib
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 
 import pytest
@@ -349,6 +351,42 @@ def test_an_unregistered_strategy_is_asked_for(make, tmp_path):
     with pytest.raises(RunDirectoryError, match=r"method 'mine' is not known here, pass method="):
         ff.Federation.load(tmp_path / "run")
     assert ff.Federation.load(tmp_path / "run", method=Mine(share_norm=False)).round == 1
+
+
+@pytest.mark.parametrize("how", ["interrupt", "terminated", "error", "callback"])
+def test_what_is_done_is_saved_when_a_run_is_stopped(make, same, tmp_path, monkeypatch, how):
+    """At any time, also while a round is committed: the checkpoint is that of a whole round."""
+
+    class Terminated(BaseException):
+        pass
+
+    def handler(*_):
+        raise Terminated
+
+    straight = make(method="factorized-fl-alpha")
+    straight.fit(6)
+    fed = make(method="factorized-fl-alpha")
+
+    def stop(round, *_):
+        if round == 4:
+            if how == "error":
+                raise RuntimeError("of the user's")
+            os.kill(os.getpid(), signal.SIGTERM if how == "terminated" else signal.SIGINT)
+
+    if how == "callback":
+        # As the round is committed: it is whole, or has not happened.
+        commit = fed.states.commit
+        monkeypatch.setattr(fed.states, "commit", lambda: (stop(fed.round), commit()))
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, Terminated, RuntimeError)):
+            fed.fit(6, tmp_path / "run", checkpoint_every=100, on_client=None if how == "callback" else stop)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    resumed = ff.Federation.load(tmp_path / "run", clients=make.clients())
+    assert resumed.round == (4 if how == "callback" else 3)
+    resumed.fit(6 - resumed.round, tmp_path / "run")
+    assert same(resumed, straight)
 
 
 def test_the_servers_memory_is_kept(make, same, tmp_path):
