@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import logging
 import math
 import secrets
@@ -810,16 +811,17 @@ class Federation:
         place = None if store is None else str(store)
         recorded = Recorded.read(directory, store=place, memory_limit=memory_limit)
         config, settings = recorded.config, dict(recorded.config["settings"])
-        try:
-            check_settings(settings)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RunDirectoryError(f"{directory}: {error}") from error
+        if unknown := sorted(set(settings) - set(inspect.signature(cls).parameters)):
+            raise RunDirectoryError(f"{directory}: has a setting {unknown[0]!r} that is not known here")
         recorded.check_place()
         if method is None:
             name = config["method"]["name"]
             if name not in strategy.STRATEGIES:
                 raise RunDirectoryError(f"{directory}: method {name!r} is not known here, pass method=")
-            method = strategy.make(name, **config["method"]["settings"])
+            try:
+                method = strategy.make(name, **config["method"]["settings"])
+            except (TypeError, ValueError) as error:
+                raise RunDirectoryError(f"{directory}: its method {name}: {error}") from error
         model = model or resolve(config["model"])
         if model is None:
             raise RunDirectoryError(f"{directory}: the model {config['model']!r} cannot be found again, pass model=")

@@ -20,7 +20,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
 from fastfact import files
-from fastfact.federation.config import taking_part
+from fastfact.federation.config import check_settings, taking_part
 from fastfact.federation.history import History
 from fastfact.federation.state import State
 from fastfact.federation.storage import run_directory
@@ -256,13 +256,8 @@ class Recorded:
         config = read_config(directory)
         try:
             config["settings"] |= {name: value for name, value in here.items() if value is not None}
-            for key, kind in (
-                ("clients", int), ("sample", list), ("model", dict), ("executor", dict), ("method", dict)
-            ):  # fmt: skip
-                if not isinstance(config[key], kind):
-                    raise TypeError(f"{key} is {config[key]!r}")
-            config["method"]["name"], config["method"]["settings"], config["augment"], config["samples"]
-        except (KeyError, TypeError, ValueError) as error:
+            _check_config(config)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunDirectoryError(f"{directory / CONFIG}: {error!r}") from error
         return cls(directory, config)
 
@@ -313,6 +308,24 @@ class Recorded:
         except (SafetensorError, TypeError) as error:
             raise DamagedError(f"{states.path}: damaged: {error}") from error
         return _server_state(self.directory, self.config, states.path, server, memory)
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError for a configuration that no federation wrote."""
+    kinds = {"clients": int, "sample": list, "model": dict, "executor": dict, "method": dict, "augment": str | None}
+    for key, kind in (kinds | {"samples": list | None, "source": dict}).items():
+        if not isinstance(config[key] if key != "source" else config.get(key, {}), kind):
+            raise TypeError(f"{key} is {config[key]!r}")
+    if not isinstance(config["method"]["name"], str) or not isinstance(config["method"]["settings"], dict):
+        raise TypeError(f"method is {config['method']!r}")
+    if not 0 < config["clients"] < 1 << 31 or len(config["samples"] or range(config["clients"])) != config["clients"]:
+        raise ValueError(f"clients is {config['clients']}")
+    shape, dtype = config["sample"]
+    if not all(isinstance(n, int) and 0 <= n < 1 << 31 for n in shape) or not isinstance(
+        getattr(torch, dtype), torch.dtype
+    ):
+        raise ValueError(f"sample is {config['sample']!r}")
+    check_settings(config["settings"])
 
 
 def _check_id(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any]) -> None:
@@ -419,8 +432,12 @@ def about(directory: Path, verify: bool = False) -> dict[str, Any]:
         _read_checkpoint(directory, config, each, file)
     if RECORDS + "records" in shapes:
         tensors, _ = run_directory.load_tensors(path, {}, also=("clients", "server/", RECORDS))
-        lengths, nonzeros = tensors[RECORDS + "length"], tensors[RECORDS + "nonzeros"]
-        return found | totals(len(lengths), int(lengths.sum()), int(nonzeros.sum()), json.loads(metadata["records"]))
+        try:
+            lengths, nonzeros = tensors[RECORDS + "length"], tensors[RECORDS + "nonzeros"]
+            table = json.loads(metadata["records"])
+            return found | totals(len(lengths), int(lengths.sum()), int(nonzeros.sum()), table)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+            raise DamagedError(f"{path}: damaged: {error!r}") from error
     touched = shapes.get("clients", [config["clients"]])[0]
     with safe_open(path, framework="pt") as file:
         size = sum(file.get_tensor(name).nbytes for name in shapes if name.startswith(CLIENT))

@@ -613,7 +613,8 @@ def about_database(directory: Path, verify: bool = False) -> dict[str, Any]:
         raise RunDirectoryError(f"{directory}: no store of clients ({DATABASE} is missing)")
     with contextlib.closing(_connect(path, write=False)) as connection, _errors(path):
         if not _tables(connection, path):
-            raise RunDirectoryError(f"{directory}: a store of clients that was never finished")
+            # Killed while it was made: whoever comes next makes it.
+            return {"clients": 0, "rounds": 0, **totals(0, 0, None, {})}
         table = _about(connection, path)
         if verify:
             _verify(connection, path, table)
@@ -628,7 +629,7 @@ def about_database(directory: Path, verify: bool = False) -> dict[str, Any]:
 def _verify(connection: sqlite3.Connection, path: Path, table: Mapping[str, Any]) -> None:
     problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if problem != "ok":
-        raise DamagedError(f"{path}: damaged: {problem}")
+        raise DamagedError(f"{path}: damaged: {' '.join(str(problem).split())}")
     checked = table["format"] >= 2
     if checked:
         _check(connection, path, _total(connection))
