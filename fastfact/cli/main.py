@@ -4,9 +4,11 @@ What needs PyTorch is imported by the command that runs, so that help and comple
 """
 
 import inspect
+import signal
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,12 +118,18 @@ def run(
     """Train one method; leaves configuration, metrics, checkpoint and pictures in --out. Under torchrun the clients are
     spread over its processes.
     """
+    config, _ = _merge(given)
+    if resume and not out.exists():
+        raise ValueError(f"{out}: nothing to resume, there is no such directory")
+    _train(config, out, resume, json_file)
+
+
+def _train(config: Config, out: Path, resume: bool, json_file: Path | None) -> None:
     from fastfact.experiment import build, report
     from fastfact.experiment import run as experiment
     from fastfact.federation.client.memory import keep_freed
     from fastfact.federation.server.processes import Group, ProcessLost
 
-    config, _ = _merge(given)
     keep_freed()
     try:
         with Group.of_torchrun() as group:
@@ -155,7 +163,6 @@ def compare(
     given: dict[str, Any],
 ) -> None:
     """Train several methods on several seeds and print one table. The same command again continues where it stopped."""
-    from fastfact.experiment import build, report
     from fastfact.experiment.compare import Comparison
     from fastfact.federation.server.processes import in_torchrun
     from fastfact.methods import names as known
@@ -168,8 +175,13 @@ def compare(
     if "methods" not in extra:
         raise ValueError("methods: name one or more, separated by commas")
     names = known() if list(extra["methods"]) == ["all"] else extra["methods"]
-    comparison = Comparison(config, tuple(names), extra.get("seeds", 3))
-    workers = jobs_of(jobs)
+    _compare(Comparison(config, tuple(names), extra.get("seeds", 3)), out, jobs, json_file)
+
+
+def _compare(comparison: Any, out: Path, jobs: str, json_file: Path | None) -> None:
+    from fastfact.experiment import build, report
+
+    config, workers = comparison.config, jobs_of(jobs)
     comparison.check(out)
     if note := build.sharing_note(config):
         console.print(note)
@@ -181,6 +193,45 @@ def compare(
         write_json(json_file, {"config": comparison.describe(), "table": rows, "failed": failed})
     if failed:
         typer.echo(f"fastfact: {len(failed)} of {len(cells)} cells failed; the same command runs them again", err=True)
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: fastfact resume runs/first")
+def resume(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What run or compare left.")],
+    rounds: Annotated[int | None, typer.Option(help="Of a run: so many in all, not as it was begun.")] = None,
+    jobs: Annotated[str, typer.Option(help="Of a comparison: cells trained at once.")] = "auto",
+    json_file: Json = None,
+) -> None:
+    """Continue a run or a comparison where it stopped, with the options it was begun with."""
+    from fastfact.experiment import report
+    from fastfact.experiment.compare import Comparison
+    from fastfact.experiment.run import started
+
+    if (directory / report.COMPARISON).is_file():
+        if rounds is not None:
+            raise ValueError(f"rounds={rounds}: {directory} is a comparison, whose rounds cannot be changed")
+        _compare(Comparison.read(directory), directory, jobs, json_file)
+        return
+    config = started(directory)
+    _train(config if rounds is None else replace(config, rounds=rounds), directory, True, json_file)
+
+
+@app.command(epilog="Example: fastfact verify runs/first")
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run, a comparison or a store of clients.")],
+    json_file: Json = None,
+) -> None:
+    """Check every digest of what is there, without its model. Exit code 1 if anything is not as it was written."""
+    from fastfact.experiment.verify import verify as check
+
+    problems = check(directory)
+    for path, problem in problems.items():
+        console.print(f"{path}: {'right' if problem is None else 'WRONG'}", markup=False, soft_wrap=True)
+    write_json(json_file, {"problems": problems})
+    for problem in filter(None, problems.values()):
+        typer.echo(f"fastfact: {problem}", err=True)
+    if any(problems.values()):
         raise typer.Exit(1)
 
 
@@ -396,10 +447,23 @@ def list_methods(
     papers.list_methods(model, width, shape, classes, clients, density, permuted, rounds, json_file)
 
 
+class _Terminated(KeyboardInterrupt):
+    pass
+
+
+def _terminate(*_) -> None:
+    raise _Terminated
+
+
 def main() -> None:
-    """Entry point: bad input is one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Entry point: bad input is one line on stderr and exit code 2, Ctrl-C exit code 130, SIGTERM 143."""
+    # Elsewhere than in the main thread nobody may; what else is there already has a reason.
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         code = app(prog_name="fastfact", standalone_mode=False)
+    except _Terminated:
+        code = 143
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except Exception as error:
@@ -409,8 +473,8 @@ def main() -> None:
             raise
         typer.echo(f"fastfact: {' '.join((wording() if wording else str(error)).split())}", err=True)
         code = 2
-    if code == 130:
-        typer.echo("fastfact: stopped; what is done is kept, the same command continues (run: with --resume)", err=True)
+    if code in (130, 143):
+        typer.echo("fastfact: stopped; what is done is kept, fastfact resume DIR continues", err=True)
     sys.exit(code if isinstance(code, int) else 0)
 
 

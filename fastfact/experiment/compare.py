@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
@@ -38,6 +39,8 @@ def _begin(events: Connection) -> None:
     _events = events
     torch.set_num_threads(1)
     keep_freed()
+    # Ended in the middle of a cell, it leaves a checkpoint.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
     def end_with_parent() -> None:
         if parent := multiprocessing.parent_process():
@@ -200,7 +203,11 @@ class Comparison:
         """Raise ValueError for anything wrong with a cell or with `directory`, before anything is written."""
         for method in self.methods:
             build.federation(cell_config(self.config, method, self.config.seed))
-        if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        self.check_directory(directory)
+
+    def check_directory(self, directory: Path) -> None:
+        """Raise ValueError unless `directory` is new (or empty), or holds this comparison."""
+        if files.is_vacant(directory, report.CELLS) and files.is_vacant(directory / report.CELLS):
             return
         if not (directory / report.COMPARISON).is_file():
             raise ValueError(f"{directory} exists, is not empty and holds no comparison; choose another --out")
@@ -209,9 +216,25 @@ class Comparison:
 
     def run(self, directory: Path, jobs: int, on_event: Callable[[str, str, Any, Any], None]) -> dict[str, str]:
         """Run what is not finished, `jobs` cells at a time, then write metrics.jsonl; name → reason of failed cells."""
+        with files.locked(directory):
+            self.check_directory(directory)
+            files.remove_unfinished(directory)
+            files.make_folder(directory / report.CELLS)
+            files.write_json(directory / report.COMPARISON, self.describe(), sealed=True, indent=1)
+            return self._run(directory, jobs, on_event)
+
+    @classmethod
+    def read(cls, directory: Path) -> "Comparison":
+        """The comparison that was begun in `directory`. Raises ValueError where there is none."""
+        content = files.read_sealed(directory / report.COMPARISON)
+        try:
+            methods = tuple(content["methods"])
+            return cls(Config(**content["config"], method=methods[0]), methods, content["seeds"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"{directory / report.COMPARISON}: {error!r}") from error
+
+    def _run(self, directory: Path, jobs: int, on_event: Callable[[str, str, Any, Any], None]) -> dict[str, str]:
         cells = self.cells()
-        (directory / report.CELLS).mkdir(parents=True, exist_ok=True)
-        files.write_json(directory / report.COMPARISON, self.describe(), sealed=True, indent=1)
         failed = run_missing(cells, directory, jobs, on_event)
         if len(failed) < len(cells):
             done = report.read(directory)

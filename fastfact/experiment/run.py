@@ -18,13 +18,22 @@ from fastfact.federation.server.processes import Group
 from fastfact.federation.storage import run_directory
 from fastfact.federation.storage.states import DATABASE, MEMORY, about_database
 
+STARTED = "run.json"
+"""The whole configuration of a run, for `fastfact resume`."""
+
 
 def check_directory(config: Config, directory: Path, resume: bool) -> None:
-    """Raise ValueError unless `directory` is new (or empty), or with `resume` holds this very run."""
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+    """Raise ValueError unless `directory` is new (or empty), or holds this very run.
+
+    resume: a finished run may have more rounds than it was begun with.
+    """
+    if files.is_vacant(directory, STARTED):
         return
-    if not resume or not directory.is_dir():
-        raise ValueError(f"{directory} exists and is not empty; choose another --out, or --resume the run in it")
+    if not (directory / run_directory.CONFIG).is_file():
+        raise ValueError(
+            f"{directory} exists, is not empty and holds no run ({run_directory.CONFIG} is missing); choose another"
+            " --out"
+        )
     # A run of a version that did not know a field has its default.
     there = Config().identity() | run_directory.read_config(directory)["source"]
     different = [
@@ -37,6 +46,11 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
     done = _rounds(config, directory)
     if done > config.rounds:
         raise ValueError(f"rounds={config.rounds}: {directory} has {done} already; choose another --out, or delete it")
+    if not resume and (directory / report.RESULT).is_file() and not finished(config, directory):
+        raise ValueError(
+            f"{directory} exists and is not empty: it holds this run, finished after {done} rounds; choose another"
+            " --out, or --resume it"
+        )
 
 
 def _rounds(config: Config, directory: Path) -> int:
@@ -63,16 +77,53 @@ def run(
     resume: bool = False,
     group: Group | None = None,
 ) -> dict[str, Any]:
-    """Train, leave a complete run directory, and return what its result.json says. Continues one if `resume`.
+    """Train, leave a complete run directory, and return what its result.json says.
 
-    on_round(round, mean accuracy) after each round. Checkpoints ten times on the way.
+    A run that was stopped goes on, one that is finished is left as it is; with `resume` it gets the rounds it lacks.
+    on_round(round, mean accuracy) after each round. Checkpoints ten times on the way, and when it is stopped.
     group: see `Federation`; its root alone writes.
+
+    Raises ValueError for another run in `directory`, InUseError (one too) if another process has it.
     """
     group = group or Group()
-    recorders = config.recorders()
-    if recorders and group.size > 1:
+    if config.recorders() and group.size > 1:
         raise ValueError(f"record={config.record!r}: needs all clients in one process; here are {group.size}")
     group.root(lambda: check_directory(config, directory, resume))
+    with contextlib.ExitStack() as held:
+        group.root(lambda: _begin(config, directory, resume, held))
+        result = group.root(lambda: report.read_cell(directory).result if finished(config, directory) else None)
+        return result or _train(config, directory, on_round, group)
+
+
+def _begin(config: Config, directory: Path, resume: bool, held: contextlib.ExitStack) -> None:
+    """Hold the directory, and write down what is to be run."""
+    held.enter_context(files.locked(directory))
+    check_directory(config, directory, resume)
+    for folder in (directory, directory / probes.FOLDER):
+        files.remove_unfinished(folder)
+    path, content = directory / STARTED, json.loads(json.dumps(asdict(config)))
+    if not path.is_file() or files.read_sealed(path).get("config") != content:
+        files.write_json(path, {"config": content}, sealed=True, indent=1)
+
+
+def started(directory: Path) -> Config:
+    """The configuration that the run in `directory` was begun with. Raises ValueError where there is none."""
+    path = directory / STARTED
+    if not path.is_file():
+        config = directory / run_directory.CONFIG
+        why = "it is of an earlier version; resume it with run --resume" if config.is_file() else "there is no run"
+        raise ValueError(f"{directory}: nothing to resume without options: {why}")
+    content = files.read_sealed(path)
+    try:
+        return Config(**content["config"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error!r}") from error
+
+
+def _train(
+    config: Config, directory: Path, on_round: Callable[[int, float], None] | None, group: Group
+) -> dict[str, Any]:
+    recorders = config.recorders()
     parts = build.parts(config)
     if group.root(lambda: _rounds(config, directory) > 0):
         fed = Federation.load(

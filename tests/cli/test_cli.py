@@ -119,7 +119,7 @@ def test_a_directory_in_use_is_left_alone(one_run):
     directory, _ = one_run
     before = content(directory / "a")
     for arguments, message in (
-        ([], "not empty"),
+        (["--rounds", "5"], "not empty"),
         (["--resume", "--lr", "0.5"], "lr is 0.01 there, 0.5 now"),
         (["--resume", "--rounds", "1"], "rounds=1"),
         (["--resume", "--set", "tau=0.5"], "settings is {} there"),
@@ -134,6 +134,9 @@ def test_resume_needs_a_run(tmp_path):
     code, _, err = call("run", *SMALL, "--resume", "--out", tmp_path)
     assert code == 2 and "config.json is missing" in err
     assert content(tmp_path) == {"notes.txt": b"mine"}
+    for command in (["run", *SMALL, "--resume", "--out"], ["resume"]):
+        code, _, err = call(*command, tmp_path / "nowhere")
+        assert code == 2 and "nothing to resume" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -215,4 +215,4 @@ def _others() -> Iterator[None]:
 
 
 def _ended(signum, frame) -> None:
-    raise ProcessLost("this process was told to end, as torchrun does where another has ended")
+    raise ProcessLost("another process of this run has ended, or torchrun was told to end it")

@@ -22,13 +22,13 @@ the beginning of both files. The files of versions before that load without thes
 import json
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fastfact import files
@@ -47,6 +47,10 @@ _TYPES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
     torch.bool: "BOOL",
 }
 
@@ -176,22 +180,31 @@ def last_checkpoint(directory: Path) -> tuple[int, Path]:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file with digests: complete under its name, or not there."""
     files.make_folder(path.parent)
-    # safetensors wants row-major tensors that share no memory.
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     digests = {name: _digest(tensor) for name, tensor in tensors.items()}
     metadata = {**(metadata or {}), "digests": json.dumps(digests)}
     metadata["digest"] = _seal(metadata)
-    with files.replacing(path) as temporary:
-        try:
-            save_file(tensors, temporary, metadata)
-        except SafetensorError as error:
-            raise OSError(f"{path}: {error}") from error
+    header, at = {"__metadata__": metadata}, 0
+    for name, tensor in tensors.items():
+        offsets = [at, at := at + tensor.nbytes]
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    # The library's own writer would hold all tensors once more, and a kill would leave a file of a name of its own.
+    with files.replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        for tensor in tensors.values():
+            file.write(_bytes(tensor))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def _digest(tensor: Tensor) -> str:
     # What the numbers are is part of what they say.
     hasher = files.hasher(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    hasher.update(_bytes(tensor))
     return hasher.hexdigest()
 
 

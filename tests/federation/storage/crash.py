@@ -46,7 +46,6 @@ def command(kind: str, work: Path) -> list[str]:
             "--out",
             f"{work}/out",
         ]
-    # FedAMP's server keeps something of its own.
     place = ["--store", f"{work}/clients"] if kind == "store" else []
     return ["run", "--method", "factorized-fl-alpha", *options, *place, "--out", f"{work}/out"]
 
@@ -279,10 +278,10 @@ def main() -> None:
     scratch = Path(os.environ["CRASH_DIR"]).parent
     from fastfact import data
     from fastfact.cli import main as _  # noqa: F401
-    from fastfact.experiment import report
+    from fastfact.experiment import plots
 
     data.load("digits", None)
-    report.pictures = lambda *arguments: []
+    plots.pictures = lambda *arguments: []
     failures, tried, start = [], 0, time.monotonic()
     for kind in options.kinds.split(","):
         crash = Crash(kind, scratch)

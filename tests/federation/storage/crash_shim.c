@@ -181,6 +181,15 @@ SYNC(fsync) SYNC(fdatasync)
     }
 TRUNCATE(ftruncate) TRUNCATE(ftruncate64)
 
+#define ONE(name)                                                                          \
+    int name(const char *path) {                                                           \
+        NEXT(name);                                                                        \
+        if (!below(path)) return next(path);                                               \
+        if (strike(0)) return -1;                                                          \
+        int failed = next(path);                                                           \
+        if (!failed) record(#name, path, NULL, 0, NULL, 0);                                \
+        return failed;                                                                     \
+    }
 #define TWO(name)                                                                          \
     int name(const char *from, const char *to) {                                           \
         NEXT(name);                                                                        \
@@ -191,16 +200,23 @@ TRUNCATE(ftruncate) TRUNCATE(ftruncate64)
         return failed;                                                                     \
     }
 TWO(rename) TWO(link)
-#define ONE(name)                                                                          \
-    int name(const char *path) {                                                           \
-        NEXT(name);                                                                        \
-        if (!below(path)) return next(path);                                               \
-        if (strike(0)) return -1;                                                          \
-        int failed = next(path);                                                           \
-        if (!failed) record(#name, path, NULL, 0, NULL, 0);                                \
-        return failed;                                                                     \
-    }
 ONE(unlink) ONE(rmdir)
+int renameat(int a, const char *from, int b, const char *to) {
+    NEXT(renameat);
+    return below(from) && *from == '/' ? rename(from, to) : next(a, from, b, to);
+}
+int renameat2(int a, const char *from, int b, const char *to, unsigned flags) {
+    NEXT(renameat2);
+    return below(from) && !flags ? rename(from, to) : next(a, from, b, to, flags);
+}
+int linkat(int a, const char *from, int b, const char *to, int flags) {
+    NEXT(linkat);
+    return below(from) ? link(from, to) : next(a, from, b, to, flags);
+}
+int unlinkat(int at, const char *path, int flags) {
+    NEXT(unlinkat);
+    return below(path) ? (flags & AT_REMOVEDIR ? rmdir(path) : unlink(path)) : next(at, path, flags);
+}
 int mkdir(const char *path, mode_t bits) {
     NEXT(mkdir);
     if (!below(path)) return next(path, bits);

@@ -1,3 +1,4 @@
+import errno
 import functools
 import importlib
 import json
@@ -180,11 +181,10 @@ def test_a_failed_save_leaves_what_was_there(run, monkeypatch):
     fed, directory = run
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
-    def fail(tensors, path, metadata):
-        path.write_bytes(b"half")
-        raise OSError("disk full")
+    def fail(tensor):
+        raise OSError(errno.ENOSPC, "disk full")
 
-    monkeypatch.setattr(store, "save_file", fail)
+    monkeypatch.setattr(store, "_bytes", fail)
     with pytest.raises(OSError, match="disk full"):
         fed.save(directory)
     assert all(path.read_bytes() == content for path, content in before.items())
