@@ -8,7 +8,9 @@ root, reads and writes files.
 import contextlib
 import os
 import signal
+import sys
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -75,7 +77,10 @@ class Processes(Group):
     """The processes of torchrun, by torch.distributed: gloo between CPUs, NCCL between GPUs.
 
     Raises ProcessLost from any operation if another process ends, also when torchrun ends this one for that reason.
+    Where another neither ends nor answers (stopped, or its machine is gone), this one ends after `PATIENCE` seconds.
     """
+
+    PATIENCE = 120
 
     def __init__(self, timeout: timedelta):
         cuda = torch.cuda.is_available()
@@ -85,6 +90,36 @@ class Processes(Group):
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         signal.signal(signal.SIGTERM, _ended)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self._ended = threading.Event()
+        threading.Thread(target=self._pulse, args=(store,), name="pulse", daemon=True).start()
+
+    def _pulse(self, store: dist.Store) -> None:
+        """Tell the others that this process lives, and watch for their telling. What waits for them is inside PyTorch,
+        where no exception of Python's reaches it."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        every, count, slept = self.PATIENCE / 12, 0, time.monotonic()
+        heard: dict[int, tuple[bytes, float]] = {}
+        while not self._ended.wait(every):
+            count, now = count + 1, time.monotonic()
+            if now - slept > 3 * every:
+                heard.clear()  # this one was stopped itself
+            slept = now
+            try:
+                store.set(f"pulse/{self.rank}", str(count))
+                for rank in others:
+                    told = store.get(f"pulse/{rank}") if store.check([f"pulse/{rank}"]) else b""
+                    if rank not in heard or heard[rank][0] != told:
+                        heard[rank] = told, now
+            except RuntimeError:
+                return  # torchrun is gone, and ends its processes
+            silent = [rank for rank, (_, since) in heard.items() if now - since > self.PATIENCE]
+            if silent and not self._ended.is_set():
+                which = f"process {silent[0]} of this run has not answered for {self.PATIENCE} s"
+                print(
+                    f"fastfact: {which}; what was saved is kept, --resume goes on from it", file=sys.stderr, flush=True
+                )
+                os._exit(1)
 
     def root(self, compute: Callable[[], T]) -> T:
         outcome: list[Any] = [None, None]
@@ -134,6 +169,7 @@ class Processes(Group):
         return out
 
     def __exit__(self, kind, error, trace) -> None:
+        self._ended.set()
         # After an error the others need not answer any more.
         if kind is None:
             dist.destroy_process_group()

@@ -97,26 +97,39 @@ def test_blocks_cover_all_clients_once():
 
 
 KILLER = """
-import os, sys
-from fastfact import cli
+import os, signal, sys
+from fastfact.cli.main import main
+from fastfact.federation.server.processes import Processes
 from fastfact.federation import Federation
 select = Federation.select
 def dying(self, round):
     if round == 3 and self.group.rank == 1:
-        os._exit(7)
+        HOW
     return select(self, round)
 Federation.select = dying
-cli.main()
+main()
 """
+OPTIONS = ["run", "--clients", "5", "--rounds", "4", "--model", "mlp", "--scenario", "iid", "--method", "fedavg"]
+OPTIONS += ["--samples", "20", "--participation", "0.6", "--epochs", "1", "--cohort", "1"]
+
+
+def test_a_process_that_stops_answering_ends_the_run(tmp_path):
+    how = "os.kill(os.getpid(), signal.SIGSTOP)"
+    program = KILLER.replace("HOW", how).replace("def dying", "Processes.PATIENCE = 6\ndef dying")
+    (tmp_path / "stopper.py").write_text(program)
+    began = time.monotonic()
+    died = torchrun(2, tmp_path / "stopper.py", *OPTIONS, "--out", tmp_path / "run")
+    assert died.returncode != 0 and time.monotonic() - began < 250
+    assert "fastfact: process 1 of this run has not answered for 6 s; what was saved is kept" in died.stderr
+    assert "Traceback" not in died.stderr.partition("fastfact: process 1")[0]
 
 
 def test_a_process_dies_and_the_run_goes_on(tmp_path):
-    sys.path.insert(0, str(HERE.parent))
+    sys.path.insert(0, str(HERE.parents[1] / "cli"))
     from calls import call
 
-    options = ["run", "--clients", "5", "--rounds", "4", "--model", "mlp", "--scenario", "iid", "--method", "fedavg"]
-    options += ["--samples", "20", "--participation", "0.6", "--epochs", "1", "--cohort", "1"]
-    (tmp_path / "killer.py").write_text(KILLER)
+    options = OPTIONS
+    (tmp_path / "killer.py").write_text(KILLER.replace("HOW", "os._exit(7)"))
     began = time.monotonic()
     died = torchrun(2, tmp_path / "killer.py", *options, "--out", tmp_path / "run")
     assert died.returncode != 0

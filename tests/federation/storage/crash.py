@@ -278,7 +278,7 @@ def main() -> None:
     scratch = Path(os.environ["CRASH_DIR"]).parent
     from fastfact import data
     from fastfact.cli import main as _  # noqa: F401
-    from fastfact.experiment import plots
+    from fastfact.experiment import compare, plots, run  # noqa: F401
 
     data.load("digits", None)
     plots.pictures = lambda *arguments: []
@@ -288,9 +288,9 @@ def main() -> None:
         calls = crash.expected()
         for fault in options.faults.split(","):
             total = len(crash.log) if fault == "power" else calls
-            step = 1 if options.points is None else max(1, total // options.points)
+            step = 1 if options.points is None else -(-total // options.points)
             # Not the same places for each fault.
-            points = range(1 + FAULTS.index(fault) % step, total + 1, step)
+            points = range(1 + FAULTS.index(fault) * step // len(FAULTS), total + 1, step)
             for point in points if kind in ("run", "store") or fault != "power" else ():
                 crash.disturb(fault, point)
                 tried += 1
