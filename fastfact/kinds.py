@@ -65,9 +65,6 @@ def type_error(value: Any, kind: Any) -> str | None:
     return None if fits else " or ".join(_NAMES[one] for one in allowed)
 
 
-must_be = type_error
-
-
 def choices_of(item: Field) -> tuple[str, ...]:
     """The strings a field allows; empty for all."""
     choices = item.metadata.get("choices", ())

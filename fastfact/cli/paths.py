@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastfact import models
 from fastfact.federation import Federation
-from fastfact.nn import choice as cost
+from fastfact.nn import choice
 from fastfact.nn.convert import factorize, factorized_layers
 from fastfact.nn.layers import FactorizedLayer
 from fastfact.nn.specs import Rank1
@@ -48,8 +48,8 @@ def _row(path: str, layer: FactorizedLayer, shape: tuple[int, ...], x: Tensor, s
     if not layer.can_factor:
         return row | {"path": "reconstruct", "reconstruct": None, "factored": None}
     work = layer.work(shape, x, step == "training")
-    path = layer.path if layer.path != "auto" else cost.PATHS[cost.factored(work)]
-    return row | {"path": path} | {name: 1e3 * seconds for name, seconds in cost.seconds(work).items()}
+    path = layer.path if layer.path != "auto" else choice.PATHS[choice.factored(work)]
+    return row | {"path": path} | {name: 1e3 * seconds for name, seconds in choice.seconds(work).items()}
 
 
 def subject(name: str, density: float | None, shape: str) -> tuple[nn.Module, Tensor]:

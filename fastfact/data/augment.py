@@ -106,7 +106,7 @@ def color_jitter(
 class Augment:
     """x, generator → x: what happens to a training batch, as `ff.Federation(augment=)` takes it.
 
-    shift: `random_shift` by so many pixels; crop: `random_resized_crop`; flip: `random_flip`; jitter: `color_jitter`.
+    shift: `random_shift` by this many pixels; crop: `random_resized_crop`; flip: `random_flip`; jitter: `color_jitter`.
     scale: (mean, deviation) of each channel, as `Dataset.scale` has them: colours are changed before normalisation, so
     they are needed for jitter.
 
