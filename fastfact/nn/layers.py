@@ -500,10 +500,13 @@ class FactorizedConv2d(FactorizedLayer):
         return self.path == "fused"
 
     def _in_two_parts(self) -> bool:
-        """Whether the fused path makes no weight: two smaller convolutions cost less."""
-        if not isinstance(self.spec, Rank1) or self.spec.sparse:
-            return False
+        """Whether the fused path makes no weight: two smaller convolutions cost less.
+
+        Not of a 1×1 kernel, whose dense product waits for memory just the same.
+        """
         o, i, kh, kw = self.size
+        if not isinstance(self.spec, Rank1) or self.spec.sparse or kh * kw == 1:
+            return False
         if self.spec.layout == "kernel":
             return self.groups == 1 and self.spec.rank * (i * kh + o * kw) < o * i * kh * kw
         return self.spec.layout == "spatial" and self.spec.rank < kh * kw

@@ -138,13 +138,14 @@ def test_where_there_is_no_fused_path():
 def test_without_mu_the_fused_path_is_automatic_only_where_it_makes_no_weight():
     """What costs as much as W is left to the dense layer of a GPU, but for clients."""
 
-    def in_two(spec, groups=1):
-        return ff.nn.FactorizedConv2d(8, 8, 3, groups=groups, spec=spec)._in_two_parts()
+    def in_two(spec, groups=1, kernel=3):
+        return ff.nn.FactorizedConv2d(8, 8, kernel, groups=groups, spec=spec)._in_two_parts()
 
     assert in_two(ff.Rank1(rank=8, sparse=False)) and not in_two(ff.Rank1(rank=9, sparse=False))
     assert in_two(ff.Rank1("kernel", 11, False)) and not in_two(ff.Rank1("kernel", 12, False))
     assert not in_two(ff.Rank1("kernel", 1, False), groups=2) and not in_two(ff.Rank1("view", 1, False))
     assert not in_two(ff.Rank1()) and not in_two(ff.LowRank())
+    assert not in_two(ff.Rank1("kernel", 1, False), kernel=1)
 
 
 @pytest.mark.parametrize(("ratio", "once"), [(0.1, True), (0.9, False)])
