@@ -1,8 +1,9 @@
-"""Proximal SGD: plain SGD on every parameter, and a soft threshold on μ, in one fused pass over each group."""
+"""Proximal SGD and AdamW: the step of PyTorch's optimizer on every parameter, and a soft threshold on μ."""
 
 from collections import defaultdict
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fastfact import ops
@@ -51,6 +52,11 @@ class ProxSGD(Optimizer):
                 self._step(group, params)
         return loss
 
+    def load_state_dict(self, state_dict) -> None:
+        """As for any optimizer; the momenta loaded are taken for those of the present supports."""
+        super().load_state_dict(state_dict)
+        _note_supports(self)
+
     def _step(self, group, params) -> None:
         l1 = step_l1(group["l1"], group["momentum"], group["method"] == "proximal")
         momenta = []
@@ -74,6 +80,74 @@ class ProxSGD(Optimizer):
         )
 
 
+class ProxAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` (Adam with decoupled weight decay, Loshchilov & Hutter 2019); μ of factorized layers also
+    takes the L1 penalty `l1` (λ), by the proximal step in Adam's metric (Yun, Lozano & Yang 2021): a soft threshold by
+    lr · l1 / (√v̂ + eps), element by element, so that zeros are exact and training minimises loss + l1 · ‖μ‖₁ (weight
+    decay, being decoupled, apart).
+
+    Arguments as for AdamW, and l1 ≥ 0, also per group. Schedulers of PyTorch change `lr` as usual. The moments of a μ
+    start anew where its support changes. Raises ValueError for values out of range, and for `differentiable`.
+    """
+
+    def __init__(self, params, lr: float | Tensor = 1e-3, *args, l1: float = 0.0, **settings):
+        super().__init__(params, lr, *args, **settings)
+        if self.defaults["differentiable"]:
+            raise ValueError("ProxAdamW(differentiable=True): the step is not differentiable, must be False")
+        self.defaults["l1"] = l1
+        for group in self.param_groups:
+            _check_l1("ProxAdamW", group.setdefault("l1", l1))
+
+    def add_param_group(self, param_group) -> None:
+        """As for any optimizer."""
+        super().add_param_group(param_group)
+        _check_l1("ProxAdamW", self.param_groups[-1].get("l1", 0.0))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step. `closure` re-evaluates the model and returns the loss, as in `torch.optim`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        sparse = [
+            (group, param)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None and sparsity.penalized(param)
+        ]
+        for _, param in sparse:
+            state, support = self.state[param], sparsity.support_version(param)
+            if state and state.get("support", support) != support:
+                state.clear()
+        super().step()
+        for group, param in sparse:
+            self.state[param]["support"] = sparsity.support_version(param)
+            if group["l1"]:
+                threshold = group["lr"] * group["l1"] / self._metric(group, self.state[param])
+                param.sub_(torch.clamp(param, -threshold, threshold))
+        return loss
+
+    def load_state_dict(self, state_dict) -> None:
+        """As for any optimizer; the moments loaded are taken for those of the present supports."""
+        super().load_state_dict(state_dict)
+        _note_supports(self)
+
+    @staticmethod
+    def _metric(group, state) -> Tensor:
+        """√v̂ + eps, what the step of each element is divided by."""
+        second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+        correction = 1 - group["betas"][1] ** state["step"].double()
+        return (second / correction.to(second)).sqrt_().add_(group["eps"])
+
+
+def _note_supports(optimizer: Optimizer) -> None:
+    """The count of changes of a support is this process's own, and means nothing in a loaded state."""
+    for param, state in optimizer.state.items():
+        if "support" in state:
+            state["support"] = sparsity.support_version(param)
+
+
 def step_l1(l1: float, momentum: float, proximal: bool) -> float:
     """The l1 to give `ops.prox_sgd_step` so that training minimises loss + `l1` · ‖μ‖₁.
 
@@ -81,6 +155,11 @@ def step_l1(l1: float, momentum: float, proximal: bool) -> float:
     threshold does not and must grow with it: with lr · l1 the fixed point is that of (1 − momentum) · l1.
     """
     return l1 / (1 - momentum) if proximal else l1
+
+
+def _check_l1(optimizer: str, l1: float) -> None:
+    if not l1 >= 0:
+        raise ValueError(f"{optimizer}(l1={l1}): must not be negative")
 
 
 def _check(group) -> None:

@@ -157,3 +157,115 @@ def test_bad_settings(setting):
     name = next(iter(setting))
     with pytest.raises(ValueError, match=rf"ProxSGD\({name}="):
         ff.optim.ProxSGD(model().parameters(), **setting)
+
+
+def adamw_loop(mu, gradients, lrs, l1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, amsgrad=False):
+    """ProxAdamW on one tensor, in float64 numpy-like steps."""
+    mu, m, v, most = mu.double(), 0.0, 0.0, torch.zeros_like(mu, dtype=torch.float64)
+    for t, (gradient, lr) in enumerate(zip(gradients, lrs, strict=True), start=1):
+        gradient = gradient.double()
+        m = betas[0] * m + (1 - betas[0]) * gradient
+        v = betas[1] * v + (1 - betas[1]) * gradient**2
+        most = torch.maximum(most, v)
+        metric = ((most if amsgrad else v) / (1 - betas[1] ** t)).sqrt() + eps
+        mu = mu * (1 - lr * weight_decay) - lr * m / (1 - betas[0] ** t) / metric
+        mu = mu.sign() * (mu.abs() - lr * l1 / metric).clamp(min=0)
+    return mu
+
+
+SCHEDULES = {
+    "none": lambda optimizer: None,
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.05, total_steps=12, cycle_momentum=False
+    ),
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.3),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "how", [{}, {"amsgrad": True}, {"foreach": True}, {"fused": True}, {"weight_decay": 0.3}], ids=str
+)
+def test_prox_adamw_is_the_loop_and_plain_adamw_elsewhere(how, dtype, schedule):
+    torch.manual_seed(0)
+    net = ff.nn.FactorizedLinear(7, 5, dtype=dtype)
+    torch.nn.init.normal_(net.mu)
+    start, plain = net.mu.detach().clone(), copy.deepcopy(net)
+    ours, theirs = (
+        ff.optim.ProxAdamW(net.parameters(), lr=0.02, l1=2.0, **how),
+        torch.optim.AdamW(plain.parameters(), lr=0.02, **how),
+    )
+    schedules = schedule(ours), schedule(theirs)
+    gradients, lrs = [], []
+    for _ in range(10):
+        for mine, its in zip(net.parameters(), plain.parameters(), strict=True):
+            mine.grad = torch.randn_like(mine)
+            its.grad = mine.grad.clone()
+        gradients.append(net.mu.grad)
+        lrs.append(ours.param_groups[0]["lr"])
+        ours.step(), theirs.step()
+        if schedules[0]:
+            schedules[0].step(), schedules[1].step()
+    settings = {name: how[name] for name in ("amsgrad", "weight_decay") if name in how}
+    expected = adamw_loop(start, gradients, lrs, 2.0, **settings)
+    rounding = 1e-4 if dtype == torch.float32 else 1e-10
+    torch.testing.assert_close(net.mu.double(), expected, rtol=rounding, atol=rounding / 10)
+    assert 0 < (net.mu == 0).sum() < net.mu.numel()
+    for name in ("u", "v", "bias"):
+        assert torch.equal(getattr(net, name), getattr(plain, name))
+
+
+def test_prox_adamw_reaches_the_lasso():
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear(10, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(layer.u).requires_grad_(False)
+    layer.v.requires_grad_(False)
+    x = torch.randn(40, 10).double()
+    y = x[:, :3].sum(1, keepdim=True) + 0.1 * torch.randn(40, 1)
+    l1 = 5.0
+    optimizer = ff.optim.ProxAdamW([layer.mu], lr=0.05, l1=l1, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.995)
+    for _ in range(2000):
+        optimizer.zero_grad()
+        (0.5 * (layer(x) - y).square().sum()).backward()
+        optimizer.step()
+        schedule.step()
+    gradient, mu = layer.mu.grad[0], layer.mu.detach()[0]
+    support = mu != 0
+    assert 3 <= support.sum() < 10
+    torch.testing.assert_close(gradient[support], -l1 * mu[support].sign(), rtol=1e-3, atol=1e-3)
+    assert (gradient[~support].abs() <= l1 * (1 + 1e-3)).all()
+
+
+def test_prox_adamw_starts_anew_where_the_support_changes_and_resumes():
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear(8, 6)
+    torch.nn.init.normal_(layer.mu)
+    optimizer = ff.optim.ProxAdamW(layer.parameters(), lr=0.01, l1=0.01)
+    x = torch.randn(4, 8)
+
+    def step(layer, optimizer):
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        optimizer.step()
+
+    step(layer, optimizer)
+    layer.compact(0.5)
+    step(layer, optimizer)
+    assert optimizer.state[layer.mu]["exp_avg"].shape == layer.mu.shape
+    assert optimizer.state[layer.mu]["step"] == 1 and optimizer.state[layer.v]["step"] == 2
+    twin = copy.deepcopy(layer)
+    again = ff.optim.ProxAdamW(twin.parameters(), lr=0.5)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(layer, optimizer), step(twin, again)
+    assert torch.equal(layer.mu, twin.mu) and again.param_groups[0]["l1"] == 0.01
+
+
+@pytest.mark.parametrize("setting", [dict(l1=-1.0), dict(lr=-1.0), dict(differentiable=True)])
+def test_bad_settings_of_prox_adamw(setting):
+    with pytest.raises(ValueError):
+        ff.optim.ProxAdamW(model().parameters(), **setting)
+    with pytest.raises(ValueError, match="ProxAdamW"):
+        ff.optim.ProxAdamW([{"params": model().parameters(), "l1": -2.0}])
