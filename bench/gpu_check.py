@@ -54,7 +54,7 @@ TAIL = 3000
 
 ENVIRONMENT = """
 import importlib.util, platform, sys
-needed = ("torch", "numpy", "scipy", "safetensors", "pytest", "triton")
+needed = ("torch", "numpy", "safetensors", "pytest", "triton")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit("missing: " + ", ".join(missing))

@@ -1,13 +1,29 @@
-"""This computer: processor, memory, versions and commit, as they stand beside every result."""
+"""This computer: processor, memory, versions and commit, as they stand beside every result; and what was measured on it
+once and is remembered: a small JSON file for each question, processor, build and number of threads.
+"""
 
 import contextlib
+import functools
+import hashlib
 import importlib
+import json
+import logging
 import os
 import platform
 import subprocess
+import tempfile
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from fastfact import files
+
+log = logging.getLogger("fastfact")
+
+VARIABLE = "FASTFACT_CHOICE"
+FIXED = "fixed"
+_OLD = "FASTFACT_COST"
 
 
 def cores() -> int:
@@ -68,3 +84,78 @@ def commit() -> str | None:
 def provenance() -> dict[str, Any]:
     """What goes beside every result."""
     return {"hardware": hardware(), "versions": versions(), "commit": commit()}
+
+
+def facts() -> dict[str, object]:
+    """What times depend on: processor, instruction set, threads, PyTorch, and the compiled library."""
+    import torch
+
+    return {**_lasting(), "threads": torch.get_num_threads()}
+
+
+@functools.cache
+def _lasting() -> dict[str, object]:
+    import torch
+
+    library = max(Path(__file__).parent.glob("_cpu*.so"), default=None)
+    return {
+        "cpu": processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "library": library and [library.stat().st_size, library.stat().st_mtime_ns],
+    }
+
+
+def setting() -> str:
+    """$FASTFACT_CHOICE; $FASTFACT_COST, as it was called, says the same with "builtin" for "fixed"."""
+    asked = os.environ.get(VARIABLE)
+    if asked is None and (old := os.environ.get(_OLD)):
+        return FIXED if old == "builtin" else old
+    return asked or ""
+
+
+def directory() -> Path | None:
+    """Where answers are remembered: the directory that $FASTFACT_CHOICE names, otherwise $XDG_CACHE_HOME/fastfact
+    (~/.cache/fastfact). None where nothing is to be measured: $FASTFACT_CHOICE is "fixed" or a file of choices."""
+    asked = setting()
+    if asked == FIXED or asked.endswith(".json"):
+        return None
+    if asked:
+        return Path(asked)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a path that is not absolute is to be ignored.
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastfact"
+
+
+def remembered(question: object, measure: Callable[[], dict]) -> dict | None:
+    """What `measure()` answered the first time `question` came up on this machine.
+
+    Both as JSON holds them. Of several processes that ask at once, the first one to finish decides. None where nothing
+    is to be measured, or an answer could not be kept: another run would then decide otherwise, better without it.
+    """
+    folder = directory()
+    if folder is None:
+        return None
+    path = folder / f"{_digest(facts())}-{_digest(question)}.json"
+    for damaged in (False, True):
+        try:
+            if damaged or not path.exists():
+                # Ask before the work whether the result can be kept.
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+                content = {"machine": facts(), "question": question, "answer": measure()}
+                files.write(path, json.dumps(content).encode(), keep=not damaged)
+            return dict(json.loads(path.read_text())["answer"])
+        except OSError as error:
+            log.warning("%s: cannot keep what was measured (%s)", folder, error)
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            if damaged:
+                raise
+            log.warning("%s: damaged (%s), measured again", path, error)
+    return None
+
+
+def _digest(content: object) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -170,14 +170,14 @@ def convolution(
     if training:
         x.requires_grad_(geometry[0] > 3)
         grad = torch.randn_like(dense(x.detach()))
-        taken = "factored" if ours._factored(x) else "reconstruct"
+        taken = ours.path_for(x)
         return {name: step(model, x, grad) for name, model in models.items()}, {"path": taken}
     sides = {name: evaluation(model, x) for name, model in models.items()}
     if rivals:
         sides["dense_bf16"] = evaluation(copy.deepcopy(dense).bfloat16(), x.bfloat16())
         sides["csr"] = evaluation(Csr(dense), x)
     with torch.no_grad():
-        return sides, {"path": "factored" if ours._factored(x) else "reconstruct"}
+        return sides, {"path": ours.path_for(x)}
 
 
 def weight(shape, fmt: str, rivals: bool) -> Sides:

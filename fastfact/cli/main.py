@@ -278,8 +278,8 @@ def info(
 
     if plan is not None:
         rows = paths.plan(*paths.subject(plan, density, shape), batch)
-        table_of(rows, f"{plan}: predicted milliseconds, {torch.get_num_threads()} threads")
-        table_of(paths.totals(rows), "all layers that have a choice: predicted milliseconds")
+        table_of(rows, f"{plan}: milliseconds, {torch.get_num_threads()} threads")
+        table_of(paths.totals(rows), "all layers that have a choice: milliseconds")
         write_json(json_file, {"threads": torch.get_num_threads(), "layers": rows})
         return
     parts = about.package() if directory is None else {str(directory): checkpoint.about(directory)}

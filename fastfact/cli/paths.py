@@ -1,4 +1,4 @@
-"""Which compute path each layer of a model takes, and how long the cost model of this machine says it takes."""
+"""Which compute path each layer of a model takes, and how long each of its paths takes on this machine."""
 
 import math
 from pathlib import Path
@@ -9,47 +9,51 @@ from torch import Tensor, nn
 
 from fastfact import models
 from fastfact.federation import Federation
-from fastfact.nn import choice
 from fastfact.nn.convert import factorize, factorized_layers
 from fastfact.nn.layers import FactorizedLayer
 from fastfact.nn.specs import Rank1
+from fastfact.ops.common import is_channels_last
 
 STEPS = ("forward", "training")
 
 
-@torch.no_grad()
 def plan(model: nn.Module, x: Tensor, batch: int) -> list[dict[str, Any]]:
-    """A row for each factorized layer of `model` and step ("forward", "training"), in the order of the layers.
+    """A row for each factorized layer of `model` and step ("forward": evaluation, "training"), in their order.
 
-    x: an input of any batch size, for the shapes; batch: the one to plan for. Each row has layer, shape of W, density
-    of μ, input [batch, …], step, path, and the predicted milliseconds of a path, None for one the layer cannot take.
+    x: an input of any batch size; the plan is for `batch` copies of its first sample. Each row has layer, shape of W,
+    density of μ, input [batch, …], step, the path that the layer takes, and the milliseconds of each of its paths, as
+    they are measured now on the layer's own input; None for one that it cannot take, or where there is one only.
     """
-    layers, shapes = factorized_layers(model), {}
+    layers, rows = factorized_layers(model), {}
 
     def note(layer: FactorizedLayer, inputs: tuple[Tensor]) -> None:
-        shapes[layer] = (batch, *inputs[0].shape[1:]), inputs[0]
+        if layer not in rows:
+            rows[layer] = []  # the layer is called in what follows
+            own = inputs[0].detach().requires_grad_(inputs[0].requires_grad)
+            rows[layer] = [_row(names[layer], layer, own, step) for step in STEPS]
 
+    names = {layer: path for path, layer in layers.items()}
     handles = [layer.register_forward_pre_hook(note) for layer in layers.values()]
     training = model.training
     try:
         with torch.enable_grad():  # an input that wants a gradient costs more in training
-            model.eval()(x)
+            model.eval()(x[:1].expand(batch, *x.shape[1:]).contiguous(memory_format=_format(x)))
     finally:
         model.train(training)
         for handle in handles:
             handle.remove()
-    met = {path: layer for path, layer in layers.items() if layer in shapes}
-    return [_row(path, layer, *shapes[layer], step) for path, layer in met.items() for step in STEPS]
+    return [row for layer in layers.values() for row in rows.get(layer, ())]
 
 
-def _row(path: str, layer: FactorizedLayer, shape: tuple[int, ...], x: Tensor, step: str) -> dict[str, Any]:
+def _format(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if is_channels_last(x) else torch.contiguous_format
+
+
+def _row(path: str, layer: FactorizedLayer, x: Tensor, step: str) -> dict[str, Any]:
     row = {"layer": path, "weight": "×".join(map(str, layer.size)), "density": round(layer.density, 4)}
-    row |= {"input": "×".join(map(str, shape)), "step": step}
-    if not layer.can_factor:
-        return row | {"path": "reconstruct", "reconstruct": None, "factored": None}
-    work = layer.work(shape, x, step == "training")
-    path = layer.path if layer.path != "auto" else choice.PATHS[choice.factored(work)]
-    return row | {"path": path} | {name: 1e3 * seconds for name, seconds in choice.seconds(work).items()}
+    seconds, chosen = layer.times(x, step == "training")
+    row |= {"input": "×".join(map(str, x.shape)), "step": step, "path": chosen}
+    return row | {path: 1e3 * seconds[path] if path in seconds else None for path in ("reconstruct", "factored")}
 
 
 def subject(name: str, density: float | None, shape: str) -> tuple[nn.Module, Tensor]:
@@ -92,8 +96,7 @@ def totals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each step: the sum over the layers on the paths taken, and if all of them made their weights."""
     found = []
     for step in STEPS:
-        own = [row for row in rows if row["step"] == step and row["reconstruct"] is not None]
-        taken = math.fsum(row[row["path"]] for row in own)
-        found.append({"step": step, "layers": len(own), "as planned": taken})
-        found[-1]["all reconstruct"] = math.fsum(row["reconstruct"] for row in own)
+        own = [row for row in rows if row["step"] == step and row["reconstruct"] and row["factored"]]
+        found.append({"step": step, "layers": len(own), "as planned": math.fsum(row[row["path"]] for row in own)})
+        found[-1] |= {f"all {path}": math.fsum(row[path] for row in own) for path in ("reconstruct", "factored")}
     return found

@@ -7,14 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastfact import ops
-from fastfact.nn import choice as cost
-from fastfact.nn import sparsity, weight_cache
+from fastfact.nn import choice, sparsity, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
+from fastfact.ops.backends import loaded
 from fastfact.ops.common import autocast, is_channels_last, is_mapped, transforming
 
 PATHS = ("auto", "reconstruct", "factored")
 INDEX = "mu_index"
+NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
+"""The input assumed where sizes may be symbols."""
+PACKED = 0.5
+"""The density of a dense μ below which its nonzeros are packed for evaluation, so that it can be factored."""
+ANSWERS = 32
+"""Inputs of so many kinds a layer remembers its path for."""
 
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
 
@@ -30,15 +36,15 @@ class FactorizedLayer(nn.Module):
 
     path: "reconstruct" makes W and calls the dense layer; "factored" computes from u, v and compact μ without W
     (`Rank1` with layout "spatial" or "kernel", or of a linear layer; zero padding given as numbers); "auto" takes the
-    one that the cost model of this machine predicts to be faster for the input at hand (`nn.choice`, on the CPU):
-    the factored one can be where μ is compact or the spec has none. Under torch.compile, torch.export and the
-    transforms of torch.func the choice does not look at the size of the input.
+    one that was faster for inputs such as the one at hand when it was measured (`nn.choice`). The factored one can be
+    where μ is compact or the spec has none, and in evaluation on the CPU where μ is mostly zeros: these are left out.
 
     "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
     convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
     σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
-    is two smaller convolutions, where they cost less. "auto" takes it on a GPU, for clients and for those two.
+    is two smaller convolutions, where they cost less. "auto" takes it on a GPU: for clients of `vmap`, and of `Rank1`
+    where it was faster.
 
     In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
     every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()` or
@@ -56,7 +62,6 @@ class FactorizedLayer(nn.Module):
     """The module this layer stands for, without its parameters, where that is no plain dense layer (see convert)."""
     path: str = "auto"
     paths = PATHS
-    _answer: tuple[tuple, bool] | None = None
     _noted: tuple[Tensor, int, int] | None = None
 
     def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
@@ -72,7 +77,7 @@ class FactorizedLayer(nn.Module):
             empty = torch.empty_like(like) if like is dense else like.new_empty(shape)
             self.register_parameter(name, nn.Parameter(empty))
         self.register_parameter("bias", nn.Parameter(dense.new_empty(bias)) if bias else None)
-        self._cache = weight_cache.WeightCache()
+        self._cache, self._answers = weight_cache.WeightCache(), {}
 
     @torch.no_grad()
     def reset_parameters(
@@ -122,12 +127,8 @@ class FactorizedLayer(nn.Module):
         weight = self._weight(None)
         return weight if type(weight) is not Tensor or transforming() else weight.as_subclass(Derived)
 
-    def _weight(self, channels_last: bool | None, cast: bool = False) -> Tensor:
-        """W. cast: under autocast in its dtype, which the dense layer would cast W to: written once, and by half."""
-        tensors = self._tensors()
-        if cast and torch.is_autocast_enabled(next(iter(tensors.values())).device.type):
-            tensors = dict(zip(tensors, autocast(*tensors.values()), strict=True))
-        return self.spec.weight(tensors, self.size, channels_last)
+    def _weight(self, channels_last: bool | None) -> Tensor:
+        return self.spec.weight(self._tensors(), self.size, channels_last)
 
     @property
     def is_compact(self) -> bool:
@@ -273,82 +274,173 @@ class FactorizedLayer(nn.Module):
             self._positions()
         super()._save_to_state_dict(*args)
 
-    def _factored(self, x: Tensor) -> bool:
-        """Whether the forward takes the factored path. Raises ValueError where it is asked for and cannot be taken."""
-        path = self.path
-        if path == "auto":
-            return self._faster_factored(x)
-        if path == "factored" and (why_not := self._why_not_factored()):
-            raise ValueError(f'path="factored": {why_not}')
-        return path == "factored"
-
     @property
     def can_factor(self) -> bool:
         """Whether there is a factored path for the layer as it is: compact μ or none, and a spec that has one."""
-        return (self.is_compact or "mu" not in self._names) and self._why_not_factored() is None
+        return self._why_not("factored", self._tensors()) is None
 
-    def _faster_factored(self, x: Tensor) -> bool:
-        """Whether there is a factored path for x, and it is the faster one."""
-        mu = self._factor("mu")
-        if mu is not None and mu.dim() > 1:
-            return False
-        training = torch.is_grad_enabled() and (
-            x.requires_grad or any(t is not None and t.requires_grad for t in (*self.factors().values(), self.bias))
+    def _forward(self, x: Tensor) -> Tensor:
+        """The forward: on the path that is asked for, or chosen."""
+        tensors, kept = self._operands()
+        return self._compute(self._path(x, tensors, kept), x, tensors, self.bias, kept)
+
+    def _operands(self) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
+        """What a forward computes from now, and what is kept for it."""
+        tensors = self._tensors()
+        return (tensors, None) if self.training or not weight_cache.allowed() else self._packed(tensors)
+
+    def _path(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
+        path = self.path
+        if path == "auto":
+            return self._choose(x, tensors, kept)
+        if path != "reconstruct" and (why_not := self._why_not(path, tensors)):
+            raise ValueError(f"path={path!r}: {why_not}")
+        return path
+
+    def path_for(self, x: Tensor) -> str:
+        """The path that the forward takes for x: "reconstruct", "factored" or "fused"."""
+        return self._path(x, *self._operands())
+
+    def _packed(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
+        """The factors for evaluation, with compact μ where it is dense but mostly zeros, and what is kept for them."""
+        mu = tensors.get("mu")
+        if self.path != "auto" or mu is None or mu.dim() == 1 or not self._has_factored_form():
+            return tensors, None
+        kept = self._cache.of(list(tensors.values()))
+        packed = kept and kept.value("packed", lambda: _pack(mu))
+        return ({**tensors, "mu": packed[0], INDEX: packed[1]} if packed else tensors), kept
+
+    def _weight_for(
+        self,
+        channels_last: bool,
+        tensors: dict[str, Tensor] | None = None,
+        kept: weight_cache.Kept | None = None,
+    ) -> Tensor:
+        """W for inputs of a memory format, from `tensors` (by default the layer's): in evaluation the one that is kept,
+        otherwise made."""
+        tensors = self._tensors() if tensors is None else tensors
+        if self.training or not weight_cache.allowed():
+            # With a dense factor W has the format of that, which its gradient goes back to.
+            follows_x = self.spec.dense not in self._names or INDEX in tensors
+            return self.spec.weight(_cast(tensors), self.size, channels_last if follows_x else None)
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+
+        def make() -> Tensor:
+            return self.spec.weight(tensors, self.size, channels_last).contiguous(memory_format=layout)
+
+        kept = kept or self._cache.of(list(tensors.values()))
+        return make() if kept is None else kept.value((self.spec, self.size, channels_last), make)
+
+    def _choose(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
+        """The path that "auto" takes."""
+        bias = self.bias
+        trained = torch.is_grad_enabled() and (
+            x.requires_grad or any(t is not None and t.requires_grad for t in (*tensors.values(), bias))
         )
         if transforming():
-            step = "training" if training else "forward"
-            return self._can_factor(x) and cost.factored_nominal(*self._work(None, False, step, x.dtype))
-        asked = (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, training, mu is not None and mu.shape)
-        asked += (*self._settings(), *cost.setting())
+            return self._choose_nominal(x, tensors, trained)
+        mu = tensors.get("mu")
+        asked = (x.shape, x.stride(), _dtype(x), x.device, x.requires_grad, trained, self.training, self.spec)
+        asked += (mu is not None and mu.shape, *self._settings(), *choice.generation())
         # To put the question takes longer than an answer that was given a call ago is worth.
-        answer = self._answer
-        if answer is None or answer[0] != asked:
-            answer = asked, self._can_factor(x) and cost.factored(self.work(tuple(x.shape), x, training))
-            self._answer = answer
-        return answer[1]
+        path = self._answers.get(asked)
+        if path is None:
+            path = self._ask(x, tensors, bias, kept, trained)
+            if choice.can_measure():
+                answers = self._answers if len(self._answers) < ANSWERS else {}
+                answers[asked] = path
+                self._answers = answers
+        return path
+
+    def _ask(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept, trained: bool) -> str:
+        paths = self._candidates(x, tensors)
+        if len(paths) == 1:
+            return paths[0]
+        return choice.choose(
+            self.work(x, tensors, trained), lambda: self._sides(paths, x, tensors, bias, kept, trained)
+        )
+
+    def _candidates(self, x: Tensor, tensors: dict[str, Tensor]) -> list[str]:
+        """The paths that there are for x, "reconstruct" first."""
+        if any(type(t) not in (Tensor, nn.Parameter) for t in (x, *tensors.values())):
+            return ["reconstruct"]
+        on_cpu = x.device.type == "cpu" and loaded("cpu")
+        return ["reconstruct"] + (["factored"] if on_cpu and self._why_not("factored", tensors) is None else [])
+
+    def _sides(self, paths, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept, trained: bool):
+        """path → a function that runs it, for `choice`: with a gradient of its own where one is asked for."""
+
+        def alone(t: Tensor | None) -> Tensor | None:
+            return t if t is None else t.detach().requires_grad_(trained and t.requires_grad)
+
+        inputs, own, own_bias = alone(x), {name: alone(t) for name, t in tensors.items()}, alone(bias)
+        leaves = [t for t in (inputs, *own.values(), own_bias) if t is not None and t.requires_grad]
+
+        def side(path: str):
+            def run() -> None:
+                with torch.set_grad_enabled(trained):
+                    y = self._compute(path, inputs, own, own_bias, kept)
+                    if trained:
+                        torch.autograd.grad(y, leaves, y.detach(), allow_unused=True)
+
+            return run
+
+        return {path: side(path) for path in paths}
+
+    def times(self, x: Tensor, training: bool) -> tuple[dict[str, float], str]:
+        """(path → seconds, the path that "auto" takes) for x, as it is in evaluation, or for a training step.
+
+        The paths are timed now, whatever is remembered; where there is one only, it is not timed.
+        """
+        mode = self.training
+        try:
+            self.train(training)
+            with torch.set_grad_enabled(training):
+                tensors, kept = self._operands()
+                paths, chosen = self._candidates(x, tensors), self._path(x, tensors, kept)
+                if len(paths) == 1:
+                    return {}, chosen
+                return choice.times(self._sides(paths, x, tensors, self.bias, kept, training)), chosen
+        finally:
+            self.train(mode)
 
     def _settings(self) -> tuple:
         """What the choice depends on besides the tensors, all of which one may assign to."""
         return ()
 
-    def _can_factor(self, x: Tensor) -> bool:
-        return self.can_factor and x.device.type == "cpu"
+    def work(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> choice.Work:
+        """What the choice is asked about for an input x."""
+        if trained:
+            step = "training" if x.requires_grad else "weights"
+        else:
+            step = "evaluation" if not self.training and weight_cache.allowed() else "forward"
+        return self._work(tuple(x.shape), tensors, is_channels_last(x), step, _dtype(x), x.device.type)
 
-    def work(self, shape: tuple[int, ...], like: Tensor, training: bool) -> cost.Work:
-        """What the cost model is asked about for an input of `shape`, otherwise as `like`: in its memory format and
-        dtype, and in training with a gradient if it wants one."""
-        step = ("training" if like.requires_grad else "weights") if training else "forward"
-        return self._work(shape, is_channels_last(like), step, like.dtype)
+    def _choose_nominal(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> str:
+        """The path where something traces or transforms: by the rule, for an input of a nominal size."""
+        if x.device.type != "cpu" or self._why_not("factored", tensors):
+            return "reconstruct"
+        step = "training" if trained else "forward"
+        return choice.nominal(*self._work(None, tensors, False, step, x.dtype, "cpu"))
 
-    def _work(self, shape: tuple[int, ...] | None, channels_last: bool, step: str, dtype: torch.dtype) -> cost.Work:
-        """What the cost model is asked about, for an input of `shape` (None: a nominal one)."""
+    def _work(self, shape: tuple[int, ...] | None, tensors, channels_last: bool, step: str, dtype, device: str):
+        """What the choice is asked about, for an input of `shape` (None: a nominal one)."""
         raise NotImplementedError
 
-    def _why_not_factored(self) -> str | None:
+    def _compute(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept) -> Tensor:
+        """The layer on one path, from these factors."""
+        raise NotImplementedError
+
+    def _has_factored_form(self) -> bool:
+        return isinstance(self.spec, Rank1)
+
+    def _why_not(self, path: str, tensors: dict[str, Tensor]) -> str | None:
+        """Why there is no path "factored" (or "fused") for the layer with these factors."""
         if not isinstance(self.spec, Rank1):
             return f"{type(self.spec).__name__} has no factored form"
-        if self.spec.sparse and not self.is_compact:
+        if self.spec.sparse and INDEX not in tensors:
             return "μ is dense, call compact() first"
         return None
-
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        index = self._positions() if self.is_compact else None
-        return self._factor("u"), self._factor("v"), self._factor("mu"), index, self.bias
-
-    def _nonzeros(self) -> int:
-        return len(self._factor("mu")) if self.is_compact else 0
-
-    def _weight_for(self, channels_last: bool) -> Tensor:
-        """W for inputs of a memory format: in evaluation the one that is kept, otherwise made."""
-        if self.training or not weight_cache.allowed():
-            # With a dense factor W has the format of that, which its gradient goes back to.
-            follows_x = self.spec.dense not in self._names or self.is_compact
-            return self._weight(channels_last if follows_x else None, cast=True)
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-        key = self.spec, self.size, channels_last
-        return self._cache.weight(
-            key, list(self._tensors().values()), lambda: self._weight(channels_last).contiguous(memory_format=layout)
-        )
 
     def train(self, mode: bool = True) -> "FactorizedLayer":
         """As for any module; a kept weight is dropped."""
@@ -362,7 +454,7 @@ class FactorizedLayer(nn.Module):
         return result
 
     def __getstate__(self):
-        return {name: value for name, value in super().__getstate__().items() if name not in ("_answer", "_noted")}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_answers", "_noted")}
 
     def _mark(self) -> None:
         parameter = self._parameters.get(self.spec.sparse_factor)
@@ -398,6 +490,7 @@ class FactorizedLayer(nn.Module):
     def __setstate__(self, state):
         super().__setstate__(state)
         self.__dict__.setdefault("_cache", weight_cache.WeightCache())
+        self._answers = {}
         self._mark()
         self._note_positions()
 
@@ -466,38 +559,34 @@ class FactorizedConv2d(FactorizedLayer):
         )
         return _fill_dense(dense, self)
 
-    def _why_not_factored(self) -> str | None:
-        if isinstance(self.spec, Rank1) and self.spec.layout == "view":
-            return 'layout "view" has no factored form, only "spatial" and "kernel" have one'
+    def _has_factored_form(self):
+        return super()._has_factored_form() and self.spec.layout != "view" and self._zero_padding() is None
+
+    def _zero_padding(self) -> str | None:
+        """Why the padding is not what the kernels know."""
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
-        return super()._why_not_factored()
+        return None
 
-    def _work(self, shape, channels_last, step, dtype):
+    def _why_not(self, path, tensors):
+        if path == "fused":
+            return self._zero_padding()
+        if isinstance(self.spec, Rank1) and self.spec.layout == "view":
+            return 'layout "view" has no factored form, only "spatial" and "kernel" have one'
+        return self._zero_padding() or super()._why_not(path, tensors)
+
+    def _work(self, shape, tensors, channels_last, step, dtype, device):
         if shape is None:
             reach = [gap * (extent - 1) + 1 for gap, extent in zip(self._pair("dilation"), self.size[2:], strict=True)]
-            shape = (cost.NOMINAL_IMAGES, self.in_channels, *(max(cost.NOMINAL_SIDE, least) for least in reach))
-        images, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
-        kind = "separable" if self.spec.layout == "kernel" else "conv"
-        how = (self._pair("stride"), self._pair("padding"), self._pair("dilation"))
-        factors = (self.u.shape[0], self._nonzeros())
-        return cost.Work(kind, self.size, self.groups, images, image, *how, *factors, channels_last, step, dtype)
+            shape = (NOMINAL_IMAGES, self.in_channels, *(max(NOMINAL_SIDE, least) for least in reach))
+        rows, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
+        how = (*map(self._pair, ("stride", "padding", "dilation")), *_rank_and_nonzeros(tensors))
+        kind = self.spec.layout if isinstance(self.spec, Rank1) else type(self.spec).__name__
+        return choice.Work(kind, self.size, self.groups, rows, image, *how, channels_last, step, dtype, device)
 
     def _pair(self, setting: str) -> tuple[int, int]:
         """A setting (stride, padding, dilation) for both axes of an image."""
         return getattr(self, setting)
-
-    def _fused(self) -> bool:
-        """Whether the forward takes the fused path. Raises ValueError where it is asked for and cannot be taken."""
-        if self.path == "auto":
-            factors = self.factors().values()
-            if not next(iter(factors)).is_cuda or torch.compiler.is_compiling():
-                return False
-            mapped = any(t is not None and is_mapped(t) for t in (*factors, self.bias))
-            return (mapped or self._in_two_parts()) and self._why_not_fused() is None
-        if self.path == "fused" and (why_not := self._why_not_fused()):
-            raise ValueError(f'path="fused": {why_not}')
-        return self.path == "fused"
 
     def _in_two_parts(self) -> bool:
         """Whether the fused path makes no weight: two smaller convolutions cost less.
@@ -511,29 +600,49 @@ class FactorizedConv2d(FactorizedLayer):
             return self.groups == 1 and self.spec.rank * (i * kh + o * kw) < o * i * kh * kw
         return self.spec.layout == "spatial" and self.spec.rank < kh * kw
 
-    def _why_not_fused(self) -> str | None:
-        if self.padding_mode != "zeros" or isinstance(self.padding, str):
-            return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
-        return None
+    def _settings(self):
+        return self.stride, self.padding, self.dilation, self.groups, self.padding_mode
 
-    def _convolve(self, x: Tensor, fused: bool) -> Tensor:
+    def _candidates(self, x, tensors):
+        paths = super()._candidates(x, tensors)
+        if x.is_cuda and isinstance(self.spec, Rank1) and self.spec.layout != "view" and self._zero_padding() is None:
+            paths.append("fused")
+        return paths
+
+    def _choose_nominal(self, x, tensors, trained):
+        own = next(iter(tensors.values()))
+        if own.is_cuda and not torch.compiler.is_compiling() and self._zero_padding() is None:
+            mapped = any(t is not None and is_mapped(t) for t in (*tensors.values(), self.bias))
+            return "fused" if mapped or self._in_two_parts() else "reconstruct"
+        return super()._choose_nominal(x, tensors, trained)
+
+    def _compute(self, path, x, tensors, bias, kept):
+        if path == "reconstruct":
+            return self._conv_forward(x, self._weight_for(is_channels_last(x), tensors, kept), bias)
+        y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), path == "fused", tensors, bias)
+        return y if x.dim() == 4 else y.squeeze(0)
+
+    def _convolve(self, x: Tensor, fused: bool, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
         """The factored or the fused path, on x with its batch axis."""
         how = {name: self._pair(name) for name in ("stride", "padding", "dilation")} | {"groups": self.groups}
+        spec, parts = self.spec, [tensors.get(name) for name in ("u", "v", "mu", INDEX)]
         if not fused:
-            if self.spec.layout == "kernel":
-                return ops.separable_conv2d(x, *self._parts(), size=self.size, **how)
-            return ops.factored_conv2d(x, *self._parts(), size=self.size, repeated=not self.training, **how)
-        spec = self.spec
+            if spec.layout == "kernel":
+                return ops.separable_conv2d(x, *parts, bias, size=self.size, **how)
+            return ops.factored_conv2d(x, *parts, bias, size=self.size, repeated=not self.training, **how)
         if isinstance(spec, Rank1) and spec.layout == "kernel" and not spec.sparse:
-            return ops.separable_conv2d(x, self.u, self.v, bias=self.bias, size=self.size, **how)
+            return ops.separable_conv2d(x, *parts, bias, size=self.size, **how)
         if isinstance(spec, Rank1):
-            return ops.fused_conv2d(x, *self._parts(), layout=spec.layout, size=self.size, **how)
+            return ops.fused_conv2d(x, *parts, bias, layout=spec.layout, size=self.size, **how)
         if self._shares_sigma(x):
             o, i, kh, kw = self.size
-            down, across = self.B.mT.unflatten(-1, (i, kh)), (spec.scaling * self.A).unflatten(-1, (o, kw))
-            y = F.conv2d(x, self.sigma, None, **how) + ops.separable_conv2d(x, down, across, size=self.size, **how)
-            return y if self.bias is None else y + self.bias[:, None, None]
-        return ops.fused_conv2d(x, mu=self._weight(is_channels_last(x), True), bias=self.bias, size=self.size, **how)
+            down, across = tensors["B"].mT.unflatten(-1, (i, kh)), (spec.scaling * tensors["A"]).unflatten(-1, (o, kw))
+            y = F.conv2d(x, tensors["sigma"], None, **how) + ops.separable_conv2d(
+                x, down, across, size=self.size, **how
+            )
+            return y if bias is None else y + bias[:, None, None]
+        weight = spec.weight(_cast(tensors), self.size, is_channels_last(x))
+        return ops.fused_conv2d(x, mu=weight, bias=bias, size=self.size, **how)
 
     def _shares_sigma(self, x: Tensor) -> bool:
         """Whether clients of `vmap` share σ, and σ and BA apart cost less than each client's own W.
@@ -550,20 +659,13 @@ class FactorizedConv2d(FactorizedLayer):
         pixels = x.shape[0] * x.shape[2] * x.shape[3] / (stride[0] * stride[1])
         return self.A.shape[0] * (1 / (o * kw) + 1 / (i * kh) - 1 / pixels) < 1 / 3
 
-    def _settings(self):
-        return self.stride, self.padding, self.dilation, self.groups, self.padding_mode
-
-    def forward(self, x: Tensor) -> Tensor:
-        fused = self._fused()
-        if fused or self._factored(x):
-            y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), fused)
-            return y if x.dim() == 4 else y.squeeze(0)
-        return self._conv_forward(x, self._weight_for(is_channels_last(x)), self.bias)
-
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padding_mode != "zeros":
             return nn.Conv2d._conv_forward(self, x, weight, bias)
         return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(x)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"
@@ -656,17 +758,49 @@ class FactorizedLinear(FactorizedLayer):
         """An `nn.Linear` of the same function, with W as its weight and this layer's bias."""
         return _fill_dense(nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta"), self)
 
-    def _work(self, shape, channels_last, step, dtype):
-        n = cost.NOMINAL_IMAGES if shape is None else torch.Size(shape[:-1]).numel()
-        return cost.linear_work(self.size, n, self.u.shape[0], self._nonzeros(), step, dtype)
+    def _work(self, shape, tensors, channels_last, step, dtype, device):
+        rows = NOMINAL_IMAGES if shape is None else torch.Size(shape[:-1]).numel()
+        ones = ((1, 1),) * 4  # image, stride, padding, dilation
+        rank, nonzeros = _rank_and_nonzeros(tensors)
+        return choice.Work("linear", self.size, 1, rows, *ones, rank, nonzeros, False, step, dtype, device)
+
+    def _compute(self, path, x, tensors, bias, kept):
+        if path == "reconstruct":
+            return F.linear(x, self._weight_for(False, tensors, kept), bias)
+        parts = [tensors.get(name) for name in ("u", "v", "mu", INDEX)]
+        return ops.factored_linear(x, *parts, bias, size=self.size, repeated=not self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._factored(x):
-            return ops.factored_linear(x, *self._parts(), size=self.size, repeated=not self.training)
-        return F.linear(x, self._weight_for(False), self.bias)
+        return self._forward(x)
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
+
+
+def _cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under autocast, factors in its dtype, to which the dense layer would cast W: so it is written once, by half."""
+    if not _autocasts(next(iter(tensors.values())).device.type):
+        return tensors
+    return dict(zip(tensors, autocast(*tensors.values()), strict=True))
+
+
+def _autocasts(kind: str) -> bool:
+    return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """In which x is computed with, under autocast or not."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if _autocasts(kind) else x.dtype
+
+
+def _rank_and_nonzeros(tensors: dict[str, Tensor]) -> tuple[int, int]:
+    return (tensors["u"].shape[0] if "u" in tensors else 0), (len(tensors["mu"]) if INDEX in tensors else 0)
+
+
+def _pack(mu: Tensor) -> tuple[Tensor, Tensor] | None:
+    """μ in compact form; None where it is not mostly zeros."""
+    return sparsity.gather(mu) if torch.count_nonzero(mu).item() <= PACKED * mu.numel() else None
 
 
 def _digest(index: Tensor) -> int:

@@ -25,47 +25,56 @@ def allowed() -> bool:
     return loaded("cpu") and not torch.jit.is_tracing()
 
 
-class _Kept(NamedTuple):
-    key: Hashable
+class Kept(NamedTuple):
+    """What was made from `factors` while their numbers had this digest: a value for each key that was asked for."""
+
+    factors: Sequence[Tensor]
     digest: int
-    weight: Tensor
+    values: dict[Hashable, object]
+
+    def value(self, key: Hashable, make: Callable[[], object]) -> object:
+        """The value for `key`: kept, or make(), which is then kept. make() must depend on nothing but the factors and
+        what is in the key. What is made while a factor changes is not kept."""
+        if key in self.values:
+            return self.values[key]
+        versions = _versions(self.factors)
+        value = make()
+        if _versions(self.factors) == versions and _digest(self.factors) == self.digest:
+            self.values[key] = value
+        return value
 
 
 class WeightCache:
-    """The weight made last, for one layer. Threads may share it: what is kept is read once and swapped in whole.
-
-    A copy of it, by `copy` or `pickle`, is empty.
+    """What was made from the factors of one layer as they were last. Threads may share it: it is read once and swapped
+    in whole. A copy of it, by `copy` or `pickle`, is empty.
     """
 
     def __init__(self) -> None:
-        self._kept: _Kept | None = None
+        self._kept: Kept | None = None
 
     def clear(self) -> None:
-        """Forget the weight."""
+        """Forget what is kept."""
         self._kept = None
 
     def __len__(self) -> int:
-        return self._kept is not None
+        return self._kept is not None and len(self._kept.values)
 
     def __reduce__(self):
         return WeightCache, ()
 
-    def weight(self, key: Hashable, factors: Sequence[Tensor], make: Callable[[], Tensor]) -> Tensor:
-        """The kept weight, if it was made for this key from factors with these numbers; otherwise make(), kept.
-
-        key: everything besides the factors that the weight depends on. make() must depend on nothing else. A weight
-        during whose making a factor changed is not kept, nor one of factors that are no plain tensors on the CPU.
-        """
+    def of(self, factors: Sequence[Tensor]) -> Kept | None:
+        """What is kept for factors with these numbers, empty if they are others than before. None where some are no
+        plain tensors on the CPU."""
         if not all(type(factor) in _PLAIN and factor.is_cpu for factor in factors):
-            return make()
-        kept, digest = self._kept, torch.ops.fastfact.digest(factors)
-        if kept is not None and kept.digest == digest and kept.key == key:
-            return kept.weight
-        versions = _versions(factors)
-        weight = make()
-        if type(weight) is Tensor and _versions(factors) == versions and torch.ops.fastfact.digest(factors) == digest:
-            self._kept = _Kept(key, digest, weight)
-        return weight
+            return None
+        kept, digest = self._kept, _digest(factors)
+        values = kept.values if kept is not None and kept.digest == digest else {}
+        self._kept = kept = Kept(factors, digest, values)
+        return kept
+
+
+def _digest(factors: Sequence[Tensor]) -> int:
+    return torch.ops.fastfact.digest(factors)
 
 
 def _versions(factors: Sequence[Tensor]) -> list[int]:

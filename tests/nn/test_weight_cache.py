@@ -25,13 +25,13 @@ def layer():
 @pytest.fixture
 def made(monkeypatch):
     """A list that grows with each weight made."""
-    calls, weight = [], FactorizedLayer._weight
+    calls, weight = [], ff.Rank1.weight
 
     def counting(self, *args):
         calls.append(self)
         return weight(self, *args)
 
-    monkeypatch.setattr(FactorizedLayer, "_weight", counting)
+    monkeypatch.setattr(ff.Rank1, "weight", counting)
     return calls
 
 
@@ -148,7 +148,7 @@ def test_each_dtype_and_autocast_have_their_own(layer, x):
 @torch.no_grad()
 def test_a_compact_layer_chooses_its_path_for_each_shape(layer, x, monkeypatch, made):
     layer.compact(0.1)
-    monkeypatch.setattr(FactorizedLayer, "_faster_factored", lambda self, x: len(x) > 1)
+    monkeypatch.setattr(FactorizedLayer, "_choose", lambda self, x, *_: "factored" if len(x) > 1 else "reconstruct")
     for _ in range(2):
         for one in (x[:1], x):
             torch.testing.assert_close(layer(one), expected(layer, one))
@@ -205,6 +205,7 @@ def test_each_shape_of_input_has_an_order_of_its_own(layer, x):
 @torch.no_grad()
 def test_the_linear_layer_too(made):
     layer = ff.nn.FactorizedLinear(6, 4).eval()
+    nn.init.normal_(layer.mu)
     x = torch.randn(3, 6)
     first = layer(x)
     assert torch.equal(layer(x), first) and len(made) == 1
@@ -485,9 +486,9 @@ def test_a_weight_whose_factors_change_while_it_is_made_is_not_kept(back):
             factor.sub_(1)
         return weight
 
-    cache.weight("key", [factor], make)
+    cache.of([factor]).value("key", make)
     factor.zero_()
-    assert cache.weight("key", [factor], factor.clone).tolist() == [0.0] * 4
+    assert cache.of([factor]).value("key", factor.clone).tolist() == [0.0] * 4
 
 
 def test_a_digest_tells_apart():

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from fastfact import machine
 from fastfact.data.client import Samples
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.train import Trainer, memory_cohort
 from fastfact.federation.state import State, evenly, stack
 from fastfact.federation.tensors import tensors_of
-from fastfact.nn import choice as cost
 
 log = logging.getLogger("fastfact")
 
@@ -170,7 +170,7 @@ def choose(
 ) -> ExecutionPlan:
     """The fastest plan for this model, by a measurement of a few steps; what `rule` says where nothing is measured.
 
-    It is made once on a machine (`cost.remembered`), so that a run that is repeated takes the same plan.
+    It is made once on a machine (`machine.remembered`), so that a run that is repeated takes the same plan.
 
     trainers, data: for each of `ONE` and `BATCHED` (threads run as `ONE` does, but for the cores) the model and the
     samples of one client in the memory format that plan would have. most: the largest cohort memory allows.
@@ -191,7 +191,7 @@ def choose(
         "draws": settings.draws,
         "recorded": settings.graphs,
     }
-    found = cost.remembered(question, lambda: asdict(_fastest(trainers, data, clients, most, expected)))
+    found = machine.remembered(question, lambda: asdict(_fastest(trainers, data, clients, most, expected)))
     chosen = ExecutionPlan(**found) if found else expected
     log.info("cohort=auto: %s", chosen)
     return chosen

@@ -135,7 +135,7 @@ def test_auto_takes_the_fastest_but_near_a_tie_what_the_rule_says(make, monkeypa
         (1e-3, 6e-4, 7e-4, BATCHED),
     ]:
         times |= {ONE: one, THREADS: threads, BATCHED: batched}
-        monkeypatch.setenv("FASTFACT_COST", str(tmp_path / f"{one}-{threads}-{batched}"))
+        monkeypatch.setenv("FASTFACT_CHOICE", str(tmp_path / f"{one}-{threads}-{batched}"))
         fed = make(cohort="auto")
         assert fed.plan.how == expected and (fed.cohort > 1) == (expected == BATCHED)
     assert "cohort=auto: " in caplog.text and "batched 0.7 ms" in caplog.text
@@ -146,21 +146,21 @@ def test_auto_takes_the_fastest_but_near_a_tie_what_the_rule_says(make, monkeypa
 
 
 def test_auto_measures_once_on_a_machine(make, monkeypatch, tmp_path):
-    monkeypatch.setenv("FASTFACT_COST", str(tmp_path))
+    monkeypatch.setenv("FASTFACT_CHOICE", str(tmp_path))
     monkeypatch.setattr(executor, "_measure", lambda trainers, data, plan, *_: {ONE: 1e-3}.get(plan.how, 1.0))
     assert make(cohort="auto").plan == ExecutionPlan(ONE)
     monkeypatch.setattr(executor, "_measure", lambda trainers, data, plan, *_: {THREADS: 1e-3}.get(plan.how, 1.0))
     assert make(cohort="auto").plan == ExecutionPlan(ONE)
-    (file,) = tmp_path.glob("answer-*.json")
+    (file,) = tmp_path.glob("*.json")
     file.write_text("{")
     assert make(cohort="auto").plan == ExecutionPlan(THREADS)
-    monkeypatch.setenv("FASTFACT_COST", "builtin")
+    monkeypatch.setenv("FASTFACT_CHOICE", "fixed")
     monkeypatch.setattr(executor, "_measure", lambda *_: pytest.fail("measured"))
     assert make(cohort="auto").plan.how == BATCHED
 
 
 def test_auto_measures_and_a_resumed_run_does_not(make, same, tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTFACT_COST", str(tmp_path / "cost"))
+    monkeypatch.setenv("FASTFACT_CHOICE", str(tmp_path / "cost"))
     fed = make(cohort="auto")
     fed.fit(2, tmp_path / "run")
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())["executor"]

@@ -272,7 +272,7 @@ def main() -> None:
                 "CRASH_DIR": f"{scratch}/work",
                 "CRASH_COUNTER": str(counter),
                 "OMP_NUM_THREADS": "1",
-                "FASTFACT_COST_MODEL": os.environ.get("FASTFACT_COST_MODEL", "builtin"),
+                "FASTFACT_CHOICE": "fixed",
             }
             sys.exit(subprocess.run([sys.executable, str(HERE), *sys.argv[1:]], env=environment).returncode)
     scratch = Path(os.environ["CRASH_DIR"]).parent
