@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,6 +128,30 @@ def test_a_directory_in_use_is_left_alone(one_run):
         code, _, err = call("run", *SMALL, *arguments, "--out", directory / "a")
         assert code == 2 and message in err and err.count("\n") == 1
     assert content(directory / "a") == before
+
+
+def test_verify_and_resume_without_options(one_run, tmp_path, no_pictures):
+    directory, _ = one_run
+    shutil.copytree(directory / "a", tmp_path / "a")
+    code, out, err = call("verify", tmp_path / "a")
+    assert code == 0 and "run.json: right" in out and "result.json: right" in out, err
+    before = content(tmp_path / "a")
+    assert call("resume", tmp_path / "a")[0] == 0
+    assert content(tmp_path / "a") == before, "a finished run is left as it is"
+    code, out, err = call("resume", tmp_path / "a", "--rounds", "3")
+    assert code == 0, err
+    assert call("verify", tmp_path / "a")[0] == 0
+    path = tmp_path / "a" / "checkpoints" / "round-000003.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    code, out, err = call("verify", tmp_path / "a", "--json", tmp_path / "v.json")
+    assert code == 1 and "WRONG" in out and err.count("\n") == 1
+    assert "round-000003.safetensors: tensor" in err and "is damaged" in err
+    assert "is damaged" in json.loads((tmp_path / "v.json").read_text())["problems"][str(tmp_path / "a")]
+    (tmp_path / "a" / "run.json").unlink()
+    code, _, err = call("resume", tmp_path / "a")
+    assert code == 2 and "run --resume" in err
 
 
 def test_resume_needs_a_run(tmp_path):
