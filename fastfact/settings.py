@@ -3,7 +3,8 @@
 `Federation` checks its arguments by them, the configuration of an experiment takes over what it shares with them.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +18,26 @@ def _cohort(value: int | str) -> str | None:
 
 def _store(value: Any) -> str | None:
     return "memory or a directory" if type_error(value, str) or not value else None
+
+
+def bound_of(value: float | str, norms: Sequence[float]) -> float:
+    """The norm that `clip` or `max_norm` names: a number, or "2x", so many times the (lower) median of `norms`. Where
+    most are 0 that says nothing, and there is no bound."""
+    if not isinstance(value, str) or not value.endswith("x"):
+        return float(value)
+    median = sorted(norms)[(len(norms) - 1) // 2] if norms else 0.0
+    return float(value.removesuffix("x")) * median or math.inf
+
+
+def _bound(value: float | str | None) -> str | None:
+    try:
+        right = value is None or 0 < float(value.removesuffix("x") if isinstance(value, str) else value) < math.inf
+    except ValueError:
+        right = False
+    return None if right else "above 0, as 2.5, or 2x for twice the median of the round"
+
+
+RULES = ("mean", "median", "trimmed-mean", "multi-krum")
 
 
 @dataclass(frozen=True)
@@ -50,11 +71,32 @@ class FederationSettings:
     store_values: str = setting(
         "exact", "The numbers of clients between rounds.", group="Machine", choices=("exact", "bfloat16")
     )
-    max_norm: float | None = setting(
-        None,
-        "Clients whose upload has a larger Euclidean norm are left out of the round [default: no limit].",
+    rule: str = setting(
+        "mean",
+        "How the server mixes uploads; all but mean bear hostile clients.",
         group="Method and training",
-        above=0,
+        choices=RULES,
+    )
+    hostile: float = setting(
+        0.2,
+        "Fraction of hostile clients that trimmed-mean and multi-krum bear.",
+        group="Method and training",
+        at_least=0,
+        below=0.5,
+    )
+    clip: float | str | None = setting(
+        None,
+        "Norm to which the server scales down what a round changed in an upload: a number, or 1x for the median of the"
+        " round [default: no limit].",
+        group="Method and training",
+        check=_bound,
+    )
+    max_norm: float | str | None = setting(
+        "1000x",
+        "Clients whose upload a round changed by a larger norm are left out: a number, or 1000x for so many times the"
+        " median of the round.",
+        group="Method and training",
+        check=_bound,
     )
 
 

@@ -40,15 +40,19 @@ class Client:
 
 def _samples(what: str, data) -> Samples:
     if isinstance(data, tuple | list) and len(data) == 2 and not _is_sample(data[0]):
-        x, y = (torch.as_tensor(part) for part in data)
+        x, y = (_tensor(f"{what}: {name}", part) for name, part in zip("xy", data, strict=True))
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         if len(data) == 0:
             raise ValueError(f"{what} has no samples, must have at least one")
-        pairs = [data[i] for i in range(len(data))]
-        if any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"{what}: every sample of a dataset must be a pair (x, y)")
-        x = torch.stack([torch.as_tensor(pair[0]) for pair in pairs])
-        y = torch.stack([torch.as_tensor(pair[1]) for pair in pairs])
+        pairs = [_pair(what, data, i) for i in range(len(data))]
+        for i, (sample, _) in enumerate(pairs):
+            if sample.shape != pairs[0][0].shape or sample.dtype != pairs[0][0].dtype:
+                raise ValueError(
+                    f"{what}: sample {i} is {sample.dtype} {list(sample.shape)}, sample 0 {pairs[0][0].dtype}"
+                    f" {list(pairs[0][0].shape)}: must be alike"
+                )
+        x = torch.stack([sample for sample, _ in pairs])
+        y = _tensor(f"{what}: y", [label.tolist() for _, label in pairs])
     else:
         raise ValueError(f"{what} is {type(data).__name__}, must be a pair of tensors (x, y) or a map-style dataset")
     if y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
@@ -57,12 +61,31 @@ def _samples(what: str, data) -> Samples:
         raise ValueError(f"{what}: {len(x) if x.dim() else 0} samples x but {len(y)} labels y, must be as many")
     if len(y) == 0:
         raise ValueError(f"{what} has no samples, must have at least one")
+    y = y.long()
     if int(y.min()) < 0:
         raise ValueError(f"{what}: label {int(y.min())} in y, must be 0 or more")
     if x.is_floating_point() and not torch.isfinite(x).all():
         at = int((~torch.isfinite(x.flatten(1) if x.dim() > 1 else x[:, None])).any(1).nonzero()[0])
         raise ValueError(f"{what}: sample {at} of x has NaN or inf")
-    return x, y.long()
+    return x, y
+
+
+def _tensor(what: str, value) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{what} is {type(value).__name__}, must be an array of numbers: {error}") from error
+
+
+def _pair(what: str, dataset, i: int) -> tuple[Tensor, Tensor]:
+    """Sample i of a dataset, whatever goes wrong in it."""
+    try:
+        pair = dataset[i]
+    except Exception as error:
+        raise ValueError(f"{what}: sample {i} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"{what}: sample {i} is {type(pair).__name__}, must be a pair (x, y)")
+    return _tensor(f"{what}: x of sample {i}", pair[0]), _tensor(f"{what}: y of sample {i}", pair[1])
 
 
 def _is_sample(first) -> bool:

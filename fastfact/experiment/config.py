@@ -111,6 +111,10 @@ class Config:
         at_least=0,
     )
     participation: float = like(FederationSettings, "participation", 1.0)
+    rule: str = like(FederationSettings, "rule", "mean")
+    hostile: float = like(FederationSettings, "hostile", 0.2)
+    clip: str | None = like(FederationSettings, "clip", None)
+    max_norm: str = like(FederationSettings, "max_norm", "1000x")
     model: str = setting("resnet9", "Network, see `fastfact info`.", group="Network", choices=_models)
     width: float = setting(0.25, "Width multiplier of the network.", group="Network", above=0)
     init_from: str | None = setting(

@@ -151,6 +151,12 @@ def _train(
 
     keep()
     fed.fit(config.rounds - fed.round, directory, checkpoint_every=-(-config.rounds // 10), on_round=after_round)
+    if fed.reported is None and fed.history:
+        row = fed.history[-1]
+        raise ValueError(
+            f"no client could report in {fed.round} rounds (client {row['client']}: {row['left_out']}):"
+            f" lr={config.lr:g} may be too high"
+        )
     similarity = _similarity(fed)
     if similarity and group.rank == 0:
         run_directory.save_tensors(directory / report.SIMILARITY, similarity)

@@ -34,7 +34,16 @@ from fastfact.federation.config import check_settings, name_of, record, resolve,
 from fastfact.federation.history import History
 from fastfact.federation.newcomers import Newcomers
 from fastfact.federation.server import strategy
-from fastfact.federation.server.exchange import Downloads, Exchange, client_round, server_round
+from fastfact.federation.server.exchange import (
+    START,
+    Downloads,
+    Exchange,
+    bounded,
+    client_round,
+    is_relative,
+    server_round,
+    too_far,
+)
 from fastfact.federation.server.processes import Group, Shard, Stop
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, generator_for, stack, take
@@ -55,6 +64,10 @@ BLOCK_BYTES = 1 << 28
 """At most about so many bytes of a round's clients' states are in memory at once (the uploads come on top)."""
 
 
+LATER = {"rule": "mean", "hostile": 0.2, "clip": None}
+"""Settings that runs of before do not have, and what they were: config.json says them only where they are others."""
+
+
 @dataclasses.dataclass
 class Round:
     """What a round that has run would change; `states` has the clients' part, not yet committed."""
@@ -64,6 +77,8 @@ class Round:
     server_state: State
     reported: Uploads | None
     rows: list[dict] = dataclasses.field(default_factory=list)
+    norms: dict[int, float] = dataclasses.field(default_factory=dict)
+    """How far the round moved the uploads of those that reported, where that is bounded."""
 
 
 class Federation:
@@ -97,7 +112,12 @@ class Federation:
         largest magnitudes it has (or gets: a mixed μ is cut down again), which changes before the rounds that follow a
         change of the schedule; a client that is absent is pruned when it takes part next. A schedule with a λ has it
         in all rounds, in place of `l1`: then the support are the nonzeros, and clients train one after another.
-    max_norm: clients whose upload has a larger Euclidean norm are left out of the round; None for no limit.
+    rule, hostile: how the server applies a mixing matrix: "mean", or so that some hostile clients do not decide,
+        "median", "trimmed-mean", "multi-krum", the last two for that fraction of the clients; see `server.robust`.
+    clip: the server scales what a round changed in a client's upload down to this Euclidean norm: a number, or "2x",
+        twice the median of the round's norms. None for no limit.
+    max_norm: clients whose upload a round changed by more are left out of it, a bound as `clip`. One that is relative
+        is known at the end of the round: what is left out then stays with the client, but is not mixed.
     device: where the model, the data and the states at work are, as "cpu" or "cuda"; by default where `model` puts
         itself.
     graphs: record the step of clients that train together and replay it, on a GPU as a CUDA graph, on the CPU as a list
@@ -136,7 +156,10 @@ class Federation:
         store_values: str = "exact",
         l1: float | None = None,
         wire: str = "exact",
-        max_norm: float | None = None,
+        rule: str = "mean",
+        hostile: float = 0.2,
+        clip: float | str | None = None,
+        max_norm: float | str | None = "1000x",
         sparsity: Schedule | None = None,
         device: str | torch.device | None = None,
         graphs: bool = True,
@@ -163,6 +186,9 @@ class Federation:
             "store": str(store) if isinstance(store, Path) else store,
             "store_values": store_values,
             "wire": wire,
+            "rule": rule,
+            "hostile": hostile,
+            "clip": clip,
             "max_norm": max_norm,
             "sparsity": dataclasses.asdict(sparsity) if isinstance(sparsity, Schedule) else sparsity,
         }
@@ -290,7 +316,9 @@ class Federation:
             train.Encoder(self.trainer, shape, getattr(torch, dtype)),
             self.settings["wire"],
             self.settings["seed"],
+            **{name: self.settings[name] for name in ("rule", "hostile", "clip", "max_norm")},
         )
+        setup.check_rule(self.exchange, self._taking_part(k))
         self.states, self._shard = self._make_states(k), Shard(self.group, k)
         self.round = 0
         self.history, self.ledger = History(), Ledger()
@@ -306,6 +334,8 @@ class Federation:
         extra = self.method.extra(state)
         if clash := sorted(set(extra) & set(self.infos)):
             raise ValueError(f"{self.method.name}: extra tensor {clash[0]} has the name of a tensor of the model")
+        if self.settings["clip"] is not None:
+            extra |= {START + name: state[name].clone() for name in bounded(self.method, self.infos)}
         return state | extra
 
     def _make_states(self, k: int) -> States:
@@ -542,10 +572,19 @@ class Federation:
         up, down = done.ledger.by_client("up"), done.ledger.by_client("down")
         for row in done.rows:
             row["bytes_up"], row["bytes_down"] = up.get(row["client"], 0), down.get(row["client"], 0)
-        parts = self.group.each((done.rows, done.ledger.entries, report))
-        done.rows = [row for rows, _, _ in parts for row in rows]
-        done.ledger = Ledger(entry for _, entries, _ in parts for entry in entries)
-        report = Uploads.joined([part for _, _, part in parts])
+        parts = self.group.each((done.rows, done.ledger.entries, report, done.norms))
+        done.rows = [row for rows, *_ in parts for row in rows]
+        done.ledger = Ledger(entry for _, entries, *_ in parts for entry in entries)
+        report = Uploads.joined([part for _, _, part, _ in parts])
+        norms = {k: norm for *_, norms in parts for k, norm in norms.items()}
+        limit = self.settings["max_norm"]
+        if norms and limit is not None and is_relative(limit):
+            left_out = too_far(norms, limit)
+            report = report.without(left_out)
+            for row in done.rows:
+                if reason := left_out.get(row["client"]):
+                    log.warning("round %d: client %d is left out and not mixed: %s", round, row["client"], reason)
+                    row["left_out"] = reason
         if report.clients:
             done.reported = report
         else:
@@ -579,13 +618,15 @@ class Federation:
         before = [None] * len(clients) if trained.before is None else trained.before
         if self.uploaded:
             done.ledger.add(round, "up", clients, trained.sizes)
-            left_out |= exchange.unusable(clients, trained.sent, self.settings["max_norm"], left_out)
+            left_out |= exchange.unusable(clients, trained.sent, trained.norms, left_out)
         for row, k in enumerate(clients):
             if k in left_out:
                 log.warning("round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k])
                 for name, tensor in self.states.load([k]).items():
                     work[name][row].copy_(tensor[0])
             else:
+                if trained.norms is not None:
+                    done.norms[k] = trained.norms[row]
                 report.clients.append(k)
                 report.samples.append(self._samples_of(k))
                 report.losses.append(losses[row])
@@ -628,6 +669,7 @@ class Federation:
         # Counting nonzeros takes a byte a number. A database reads the records of the next clients ahead on a
         # thread, and the allocator keeps what that thread and this one let go of: measured, 4 blocks in all.
         loaded = each * (5 if self.settings["store"] == MEMORY else 20) // 4
+        loaded += memory.bytes_of({name: self.initial[name] for name in self.exchange.bounded})
         return memory.Need(fixed, loaded, 3 * each + memory.WORKSPACE * activations)
 
     def _downloads(self, round: int, clients: list[int], done: Round) -> Downloads | None:
@@ -640,9 +682,10 @@ class Federation:
     def uploads(self, server_state: State | None = None) -> Uploads:
         """What the server has of the last round. server_state: in place of a copy of the server's own."""
         server_state = dict(self.server_state) if server_state is None else server_state
-        names = None if self.exchange.measured else self.uploaded
+        exchange = self.exchange
+        names = None if exchange.measured or exchange.clip is not None else self.uploaded
         state = self.states.read(self._shard.mine(self.reported.clients), names)
-        return self.exchange.uploads(self.reported, state, server_state, self._shard)
+        return exchange.uploads(self.reported, state, server_state, self._shard)
 
     def of_all(self, state: State) -> State:
         """The tensors [K, …] of all clients, of which `state` has those of this process's."""
@@ -763,7 +806,7 @@ class Federation:
             "format": 1,
             "id": self.id,
             "method": {"name": self.method.name, "settings": self.method.settings()},
-            "settings": self.settings,
+            "settings": {name: value for name, value in self.settings.items() if LATER.get(name, ...) != value},
             "clients": len(self),
             "source": self.source,
             "executor": dataclasses.asdict(self.plan),

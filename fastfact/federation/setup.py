@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fastfact.federation.client.compact import mu_layers
 from fastfact.federation.client.dropout import Streams
 from fastfact.federation.client.placement import Placement, channels_last
+from fastfact.federation.server.exchange import Exchange
 from fastfact.federation.server.strategy import Strategy
 from fastfact.federation.state import State, seed_for, seeded
 from fastfact.nn.schedule import Schedule
@@ -80,6 +81,11 @@ def classes_of(template: nn.Module, data: Placement, batch_size: int) -> int:
         except ValueError as error:
             one = f"batch_size={batch_size}" if batch_size == 1 else f"client {alone[0]} has a single training sample"
             raise ValueError(f"Federation: {one}, and the model cannot train on one sample: {error}") from error
+    elif data.lazy:
+        try:
+            logits_of(template, x[:1], train=True)
+        except ValueError as error:
+            data.alone = error
     return logits.shape[1]
 
 
@@ -115,4 +121,22 @@ def check_sparsity(schedule: Schedule, method: Strategy, model: nn.Module, initi
     if extra := sorted(method.extra(initial)):
         raise ValueError(
             f"Federation(sparsity=): {method.name} keeps tensors of its own ({extra[0]}), which may follow a dense μ"
+        )
+
+
+def check_rule(exchange: Exchange, clients: int) -> None:
+    """Raise ValueError for a robust rule or a clipping that makes no sense for the method or so few clients."""
+    method, rule, hostile = exchange.method, exchange.rule, exchange.hostile
+    for name, value, plain in (("rule", rule, "mean"), ("clip", exchange.clip, None)):
+        if value != plain and not exchange.shared:
+            raise ValueError(f"Federation({name}={value!r}): {method.name} shares nothing that could be mixed")
+        if value != plain and method.clients_mix:
+            raise ValueError(
+                f"Federation({name}={value!r}): {method.name} mixes at its clients, which download others' models as"
+                " they are"
+            )
+    least = 2 * int(hostile * clients) + 3
+    if rule == "multi-krum" and clients < least:
+        raise ValueError(
+            f"Federation(rule='multi-krum', hostile={hostile:g}): {clients} clients a round, must be at least {least}"
         )

@@ -23,6 +23,9 @@ class Matched(Strategy):
     weighted. Here they and the client itself count alike: exp(scale · σ) would give the dissimilar next to nothing, and
     the ablation would be one of not aggregating.
 
+    max_weight: a bound on the weight of any one client in the mix of another; what is beyond stays with the client's
+    own. A client that knows how to be similar to all (the keys are its own word) can move nobody further than that.
+
     sketch: m > 0 compares sketches of m int8 numbers (`ops.srht`) in place of the keys: σ_ki then has an rms error of
     (1 − σ_ki²) / √m. A key that is uploaded for nothing else is sketched at the client, and m bytes travel in its
     place; the server sketches what it has anyway.
@@ -35,6 +38,7 @@ class Matched(Strategy):
     matching: str = "best"
     matches: int = 3
     sketch: int = 0
+    max_weight: float = 1.0
 
     @property
     def scale(self) -> float:
@@ -51,15 +55,21 @@ class Matched(Strategy):
         self._require("tau", -1 <= self.tau <= 1, "must be between -1 and 1")
         self._require("matching", self.matching in MATCHING, f"must be one of {', '.join(MATCHING)}")
         self._require("matches", self.matches >= 1, "must be an integer of at least 1")
+        self._require("max_weight", 0 < self.max_weight <= 1, "must be above 0 and at most 1")
         self._require("sketch", self.sketch >= 0, "must be an integer of at least 0 (0: no sketch)")
 
     def matrix(self, similarity: Tensor, clients: list[int], uploads: Uploads) -> Tensor:
         """The mixing weights [k, m] of `clients`, which are also the first k columns of `similarity`."""
         if self.matching == "best":
-            return mixing.softmax_matrix(similarity, self.scale, self.tau, self.least)
-        draws = [generator_for(uploads.seed, uploads.round, k, "matching") for k in clients]
-        chosen = mixing.choose(similarity, self.matching, self.matches, draws).double()
-        return chosen / chosen.sum(1, keepdim=True)
+            weights = mixing.softmax_matrix(similarity, self.scale, self.tau, self.least)
+        else:
+            draws = [generator_for(uploads.seed, uploads.round, k, "matching") for k in clients]
+            chosen = mixing.choose(similarity, self.matching, self.matches, draws).double()
+            weights = chosen / chosen.sum(1, keepdim=True)
+        if self.max_weight < 1:
+            weights = weights.clamp(max=self.max_weight)
+            weights.diagonal().add_(1 - weights.sum(1))
+        return weights
 
     def sketched(self, key: Tensor) -> Tensor:
         """What stands for keys [k, d]: their sketches int8 [k, m]; the keys themselves if sketches are not asked for or
@@ -81,7 +91,7 @@ class Matched(Strategy):
         return torch.cat([self.matrix(row, [k], uploads) for row, k in zip(each, guests.clients, strict=True)])
 
     def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
-        if self.matching != "best":
+        if self.matching != "best" or uploads.rule != "mean" or self.max_weight < 1:
             return super().mix(uploads, names, guests)
         keys, stacked = uploads.key(), {name: uploads.state[name] for name in names}
         valid, rows = None, uploads.here

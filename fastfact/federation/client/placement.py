@@ -36,8 +36,11 @@ class Placement:
         self.device, self.dtype, self.last = like.device, like.dtype, False
         self.lazy = not isinstance(clients, list | tuple)
         self.classes: int | None = None
+        self.alone: Exception | None = None
+        """Why the model cannot train on a single sample; of clients that are made when asked for."""
         self.placed: dict[int, Placed] = {}
-        self.shape = self._checked(0).train[0].shape[1:]
+        x = self._checked(0).train[0]
+        self.shape, self.floats = x.shape[1:], x.is_floating_point()
         for k in range(1 if self.lazy else len(clients)):
             self.placed[k] = self._place(k)
 
@@ -58,7 +61,10 @@ class Placement:
             self.placed = {client: self.placed[client] for client in clients if client in self.placed}
 
     def _checked(self, k: int) -> Client:
-        client = self.clients[k]
+        try:
+            client = self.clients[k]
+        except Exception as error:
+            raise ValueError(f"Federation(clients=): client {k} cannot be made: {error}") from error
         if not isinstance(client, Client):
             raise ValueError(f"Federation(clients=): client {k} is {type(client).__name__}, must be ff.Client")
         return client
@@ -69,6 +75,17 @@ class Placement:
             raise ValueError(
                 f"Federation(clients=): samples of client {k} have shape {list(client.train[0].shape[1:])}, of client 0"
                 f" {list(self.shape)}: must be the same"
+            )
+        if client.train[0].is_floating_point() != self.floats or client.test[0].is_floating_point() != self.floats:
+            kinds = " and ".join(str(data[0].dtype) for data in (client.train, client.test))
+            raise ValueError(
+                f"Federation(clients=): samples of client {k} are {kinds}, of client 0"
+                f" {self.clients[0].train[0].dtype}: must be all floating or all integers"
+            )
+        if self.alone is not None and len(client.train[1]) == 1:
+            raise ValueError(
+                f"Federation: client {k} has a single training sample, and the model cannot train on one sample:"
+                f" {self.alone}"
             )
         self._check_labels(k, client)
         train, test = (

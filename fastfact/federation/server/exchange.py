@@ -2,18 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastfact.federation.client.train import Encoder
+from fastfact.federation.server import robust
 from fastfact.federation.server.processes import Shard
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, index_of
 from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.format import Sizes, Wire, reply
 from fastfact.federation.wire.ledger import Ledger
+from fastfact.settings import bound_of
 
 
 class Exchange:
@@ -33,8 +36,15 @@ class Exchange:
         encoder: Encoder,
         values: str,
         seed: int,
+        rule: str = "mean",
+        hostile: float = 0.0,
+        clip: float | str | None = None,
+        max_norm: float | str | None = None,
     ):
         self.method, self.infos, self.sparse, self.encoder, self.seed = method, infos, sparse, encoder, seed
+        self.rule, self.hostile, self.clip, self.max_norm = rule, hostile, clip, max_norm
+        self.bounded = [] if clip is None and max_norm is None else bounded(method, infos)
+        """The tensors of which it counts how far a round moves them."""
         self.device = encoder.device
         self.shared = [name for name, info in infos.items() if method.shares(info)]
         self.keys = [name for name, info in infos.items() if method.compares(info)]
@@ -67,12 +77,20 @@ class Exchange:
 
     def uploads(self, reported: Uploads, state: State, server_state: State, shard: Shard) -> Uploads:
         """What the server has of a round: what its clients sent is what they hold, `state` of those in `shard`."""
-        sent = shard.stacked(self.wire.roundtrip(self.keyed(state), self.uploaded)[0], reported.clients)
+        sent = self.wire.roundtrip(self.keyed(state), self.uploaded)[0]
+        if self.clip is not None:
+            start = {name: state[START + name] for name in self.bounded}
+            norms = robust.norms(sent, start)
+            of_all = shard.stacked({"norm": norms}, reported.clients)["norm"].tolist()
+            sent = robust.clipped(sent, start, norms, bound_of(self.clip, of_all))
+        sent = shard.stacked(sent, reported.clients)
         return Uploads(
             **reported.report(),
             state=sent,
             keys=self.keys,
             server_state=server_state,
+            rule=self.rule,
+            hostile=self.hostile,
             seed=self.seed,
             here=shard.places(reported.clients),
         )
@@ -95,25 +113,43 @@ class Exchange:
                 work[name][rows] = tensor
 
     def unusable(
-        self, clients: list[int], sent: State, limit: float | None, known: Mapping[int, str]
+        self, clients: list[int], sent: State, norms: list[float] | None, known: Mapping[int, str]
     ) -> dict[int, str]:
-        """client → why what the server sees of it is left out: keys, norm of the upload. Not those `known`."""
+        """client → why what the server sees of it is left out: keys, or how far it moved. Not those `known`."""
         reasons = {
             k: f"{name} has NaN or inf"
             for name in self.measured
             for k, finite in zip(clients, sent[name].flatten(1).isfinite().all(1).tolist(), strict=True)
             if k not in known and not finite
         }
-        if limit is None:
+        if norms is None or self.max_norm is None or is_relative(self.max_norm):
             return reasons
-        # A sketch in integers has no norm of its own.
-        floats = [t.flatten(1).double() for t in sent.values() if t.is_floating_point()]
-        norms = torch.stack([torch.linalg.vector_norm(t, dim=1) for t in floats]).norm(dim=0)
-        return reasons | {
-            k: f"the norm of its upload is {norm:.6g}, above {limit:g}"
-            for k, norm in zip(clients, norms.tolist(), strict=True)
-            if k not in known and norm > limit
-        }
+        return reasons | too_far(dict(zip(clients, norms, strict=True)), self.max_norm, known)
+
+
+START = "start/"
+"""Before the name of a shared tensor: what it was at the start of the client's last round."""
+
+
+def bounded(method: Strategy, infos: Mapping[str, TensorInfo]) -> list[str]:
+    """The shared tensors whose changes have a norm."""
+    return [name for name, info in infos.items() if method.shares(info) and info.dtype.is_floating_point]
+
+
+def is_relative(limit: float | str) -> bool:
+    """Whether `max_norm` is a multiple of the round's median."""
+    return isinstance(limit, str) and limit.endswith("x")
+
+
+def too_far(norms: Mapping[int, float], limit: float | str, known: Mapping[int, str] = MappingProxyType({})):
+    """client → why it is left out, of those whose norm is beyond `limit`; those `known` do not count."""
+    norms = {k: norm for k, norm in norms.items() if k not in known}
+    bound = bound_of(limit, list(norms.values()))
+    return {
+        k: f"the round changed its upload by {norm:.6g} (Euclidean norm), above max_norm={limit}"
+        for k, norm in norms.items()
+        if not norm <= bound
+    }
 
 
 class Download(NamedTuple):
@@ -140,6 +176,8 @@ class ClientRound(NamedTuple):
     """What `evaluate` says after the download."""
     broken: dict[int, str]
     """client → which of its tensors has NaN or inf."""
+    norms: list[float] | None
+    """How far the round moved what each uploads, where that is bounded."""
 
 
 def client_round(
@@ -158,10 +196,15 @@ def client_round(
     for download in downloads:
         exchange.receive(download, state)
     before = None if evaluate is None else evaluate(state)
+    start = {name: state[name].clone() for name in exchange.bounded}
+    if exchange.clip is not None:
+        for name, tensor in start.items():
+            state[START + name].copy_(tensor)
     losses, seconds = train(state)
     broken = not_finite(clients, state)
     sent, sizes = exchange.wire.roundtrip(exchange.keyed(state), exchange.uploaded, masks)
-    return ClientRound(sent, sizes, losses, seconds, before, broken)
+    norms = robust.norms(sent, start).tolist() if start else None
+    return ClientRound(sent, sizes, losses, seconds, before, broken, norms)
 
 
 def server_round(
@@ -258,7 +301,7 @@ class Downloads:
             sent,
             exchange.keys,
             uploads.server_state,
-            exchange.seed,
+            seed=exchange.seed,
         )
         mixed = exchange.method.mix(uploads, exchange.shared, guests)
         if exchange.keys and exchange.method.newcomers_upload:

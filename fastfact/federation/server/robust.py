@@ -9,12 +9,10 @@ for equal weights they are those of their papers, clients of weight 0 do not exi
 `multi-krum`: the mean of the n − f clients whose n − f − 2 nearest others are nearest, f = ⌊`hostile` · n⌋ of the n in
 the row (Blanchard, El Mhamdi, Guerraoui, Stainer; NeurIPS 2017, §3 and §5).
 
-`bounds` and `clipped` bound the norm of what one round changed in an upload: a client beyond is scaled down to it (Sun,
+`clipped` bounds the norm of what one round changed in an upload: a client beyond is scaled down to it (Sun,
 Kairouz, Suresh, McMahan; 2019, §3: Δ / max(1, ‖Δ‖ / M)), M fixed or a multiple of the median of the round's norms (as
 FLAME; Nguyen et al., USENIX Security 2022, §4.3).
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ from torch import Tensor
 from fastfact.federation.server import mixing
 from fastfact.federation.state import State
 
-RULES = ("mean", "median", "trimmed-mean", "multi-krum")
 _COLUMNS = 1 << 14
 
 
@@ -102,14 +99,6 @@ def norms(sent: State, start: State) -> Tensor:
         for name, tensor in start.items()
     ]
     return torch.stack(squares).sum(0).sqrt()
-
-
-def bound_of(limit: float | str, norms: Sequence[float]) -> float:
-    """The largest norm that `limit` allows: a number, or "2x", so many times the median of the round's `norms`."""
-    if not isinstance(limit, str):
-        return limit
-    # Where most clients have not moved, the median says nothing.
-    return float(limit.removesuffix("x")) * float(torch.tensor(norms).double().quantile(0.5)) or float("inf")
 
 
 def clipped(sent: State, start: State, norms: Tensor, bound: float) -> State:

@@ -1,6 +1,6 @@
 """What makes a federated method: a handful of answers, which the loop asks for in a fixed order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastfact.federation.client import batchnorm as statistics
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.train import Encoder
-from fastfact.federation.server import mixing
+from fastfact.federation.server import mixing, robust
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
 from fastfact.kinds import check_kinds
@@ -39,6 +39,9 @@ class Uploads:
     """The names of the key tensors."""
     server_state: State = field(default_factory=dict)
     """The server's own tensors, kept from round to round and in checkpoints; a strategy may change them."""
+    rule: str = "mean"
+    hostile: float = 0.0
+    """How the server mixes, see `robust.mix`."""
     seed: int = 0
     """The federation's, for random draws: see `state.generator_for`."""
     here: range = range(0)
@@ -59,6 +62,12 @@ class Uploads:
         lists = ([item for part in parts for item in getattr(part, name)] for name in ("clients", "samples", "losses"))
         return cls(parts[0].round, *lists)
 
+    def without(self, clients: Container[int]) -> "Uploads":
+        """Who reported, but for some."""
+        kept = [place for place, client in enumerate(self.clients) if client not in clients]
+        lists = ([getattr(self, name)[place] for place in kept] for name in ("clients", "samples", "losses"))
+        return Uploads(self.round, *lists)
+
     def report(self) -> dict[str, Any]:
         """Who reported, as JSON can hold it: `Uploads(**report)` is this without tensors."""
         return {name: getattr(self, name) for name in ("round", "clients", "samples", "losses")}
@@ -69,18 +78,20 @@ class Uploads:
         return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
 
     def mix(self, matrix: Tensor, names: Sequence[str], guests: "Uploads | None" = None) -> State:
-        """Σ_i w[k, i] x_i of the named tensors, [k, …].
+        """Σ_i w[k, i] x_i of the named tensors, [k, …], or what the robust `rule` makes of these weights.
 
         matrix [k, m], row-stochastic. With k guests also [k, 1 + m], whose first column is the weight of what the guest
         has itself.
         """
         stacked = {name: self.state[name] for name in names}
         if guests is None or matrix.shape[1] == len(self.clients):
-            return mixing.mix(matrix, stacked)
+            return robust.mix(matrix, stacked, self.rule, self.hostile)
         each = [
-            mixing.mix(
+            robust.mix(
                 matrix[k : k + 1],
                 {name: torch.cat([guests.state[name][k : k + 1], tensor]) for name, tensor in stacked.items()},
+                self.rule,
+                self.hostile,
             )
             for k in range(len(matrix))
         ]
