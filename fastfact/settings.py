@@ -100,8 +100,13 @@ class FederationSettings:
     )
 
 
+LATER = {"rule": "mean", "hostile": 0.2, "clip": None}
+"""What config.json of an older run does not say, and what it was: it is said only where it is something else."""
+
+
 def check_federation(settings: Mapping[str, Any]) -> None:
     """Raise ValueError, naming it, for a setting of `Federation` that is not what it must be."""
     for item in fields(FederationSettings):
-        if rule := value_error(settings[item.name], item):
-            raise ValueError(f"Federation({item.name}={settings[item.name]!r}): must be {rule}")
+        value = LATER[item.name] if item.name in LATER and item.name not in settings else settings[item.name]
+        if rule := value_error(value, item):
+            raise ValueError(f"Federation({item.name}={value!r}): must be {rule}")

@@ -57,15 +57,12 @@ from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import type_error
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.sparsity import penalized
+from fastfact.settings import LATER
 
 log = logging.getLogger("fastfact")
 
 BLOCK_BYTES = 1 << 28
 """At most about so many bytes of a round's clients' states are in memory at once (the uploads come on top)."""
-
-
-LATER = {"rule": "mean", "hostile": 0.2, "clip": None}
-"""Settings that runs of before do not have, and what they were: config.json says them only where they are others."""
 
 
 @dataclasses.dataclass
@@ -805,7 +802,7 @@ class Federation:
         return {
             "format": 1,
             "id": self.id,
-            "method": {"name": self.method.name, "settings": self.method.settings()},
+            "method": {"name": self.method.name, "settings": _as_recorded(self.method)},
             "settings": {name: value for name, value in self.settings.items() if LATER.get(name, ...) != value},
             "clients": len(self),
             "source": self.source,
@@ -886,3 +883,12 @@ class Federation:
 
 def _append(directory: RunDirectory, done: Round, sync: bool) -> None:
     directory.append(done.rows, done.ledger, sync)
+
+
+def _as_recorded(method: Strategy) -> dict[str, Any]:
+    """The settings of a method as config.json has them since its first version, so that older runs are known again:
+    `skip` under its old name, and what came later only where it is not the default."""
+    settings = method.settings()
+    if settings.get("max_weight") == 1:
+        del settings["max_weight"]
+    return {"whole" if name == "skip" else name: value for name, value in settings.items()}
