@@ -8,18 +8,35 @@ PY := $(VENV)/bin/python
 KERNELS := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*)
 CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/ops/*.cpp tests/ops/*.h))
 
-.PHONY: setup demo test test-all bench gpu-check gpu-bundle lint format clean
+# Tests run in one process a core, each on one thread. CHECK: what stands for the rest before a commit.
+JOBS ?= $(shell nproc)
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
+CHECK := tests/test_floors.py tests/test_kinds.py tests/nn/test_layers.py tests/ops/test_ops.py tests/federation/wire \
+	tests/federation/server/test_mixing.py tests/federation/test_federation.py tests/methods/test_every_method.py
+
+.PHONY: setup demo test test-all check fuzz crash-test bench gpu-check gpu-bundle lint format clean
 setup: $(VENV)/.built
 
 demo: setup
 	$(PY) -m fastfact compare --config examples/demo.toml --out runs/demo
 
 test: setup
-	$(PY) -m pytest
+	$(PYTEST)
+
+check: lint
+	$(PYTEST) -q -x $(CHECK)
 
 # What the suite has samples of as well: every architecture, every way to install.
 test-all: setup
-	$(PY) -m pytest -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
+
+# Random arguments for every public op, for MINUTES; damage at every system call of small runs (hours).
+MINUTES ?= 60
+fuzz: setup
+	$(PY) -m tests.fuzz ops --minutes $(MINUTES)
+
+crash-test: setup
+	$(PY) tests/federation/storage/crash.py
 
 bench: setup
 	$(PY) -m fastfact bench layers --only reconstruct,weight --json bench/results/weights.json
@@ -36,6 +53,7 @@ gpu-bundle: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
 
 format: setup
