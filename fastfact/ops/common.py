@@ -51,7 +51,7 @@ def transforming() -> bool:
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in autocast's dtype where it is on, as PyTorch's own convolutions take theirs (float64 stays)."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
@@ -97,7 +97,7 @@ def whole(op: str, name: str, value, least: int, most: int = LARGEST) -> int:
     if type(value) is int and least <= value <= most:
         return value
     try:
-        number = operator.index(value)
+        number = int(operator.index(value))
     except TypeError:
         raise TypeError(f"{op}: {name}={value!r}, must be an integer") from None
     if not least <= number <= most:
@@ -124,7 +124,10 @@ def wholes(op: str, name: str, value, counts: tuple[int, ...], least: int) -> tu
             raise TypeError(f"{op}: {name}={value!r}, must be {kind}, integers")
     if len(numbers) not in counts or min(numbers) < least or max(numbers) > LARGEST:
         raise ValueError(f"{op}: {name}={value!r}, must be {kind}, each from {least} to {LARGEST}")
-    return tuple(number if isinstance(number, int) else operator.index(number) for number in numbers)
+    if len(numbers) == 1:
+        numbers = 2 * tuple(numbers)
+    # True is an int too, which PyTorch refuses for one.
+    return tuple(number if type(number) is int else int(number) for number in numbers)
 
 
 def pair(op: str, name: str, value, least: int) -> tuple[int, int]:

@@ -187,7 +187,7 @@ def _checked(op, layout, x, u, v, mu, index, bias, size, stride, padding, dilati
         raise ValueError(f"{op}: x has {channels} channels, must have groups·i = {groups * size[1]}")
     padded_h, padded_w = h + 2 * padding[0], w + 2 * padding[1]
     steps_h, steps_w = padded_h - dilation[0] * (size[2] - 1) - 1, padded_w - dilation[1] * (size[3] - 1) - 1
-    if steps_h < 0 or steps_w < 0:
+    if h == 0 or w == 0 or steps_h < 0 or steps_w < 0:
         raise ValueError(f"{op}: x is {h}×{w}, too small for kernel {size[2:]}, {padding=} and {dilation=}")
     if padded_h * padded_w > LARGEST:
         raise ValueError(f"{op}: {padding=} makes x, {h}×{w}, larger than {LARGEST} pixels")

@@ -42,7 +42,8 @@ def prox_sgd_step(
             " must be as many of each (no momenta when momentum is 0)"
         )
     for j, param in enumerate(params):
-        if not (isinstance(param, Tensor) and param.dtype in FLOATING and param.device == params[0].device):
+        if not isinstance(param, Tensor) or param.dtype not in FLOATING or param.device != params[0].device:
+            check_tensor(op, f"params[{j}]", param)
             check_tensor(op, f"params[{j}]", param, FLOATING, params[0].device)
         _check_written(op, "params", j, param)
         if not _is_like(grads[j], param):
@@ -94,7 +95,7 @@ def pack_bitmap(x: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     in `dtype` (float32, bfloat16 or int8); scale float32 [(k,) rows] = max|row| / 127 for int8, empty otherwise.
     """
     op = "pack_bitmap"
-    if dtype not in VALUE_TYPES:
+    if dtype not in tuple(VALUE_TYPES):
         raise ValueError(f"{op}: dtype={dtype}, must be one of {', '.join(map(str, VALUE_TYPES))}")
     clients, (x,) = with_clients(op, {"x": (x, 2)})
     check_floating(op, "x", x)

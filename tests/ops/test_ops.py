@@ -333,6 +333,8 @@ def test_bad_input_names_the_argument(call, message):
         (lambda: conv(stride=1.5), "stride=1.5, must be one or two integers"),
         (lambda: ops.factored_conv2d(z(1, 2, 4, 4), size=3), r"size=3, must be \(o, i, kh, kw\)"),
         (lambda: ops.prox_sgd_step(5, [], [], [], lr=0.1), "params is int, must be a list of tensors"),
+        (lambda: ops.prox_sgd_step(["x"], [z(2)], [], [0.0], lr=0.1), r"params\[0\] is str, must be a tensor"),
+        (lambda: ops.pack_bitmap(z(2, 3).to_sparse(), torch.int8), r"x is torch\.sparse_coo, must be dense"),
         (lambda: ops.similarity_mix(z(2, 3), z(2), "a"), "epsilon='a', must be a number"),
         (lambda: ops.srht(z(2, 4), 2, seed=[1]), r"seed=\[1\], must be an integer"),
     ],
@@ -340,6 +342,13 @@ def test_bad_input_names_the_argument(call, message):
 def test_another_kind_of_argument_is_a_type_error(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_shapes_on_the_meta_device():
+    x, u, v = (t.to("meta") for t in (z(1, 2, 4, 4), z(1, 3, 3), z(1, 4, 2)))
+    for op in (ops.factored_conv2d, ops.fused_conv2d):
+        assert op(x, u, v, size=(4, 2, 3, 3)).shape == (1, 4, 2, 2)
+    assert ops.rank1_weight(u, v).shape == (4, 2, 3, 3)
 
 
 @pytest.mark.parametrize("op", [ops.rank1_weight, ops.fused_conv2d])
