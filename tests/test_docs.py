@@ -55,7 +55,7 @@ def test_the_table_lists_what_a_strategy_answers():
     rows = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`(\w+)\(", row)}
     public = {name for name, value in vars(Strategy).items() if callable(value) and not name.startswith("_")}
-    assert listed == public - {"check", "settings", "prepare", "bind", "allowed", "schedule"}
+    assert listed == public - {"check", "settings", "prepare", "bind", "allowed", "active_phases"}
 
 
 def test_a_million_clients(tmp_path, monkeypatch):
