@@ -28,6 +28,7 @@ check: lint
 
 # What the suite has samples of as well: every architecture, every way to install.
 test-all: setup
+	FASTFACT_BUILD=skip $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[surroundings]'
 	$(PYTEST) -m "slow or not slow"
 
 # Random arguments for every public op, for MINUTES; damage at every system call of small runs (hours).

@@ -11,7 +11,7 @@ from fastfact.nn import choice, sparsity, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops.backends import loaded
-from fastfact.ops.common import autocast, is_channels_last, is_mapped, transforming
+from fastfact.ops.common import autocast, is_channels_last, is_mapped, recording, transforming
 
 PATHS = ("auto", "reconstruct", "factored")
 INDEX = "mu_index"
@@ -418,7 +418,7 @@ class FactorizedLayer(nn.Module):
 
     def _choose_nominal(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> str:
         """The path where something traces or transforms: by the rule, for an input of a nominal size."""
-        if x.device.type != "cpu" or self._why_not("factored", tensors):
+        if x.device.type != "cpu" or recording() or self._why_not("factored", tensors):
             return "reconstruct"
         step = "training" if trained else "forward"
         return choice.nominal(*self._work(None, tensors, False, step, x.dtype, "cpu"))
@@ -441,6 +441,12 @@ class FactorizedLayer(nn.Module):
         if self.spec.sparse and INDEX not in tensors:
             return "μ is dense, call compact() first"
         return None
+
+    def __prepare_scriptable__(self):
+        """Called by torch.jit.script, which would put what this returns into the model itself."""
+        raise TypeError(
+            "torch.jit.script takes dense layers only: script ff.densify(copy.deepcopy(model)), or trace it"
+        )
 
     def train(self, mode: bool = True) -> "FactorizedLayer":
         """As for any module; a kept weight is dropped."""
@@ -611,7 +617,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _choose_nominal(self, x, tensors, trained):
         own = next(iter(tensors.values()))
-        if own.is_cuda and not torch.compiler.is_compiling() and self._zero_padding() is None:
+        if own.is_cuda and not (torch.compiler.is_compiling() or recording()) and self._zero_padding() is None:
             mapped = any(t is not None and is_mapped(t) for t in (*tensors.values(), self.bias))
             return "fused" if mapped or self._in_two_parts() else "reconstruct"
         return super()._choose_nominal(x, tensors, trained)

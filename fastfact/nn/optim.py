@@ -69,15 +69,20 @@ class ProxSGD(Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(param)
                 momenta.append(state["momentum_buffer"])
         ops.prox_sgd_step(
-            params,
-            [param.grad for param in params],
-            momenta,
+            _local(params),
+            _local([param.grad for param in params]),
+            _local(momenta),
             [l1 if sparsity.penalized(param) else 0.0 for param in params],
             lr=group["lr"],
             momentum=group["momentum"],
             weight_decay=group["weight_decay"],
             proximal=group["method"] == "proximal",
         )
+
+
+def _local(tensors: list[Tensor]) -> list[Tensor]:
+    """What of sharded tensors (of FSDP) lies here: the step is one of each number by itself."""
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 class ProxAdamW(torch.optim.AdamW):

@@ -44,8 +44,13 @@ def unfold(batch: int, clients: bool, needs: int, out: tuple[Tensor, ...]) -> tu
 
 
 def transforming() -> bool:
-    """Whether torch.compile or a transform of torch.func is at work."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    """Whether torch.compile, torch.jit.trace or a transform of torch.func is at work."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+
+
+def recording() -> bool:
+    """Whether a graph is recorded that is to run without this package: by torch.export, ONNX or torch.jit.trace."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -87,9 +92,9 @@ def is_channels_last(x: Tensor) -> bool:
 
 def must_be_plain() -> bool:
     """Whether an op must be made of plain PyTorch: torch.compile loses the gradient of an autograd.Function inside
-    torch.func.grad (and fuses plain PyTorch there).
+    torch.func.grad (and fuses plain PyTorch there), and a recorded graph has to run without this package.
     """
-    return torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return recording() or (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active())
 
 
 def whole(op: str, name: str, value, least: int, most: int = LARGEST) -> int:

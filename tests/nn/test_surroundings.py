@@ -1,0 +1,154 @@
+"""What people do with a model, with factorized layers in it: what docs/surroundings.md says of PyTorch alone."""
+
+import copy
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+import fastfact as ff
+
+ROOT = Path(__file__).parents[2]
+SPECS = {
+    "dense mu": ff.Rank1(),
+    "compact": ff.Rank1(),
+    "compact, kernel": ff.Rank1(layout="kernel"),
+    "no mu": ff.Rank1(sparse=False),
+    "low rank": ff.LowRank(),
+    "hadamard": ff.Hadamard(),
+}
+X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def network(form):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    ff.factorize(model, SPECS[form], init="random" if form == "hadamard" else "svd")
+    if form.startswith("compact"):
+        for layer in ff.factorized_layers(model).values():
+            layer.compact(0.3)
+    return model
+
+
+@pytest.fixture(params=SPECS)
+def model(request):
+    return network(request.param)
+
+
+def through_file(scripted):
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def test_a_trace_holds_plain_operations(model):
+    made = through_file(torch.jit.trace(model.eval(), X))
+    kinds = {node.kind() for node in made.inlined_graph.nodes()}
+    assert not [kind for kind in kinds if "fastfact" in kind or "PythonOp" in kind]
+    for x in (X, torch.randn(3, 3, 6, 6)):
+        torch.testing.assert_close(made(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_scripting_takes_the_dense_form(model):
+    model.eval()
+    with pytest.raises(TypeError, match=r"script ff\.densify\(copy\.deepcopy\(model\)\)"):
+        torch.jit.script(model)
+    assert len(ff.factorized_layers(model)) == 2
+    made = through_file(torch.jit.script(ff.densify(copy.deepcopy(model))))
+    torch.testing.assert_close(made(X), model(X), atol=1e-5, rtol=1e-4)
+
+
+def test_export_holds_plain_operations(model):
+    program = torch.export.export(model.eval(), (X,))
+    assert not [node for node in program.graph.nodes if "fastfact" in str(node.target)]
+    torch.testing.assert_close(program.module()(X), model(X), atol=1e-5, rtol=1e-4)
+
+
+def test_averaged_model(model):
+    averaged = AveragedModel(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    averaged.update_parameters(model)
+    averaged.update_parameters(model)
+    assert averaged(X).isfinite().all()
+
+
+def test_activation_checkpointing(model):
+    model(X).square().sum().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    checkpoint(model, X, use_reentrant=False).square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+SHARDED = """
+import copy, sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from test_surroundings import SPECS, X, network
+from torch.distributed.fsdp import fully_shard
+import fastfact as ff
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for form in SPECS:
+    model = network(form)
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    options = dict(lr=0.1, momentum=0.9, weight_decay=0.01, l1=0.05)
+    for one in (model, plain):
+        optimizer = ff.optim.ProxSGD(one.parameters(), **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            one(X).square().mean().backward()
+            optimizer.step()
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b.detach(), msg=lambda text: f"{{form}} {{name}}: {{text}}")
+dist.destroy_process_group()
+"""
+
+
+def test_proxsgd_under_fsdp2_steps_as_without():
+    """One process: each number is stepped by itself, so that how they are shared out changes nothing."""
+    code = SHARDED.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("form", ["compact", "compact, kernel"])
+def test_compile_of_compact_layers_in_training_and_evaluation(form):
+    torch._dynamo.reset()
+    model = network(form)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for training in (True, False, True, False):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            torch.testing.assert_close(compiled(X), model(X), atol=1e-5, rtol=1e-4)
+
+
+def test_deepcopy_and_pickle(model):
+    for new in (copy.deepcopy(model), torch.load(_pickled(model), weights_only=False)):
+        torch.testing.assert_close(new(X), model(X))
+
+
+def _pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+def test_every_row_of_the_page_names_a_test():
+    page = (ROOT / "docs" / "surroundings.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "`tests/" in line]
+    assert len(rows) > 20
+    for row in rows:
+        for file, name in re.findall(r"`(tests/\S+\.py)::(\w+)`", row):
+            assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file}::{name}"
