@@ -11,12 +11,13 @@ struct Pair {
 };
 
 // Whether kernels with registers of B bytes can multiply pairs, and whether this machine can. FF_EMULATE_PAIRS does
-// without the instruction, for tests.
+// without the instruction, for tests. clang refuses the instruction's operands where it checks them, in functions that
+// are not themselves for AVX-512.
 #if defined(FF_EMULATE_PAIRS)
 template <int B>
 inline constexpr bool kMultipliesPairs = true;
 inline bool multiplies_pairs() { return true; }
-#elif defined(FF_DISPATCH)
+#elif defined(FF_DISPATCH) && !defined(__clang__)
 template <int B>
 inline constexpr bool kMultipliesPairs = B == 64;
 inline bool multiplies_pairs() {
@@ -72,7 +73,7 @@ FF_INLINE void add_product(Vec<E, B>& sum, Operands<E, B> a, Operands<E, B> b) {
     using V = Vec<float, B>;
     sum += bit_cast<V>(a & 0xffff0000u) * bit_cast<V>(b & 0xffff0000u);
     sum += bit_cast<V>(a << 16) * bit_cast<V>(b << 16);
-#elif defined(FF_DISPATCH)
+#elif defined(FF_DISPATCH) && !defined(__clang__)
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 #endif
   }

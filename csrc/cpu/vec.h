@@ -152,10 +152,10 @@ FF_INLINE void store(T* p, Vec<T, B> x) {
 }
 
 // x, which the compiler will not load anew for each use: an operand in memory that crosses a line of the cache costs as
-// much as four that do not.
+// much as four that do not. (clang refuses registers of 64 bytes in a function that is not itself for AVX-512.)
 template <class V>
 FF_INLINE V in_register(V x) {
-#ifdef __x86_64__
+#if defined(__x86_64__) && !defined(__clang__)
   asm("" : "+v"(x));
 #endif
   return x;
