@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "../csrc/cpu/factored_conv.h"
-#include "../csrc/cpu/vec.h"
+#include "../../csrc/cpu/factored_conv.h"
+#include "../../csrc/cpu/vec.h"
 
 using namespace fastfact;
 

@@ -1,0 +1,55 @@
+"""The CPU library with other compilers than the one that built it: clang, whose kernels are run, and g++ for aarch64."""
+
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths
+
+ROOT = Path(__file__).parents[2]
+KERNELS = sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))
+BINDINGS = sorted((ROOT / "csrc").glob("bind_cpu*.cpp"))
+DRIVER = ROOT / "tests" / "ops" / "kernels_driver.cpp"
+FLAGS = ("-std=c++17", "-w")
+TORCH = [flag for path in (*include_paths(), sysconfig.get_path("include")) for flag in ("-isystem", path)]
+TORCH += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
+
+
+def compile_all(compiler, jobs):
+    def compile_one(job):
+        source, flags = job
+        command = [compiler, *FLAGS, *flags, str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{source.name}: {done.stderr[:3000]}"
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, jobs))
+
+
+def require(compiler):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+
+
+def test_clang_builds_kernels_that_run(tmp_path):
+    require("clang++")
+    # Without optimization, which takes minutes, and the convolutions for one element type.
+    objects = [tmp_path / f"{source.stem}.o" for source in (*KERNELS, DRIVER)]
+    jobs = [
+        (source, ("-O0", "-DFF_CONV_TYPE=float", "-c", "-o", str(out)))
+        for source, out in zip((*KERNELS, DRIVER), objects, strict=True)
+    ]
+    compile_all("clang++", jobs)
+    program = str(tmp_path / "driver")
+    subprocess.run(["clang++", *map(str, objects), "-pthread", "-o", program], check=True)
+    done = subprocess.run([program, "1", "8"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith(" ok\n"), done.stdout[-500:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("compiler", ["clang++", "aarch64-linux-gnu-g++"])
+def test_every_source_compiles(compiler):
+    require(compiler)
+    compile_all(compiler, [(source, ("-fsyntax-only", *TORCH)) for source in (*BINDINGS, *KERNELS)])
