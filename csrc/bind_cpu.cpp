@@ -1,94 +1,22 @@
 // The CPU library: checks the tensors of each op, makes outputs, and calls the kernels of csrc/cpu.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
-#include <initializer_list>
-#include <optional>
-#include <stdexcept>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "bind.h"
 #include "cpu/kernels.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-using Shape = std::vector<int64_t>;
-
-std::string to_string(const Shape& shape) {
-  std::string out = "[";
-  for (size_t d = 0; d < shape.size(); ++d) out += (d ? ", " : "") + std::to_string(shape[d]);
-  return out + "]";
-}
-
-[[noreturn]] void fail(const char* op, const std::string& message) {
-  throw std::invalid_argument(std::string(op) + ": " + message);
-}
-
-Shape shape_of(const Tensor& t) {
-  const auto sizes = t.sizes();
-  return Shape(sizes.begin(), sizes.end());
-}
-
-fastfact::Type type_of(const char* op, const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return fastfact::Type::f32;
-    case ScalarType::Double:
-      return fastfact::Type::f64;
-    case ScalarType::BFloat16:
-      return fastfact::Type::bf16;
-    case ScalarType::Half:
-      return fastfact::Type::f16;
-    default:
-      fail(op, "tensors must be float32, float64, bfloat16 or float16");
-  }
-}
-
-// Checks one argument against the shape the others imply, and their type.
-void expect(const char* op, const char* name, const Tensor& t, const Shape& shape, const Tensor& like) {
-  if (shape_of(t) != shape)
-    fail(op, std::string(name) + " has shape " + to_string(shape_of(t)) + ", must be " + to_string(shape));
-  if (t.scalar_type() != like.scalar_type() || !t.is_cpu())
-    fail(op, std::string(name) + " must have the type of the other tensors, on the CPU");
-}
-
-void expect_dim(const char* op, const char* name, const Tensor& t, int64_t dim) {
-  if (t.dim() != dim)
-    fail(op, std::string(name) + " has shape " + to_string(shape_of(t)) + ", must have " + std::to_string(dim) +
-                 " dimensions");
-}
-
-// Whether each client's part of `t` is dense with its axes in this order, outermost first.
-bool is_dense(const Tensor& t, std::initializer_list<int64_t> order) {
-  int64_t expected = 1;
-  for (auto axis = order.end(); axis != order.begin();) {
-    --axis;
-    if (t.size(*axis) != 1 && t.stride(*axis) != expected) return false;
-    expected *= t.size(*axis);
-  }
-  return true;
-}
-
-bool is_dense(const Tensor& t, int64_t clients = 1) {
-  int64_t expected = 1;
-  for (int64_t axis = t.dim(); axis-- > clients;) {
-    if (t.size(axis) != 1 && t.stride(axis) != expected) return false;
-    expected *= t.size(axis);
-  }
-  return true;
-}
+using namespace fastfact::bind;
 
 // Whether a weight [(k,) o, i, kh, kw] is channels_last; `clients` is the number of its client axes, 1 or 0.
 bool is_channels_last(const Tensor& t, int64_t clients) {
-  return clients ? is_dense(t, {1, 3, 4, 2}) : is_dense(t, {0, 2, 3, 1});
+  return is_dense(t, clients ? Shape{1, 3, 4, 2} : Shape{0, 2, 3, 1});
 }
+
+fastfact::Type type_of(const char* op, const Tensor& t) { return fastfact::bind::type_of<fastfact::Type>(op, t); }
 
 // A tensor whose parts are dense: `t` itself, or a copy. Clients that share a part go on sharing it.
 Tensor dense(const Tensor& t) { return is_dense(t) ? t : torch::stable::contiguous(t); }
@@ -108,36 +36,11 @@ fastfact::In in(const Tensor& t, int64_t clients = 1) {
 }
 fastfact::In in(const OptionalTensor& t, int64_t clients = 1) { return t ? in(*t, clients) : fastfact::In{nullptr, 0}; }
 
-Tensor empty(const Tensor& like, const Shape& sizes, const Shape& order) {
-  Shape strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t d = order.size(); d-- > 0;) {
-    strides[order[d]] = stride;
-    stride *= sizes[order[d]] > 1 ? sizes[order[d]] : 1;
-  }
-  AtenTensorHandle out;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
-                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
-                               aoti_torch_device_type_cpu(), 0, &out));
-  return Tensor(out);
-}
-
-Tensor empty(const Tensor& like, const Shape& sizes) {
-  Shape order(sizes.size());
-  for (size_t d = 0; d < order.size(); ++d) order[d] = d;
-  return empty(like, sizes, order);
-}
-
 // An uninitialised weight [k, …size].
 Tensor empty_weight(const Tensor& like, int64_t clients, const fastfact::Size& s, bool conv, bool channels_last) {
   if (!conv) return empty(like, {clients, s.o, s.i});
   const Shape sizes = {clients, s.o, s.i, s.kh, s.kw};
   return channels_last ? empty(like, sizes, {0, 1, 3, 4, 2}) : empty(like, sizes);
-}
-
-void parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
-  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, n, grain, body, context));
 }
 
 // The format in which dW is read: channels_last if it is laid out so and not contiguous as well.
@@ -370,28 +273,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hadamard_weight_backward(Tensor grad,
        in(x2), in(y2), wanted(dx1, needs, 0), wanted(dy1, needs, 1), wanted(dx2, needs, 2), wanted(dy2, needs, 3)},
       parallel_for);
   return {dx1, dy1, dx2, dy2};
-}
-
-bool same_strides(const Tensor& a, const Tensor& b) {
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
-  }
-  return true;
-}
-
-// Whether the elements of `t` fill one stretch of memory, in whatever order.
-bool fills_memory(const Tensor& t) {
-  std::vector<std::pair<int64_t, int64_t>> axes;
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    if (t.size(d) > 1) axes.emplace_back(t.stride(d), t.size(d));
-  }
-  std::sort(axes.begin(), axes.end());
-  int64_t expected = 1;
-  for (const auto& [stride, size] : axes) {
-    if (stride != expected) return false;
-    expected *= size;
-  }
-  return true;
 }
 
 void prox_sgd_step(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> momenta,

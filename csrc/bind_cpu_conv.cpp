@@ -1,56 +1,21 @@
-// The CPU library's factored convolutions: checks the tensors of each op, makes outputs, calls the kernels client by
-// client.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
+// The CPU library's factored convolutions and linear layers: checks the tensors of each op, makes outputs, calls the
+// kernels client by client.
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
-#include <optional>
-#include <stdexcept>
-#include <string>
 #include <tuple>
-#include <vector>
 
+#include "bind.h"
 #include "cpu/factored_conv.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-using Shape = std::vector<int64_t>;
+using namespace fastfact::bind;
 
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(std::string("factored_conv2d: ") + message);
-}
+const char* const kConv = "factored_conv2d";
 
-Shape shape_of(const Tensor& t) {
-  const auto sizes = t.sizes();
-  return Shape(sizes.begin(), sizes.end());
-}
+void require(bool condition, const std::string& message) { fastfact::bind::require(condition, kConv, message); }
 
-fastfact::Type type_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return fastfact::Type::f32;
-    case ScalarType::Double:
-      return fastfact::Type::f64;
-    case ScalarType::BFloat16:
-      return fastfact::Type::bf16;
-    default:
-      require(t.scalar_type() == ScalarType::Half, "tensors must be float32, float64, bfloat16 or float16");
-      return fastfact::Type::f16;
-  }
-}
-
-// Whether each client's part of `t` [k, a, b, c, d] is dense with its axes in this order, outermost first.
-bool is_dense(const Tensor& t, const Shape& order) {
-  int64_t expected = 1;
-  for (size_t j = order.size(); j-- > 0;) {
-    if (t.size(order[j]) != 1 && t.stride(order[j]) != expected) return false;
-    expected *= t.size(order[j]);
-  }
-  return true;
-}
+fastfact::Type type_of(const Tensor& t) { return fastfact::bind::type_of<fastfact::Type>(kConv, t); }
 
 const Shape kContiguous = {1, 2, 3, 4}, kChannelsLast = {1, 3, 4, 2};
 
@@ -63,30 +28,8 @@ struct Batch {
   }
 };
 
-Tensor empty(const Tensor& like, const Shape& sizes, bool channels_last = false) {
-  Shape order;
-  for (size_t d = 0; d < sizes.size(); ++d) order.push_back(d);
-  if (channels_last) order = {0, 1, 3, 4, 2};
-  Shape strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t d = order.size(); d-- > 0;) {
-    strides[order[d]] = stride;
-    stride *= sizes[order[d]] > 1 ? sizes[order[d]] : 1;
-  }
-  AtenTensorHandle out;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
-                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
-                               aoti_torch_device_type_cpu(), 0, &out));
-  return Tensor(out);
-}
-
-void parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
-  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, n, grain, body, context));
-}
-
-void expect(const OptionalTensor& t, const Shape& shape, const Tensor& like, const char* message) {
-  require(!t || (shape_of(*t) == shape && t->scalar_type() == like.scalar_type() && t->is_cpu()), message);
+Tensor empty_images(const Tensor& like, const Shape& sizes, bool channels_last) {
+  return channels_last ? empty(like, sizes, {0, 1, 3, 4, 2}) : empty(like, sizes);
 }
 
 // A small tensor of every client, contiguous.
@@ -133,8 +76,8 @@ Checked check(const Tensor& x, const OptionalTensor& u, const OptionalTensor& v,
   if (u) {
     require(u->dim() == 4, "u must be [k, rank, kh, kw]");
     out.rank = u->size(1);
-    expect(u, {out.clients, out.rank, size[2], size[3]}, x, "u must be [k, rank, kh, kw]");
-    expect(v, {out.clients, out.rank, size[0], size[1]}, x, "v must be [k, rank, o, i]");
+    expect(kConv, "u", u, {out.clients, out.rank, size[2], size[3]}, x);
+    expect(kConv, "v", v, {out.clients, out.rank, size[0], size[1]}, x);
   }
   require(bool(values) == bool(index), "values and index go together");
   if (index) {
@@ -142,7 +85,7 @@ Checked check(const Tensor& x, const OptionalTensor& u, const OptionalTensor& v,
                 index->is_cpu(),
             "index must be int32 [k, nnz]");
     out.nonzeros = index->size(1);
-    expect(values, {out.clients, out.nonzeros}, x, "values must be [k, nnz]");
+    expect(kConv, "values", values, {out.clients, out.nonzeros}, x);
   }
   return out;
 }
@@ -163,9 +106,9 @@ Tensor convolve(const Tensor& x_, const OptionalTensor& u_, const OptionalTensor
   const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
   fastfact::Conv c = checked.conv;
   const int64_t k = checked.clients;
-  expect(bias_, {k, size[0]}, x_, "bias must be [k, o]");
+  expect(kConv, "bias", bias_, {k, size[0]}, x_);
   const Batch x(x_);
-  Tensor y = empty(x_, {k, c.n, size[0], c.oh, c.ow}, x.channels_last);
+  Tensor y = empty_images(x_, {k, c.n, size[0], c.oh, c.ow}, x.channels_last);
   c.x_channels_last = c.y_channels_last = x.channels_last;
   const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_);
   for (int64_t j = 0; j < k; ++j) {
@@ -194,12 +137,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
                                                                     int64_t needs) {
   const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
   fastfact::Conv c = checked.conv;
-  expect(grad, {checked.clients, c.n, size[0], c.oh, c.ow}, x_, "grad does not have the shape of the output");
+  expect(kConv, "grad", grad, {checked.clients, c.n, size[0], c.oh, c.ow}, x_);
   const Batch x(x_), dy(grad);
   c.x_channels_last = x.channels_last, c.y_channels_last = dy.channels_last;
   const Rows u(u_), v(v_), values(values_), index(index_);
   const bool wants[4] = {bool(needs & 1), (needs & 2) && u, (needs & 4) && v, (needs & 8) && index};
-  Tensor dx = wants[0] ? empty(x_, shape_of(x_), x.channels_last) : empty(x_, {0});
+  Tensor dx = wants[0] ? empty_images(x_, shape_of(x_), x.channels_last) : empty(x_, {0});
   Tensor du = empty(x_, wants[1] ? shape_of(*u_) : Shape{0}), dv = empty(x_, wants[2] ? shape_of(*v_) : Shape{0});
   Tensor dvalues = empty(x_, wants[3] ? shape_of(*index_) : Shape{0});
   for (int64_t j = 0; j < checked.clients; ++j) {
@@ -212,10 +155,115 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
   return {dx, du, dv, dvalues};
 }
 
+// A factored linear layer [k, n, i] → [k, n, o]; all tensors dense.
+struct Linear {
+  const char* op;
+  int64_t clients, n, i, o, rank = 0, nonzeros = 0;
+  Tensor x;
+  Rows u, v, values, index;
+
+  Linear(const char* op, const Tensor& x_, const OptionalTensor& u_, const OptionalTensor& v_,
+         const OptionalTensor& values_, const OptionalTensor& index_, const Shape& size)
+      : op(op), x(is_dense(x_) ? x_ : torch::stable::contiguous(x_)), u(u_), v(v_), values(values_), index(index_) {
+    expect_dim(op, "x", x_, 3);
+    fastfact::bind::require(size.size() == 2 && size[0] >= 0 && size[1] == x_.size(2), op,
+                            "size=" + to_string(size) + ", must be [o, " + std::to_string(x_.size(2)) + "]");
+    clients = x_.size(0), n = x_.size(1), i = size[1], o = size[0];
+    fastfact::bind::require(bool(u_) == bool(v_), op, "u and v go together");
+    fastfact::bind::require(bool(values_) == bool(index_), op, "values and index go together");
+    if (u_) {
+      expect_dim(op, "u", *u_, 3);
+      rank = u_->size(1);
+      expect(op, "u", u_, {clients, rank, i}, x_);
+      expect(op, "v", v_, {clients, rank, o}, x_);
+    }
+    if (!index_) return;
+    expect_dim(op, "index", *index_, 2);
+    nonzeros = index_->size(1);
+    fastfact::bind::require(index_->size(0) == clients && index_->scalar_type() == ScalarType::Int && index_->is_cpu(),
+                            op, "index must be int32 [k, nnz], on the CPU");
+    expect(op, "values", values_, {clients, nonzeros}, x_);
+  }
+
+  fastfact::Type type() const { return fastfact::bind::type_of<fastfact::Type>(op, x); }
+  fastfact::Sparse mu(int64_t k) const { return {static_cast<const int32_t*>(index.at(k)), values.at(k), nonzeros}; }
+  void check(bool ascending) const {
+    fastfact::bind::require(ascending, op, "index must be ascending positions in the weight");
+  }
+};
+
+Tensor factored_linear(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
+                       OptionalTensor bias_, Shape size) {
+  const Linear of("factored_linear", x, u, v, values, index, size);
+  expect(of.op, "bias", bias_, {of.clients, of.o}, x);
+  const Rows bias(bias_);
+  Tensor y = empty(x, {of.clients, of.n, of.o});
+  for (int64_t k = 0; k < of.clients; ++k) {
+    of.check(fastfact::factored_linear({of.type(),
+                                        of.n,
+                                        of.i,
+                                        of.o,
+                                        of.rank,
+                                        {at(of.x, k), of.i, 0},
+                                        of.u.at(k),
+                                        of.v.at(k),
+                                        bias.at(k),
+                                        of.mu(k),
+                                        {at(y, k), of.o, 0}},
+                                       parallel_for));
+  }
+  return y;
+}
+
+// out[k] = a[k]ᵀ b[k]
+void multiply_transposed(const Tensor& a, const Tensor& b, const Tensor& out) {
+  for (int64_t k = 0; k < out.size(0); ++k) {
+    const Tensor left = torch::stable::transpose(torch::stable::select(a, 0, k), 0, 1);
+    const Tensor right = torch::stable::select(b, 0, k), to = torch::stable::select(out, 0, k);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), left.get(), right.get()));
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad, Tensor x, OptionalTensor u,
+                                                                    OptionalTensor v, OptionalTensor values,
+                                                                    OptionalTensor index, Shape size, int64_t needs) {
+  const Linear of("factored_linear_backward", x, u, v, values, index, size);
+  expect(of.op, "grad", grad, {of.clients, of.n, of.o}, x);
+  const Tensor dy = is_dense(grad) ? grad : torch::stable::contiguous(grad);
+  const bool wants[4] = {bool(needs & 1), (needs & 2) && u, (needs & 4) && v, (needs & 8) && index};
+  auto made = [&](bool wanted, const Shape& shape) { return empty(x, wanted ? shape : Shape{0}); };
+  Tensor dx = made(wants[0], {of.clients, of.n, of.i}), du = made(wants[1], {of.clients, of.rank, of.i});
+  Tensor dv = made(wants[2], {of.clients, of.rank, of.o}), dvalues = made(wants[3], {of.clients, of.nonzeros});
+  const Shape hidden = {of.clients, of.n, of.rank};
+  const Tensor h = made(wants[2], hidden), dh = made(wants[1], hidden);
+  for (int64_t k = 0; k < of.clients; ++k) {
+    of.check(fastfact::factored_linear_backward({of.type(),
+                                                 of.n,
+                                                 of.i,
+                                                 of.o,
+                                                 of.rank,
+                                                 {at(of.x, k), of.i, 0},
+                                                 {at(dy, k), of.o, 0},
+                                                 of.u.at(k),
+                                                 of.v.at(k),
+                                                 of.mu(k),
+                                                 {wants[0] ? at(dx, k) : nullptr, of.i, 0},
+                                                 wants[2] ? at(h, k) : nullptr,
+                                                 wants[1] ? at(dh, k) : nullptr,
+                                                 wants[3] ? at(dvalues, k) : nullptr},
+                                                parallel_for));
+  }
+  if (wants[1]) multiply_transposed(dh, of.x, du);
+  if (wants[2]) multiply_transposed(h, dy, dv);
+  return {dx, du, dv, dvalues};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("factored_conv2d", TORCH_BOX(&factored_conv2d));
   m.impl("repeated_factored_conv2d", TORCH_BOX(&repeated_factored_conv2d));
   m.impl("factored_conv2d_backward", TORCH_BOX(&factored_conv2d_backward));
+  m.impl("factored_linear", TORCH_BOX(&factored_linear));
+  m.impl("factored_linear_backward", TORCH_BOX(&factored_linear_backward));
 }

@@ -1,33 +1,18 @@
 // The CPU library's similarity matching: the products of blocks of keys and the weighted sums are PyTorch's own matrix
 // products, which run at the peak of the machine; what is between them, from products to weights, is csrc/cpu's.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
-#include <stdexcept>
-#include <string>
 #include <tuple>
 #include <vector>
 
+#include "bind.h"
 #include "cpu/kernels.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Shape = std::vector<int64_t>;
-
-void require(bool condition, const std::string& message) {
-  if (!condition) throw std::invalid_argument(message);
-}
-
-void parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
-  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, n, grain, body, context));
-}
+using namespace fastfact::bind;
 
 Tensor rows_of(const Tensor& t, int64_t first, int64_t count) {
   Tensor all = t;
@@ -71,25 +56,25 @@ std::vector<double> inverse_norms(Tensor& keys, fastfact::Type type) {
 std::tuple<std::vector<Tensor>, Tensor> similarity_sums(Tensor keys, std::vector<Tensor> uploads,
                                                         std::optional<Tensor> valid, int64_t first, int64_t rows,
                                                         double epsilon, double tau, bool count) {
-  const std::string op = "similarity_sums: ";
-  require(keys.dim() == 2 && keys.is_cpu(), op + "keys must have 2 dimensions, on the CPU");
+  const char* op = "similarity_sums";
+  require(keys.dim() == 2 && keys.is_cpu(), op, "keys must have 2 dimensions, on the CPU");
   const int64_t m = keys.size(0), depth = keys.size(1);
   const ScalarType kind = keys.scalar_type();
   const bool integers = kind == ScalarType::Char;
-  require(integers || kind == ScalarType::Float || kind == ScalarType::Double,
-          op + "keys must be float32, float64 or int8");
-  require(!integers || depth <= 133144, op + "int8 keys have " + std::to_string(depth) + " numbers, at most 133144");
-  require(first >= 0 && rows >= 0 && first + rows <= m,
-          op + "first=" + std::to_string(first) + ", rows=" + std::to_string(rows) + " of " + std::to_string(m));
+  require(integers || kind == ScalarType::Float || kind == ScalarType::Double, op,
+          "keys must be float32, float64 or int8");
+  require(!integers || depth <= 133144, op, "int8 keys have " + std::to_string(depth) + " numbers, at most 133144");
+  require(first >= 0 && rows >= 0 && first + rows <= m, op,
+          "first=" + std::to_string(first) + ", rows=" + std::to_string(rows) + " of " + std::to_string(m));
   const ScalarType compute = integers ? ScalarType::Float : kind;
   for (const Tensor& x : uploads) {
-    require(x.dim() == 2 && x.size(0) == m && x.scalar_type() == compute && x.is_cpu(),
-            op + "uploads must be [" + std::to_string(m) + ", n] in the type of the weights, on the CPU");
+    require(x.dim() == 2 && x.size(0) == m && x.scalar_type() == compute && x.is_cpu(), op,
+            "uploads must be [" + std::to_string(m) + ", n] in the type of the weights, on the CPU");
   }
   const uint8_t* usable = nullptr;
   if (valid) {
-    require(valid->dim() == 1 && valid->size(0) == m && valid->scalar_type() == ScalarType::Bool && valid->is_cpu(),
-            op + "valid must be bool [" + std::to_string(m) + "], on the CPU");
+    require(valid->dim() == 1 && valid->size(0) == m && valid->scalar_type() == ScalarType::Bool && valid->is_cpu(), op,
+            "valid must be bool [" + std::to_string(m) + "], on the CPU");
     valid = torch::stable::contiguous(*valid);
     usable = static_cast<const uint8_t*>(valid->data_ptr());
   }
@@ -149,30 +134,21 @@ std::tuple<std::vector<Tensor>, Tensor> similarity_sums(Tensor keys, std::vector
 }
 
 std::tuple<Tensor, Tensor> srht(Tensor x, Tensor signs, Tensor rows, bool quantize) {
-  const std::string op = "srht: ";
-  require(x.dim() == 2 && x.is_cpu(), op + "x must have 2 dimensions, on the CPU");
+  const char* op = "srht";
+  require(x.dim() == 2 && x.is_cpu(), op, "x must have 2 dimensions, on the CPU");
   const int64_t k = x.size(0), n = x.size(1), m = rows.numel();
-  fastfact::Type type = fastfact::Type::f32;
-  if (x.scalar_type() == ScalarType::Double) {
-    type = fastfact::Type::f64;
-  } else if (x.scalar_type() == ScalarType::BFloat16) {
-    type = fastfact::Type::bf16;
-  } else if (x.scalar_type() == ScalarType::Half) {
-    type = fastfact::Type::f16;
-  } else {
-    require(x.scalar_type() == ScalarType::Float, op + "x must be float32, float64, bfloat16 or float16");
-  }
-  require(signs.dim() == 1 && signs.size(0) == n && signs.scalar_type() == ScalarType::Char && signs.is_cpu(),
-          op + "signs must be int8 [" + std::to_string(n) + "], on the CPU");
-  require(rows.dim() == 1 && rows.scalar_type() == ScalarType::Long && rows.is_cpu(),
-          op + "rows must be int64 [m], on the CPU");
+  const auto type = type_of<fastfact::Type>(op, x);
+  require(signs.dim() == 1 && signs.size(0) == n && signs.scalar_type() == ScalarType::Char && signs.is_cpu(), op,
+          "signs must be int8 [" + std::to_string(n) + "], on the CPU");
+  require(rows.dim() == 1 && rows.scalar_type() == ScalarType::Long && rows.is_cpu(), op,
+          "rows must be int64 [m], on the CPU");
   x = torch::stable::contiguous(x), signs = torch::stable::contiguous(signs), rows = torch::stable::contiguous(rows);
   const auto* kept = static_cast<const int64_t*>(rows.data_ptr());
   int64_t points = 1;
   while (points < n) points *= 2;
   for (int64_t j = 0; j < m; ++j) {
-    require(kept[j] >= 0 && kept[j] < points,
-            op + "rows has " + std::to_string(kept[j]) + ", must be 0 to " + std::to_string(points - 1));
+    require(kept[j] >= 0 && kept[j] < points, op,
+            "rows has " + std::to_string(kept[j]) + ", must be 0 to " + std::to_string(points - 1));
   }
   const ScalarType wide = type == fastfact::Type::f64 ? ScalarType::Double : ScalarType::Float;
   Tensor out = torch::stable::new_empty(x, {k, m}, quantize ? ScalarType::Char : wide);

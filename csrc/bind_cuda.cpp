@@ -1,8 +1,5 @@
 // The CUDA library: registers the kernels of csrc/cuda with PyTorch's dispatcher, on PyTorch's stable ABI.
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <array>
@@ -13,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind.h"
 #include "cuda/kernels.h"
 
 // The tests build this file with the kernels emulated on the CPU, under names of their own.
@@ -23,6 +21,10 @@
 
 namespace {
 
+using fastfact::bind::fills_memory;
+using fastfact::bind::is_dense;
+using fastfact::bind::same_strides;
+using fastfact::bind::shape_of;
 using fastfact_cuda::Factor;
 using fastfact_cuda::Side;
 using fastfact_cuda::Size;
@@ -31,22 +33,9 @@ using fastfact_cuda::View;
 using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Sizes = std::vector<int64_t>;
+using Sizes = fastfact::bind::Shape;
 
-fastfact_cuda::Type type_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      return fastfact_cuda::kFloat;
-    case ScalarType::Double:
-      return fastfact_cuda::kDouble;
-    case ScalarType::BFloat16:
-      return fastfact_cuda::kBFloat16;
-    case ScalarType::Half:
-      return fastfact_cuda::kHalf;
-    default:
-      STD_TORCH_CHECK(false, "fastfact: the ops take float32, float64, bfloat16 and float16");
-  }
-}
+fastfact_cuda::Type type_of(const Tensor& x) { return fastfact::bind::type_of<fastfact_cuda::Type>("fastfact", x); }
 
 void check_error(const char* op, int error) {
   STD_TORCH_CHECK(error == 0, op, ": ", fastfact_cuda::error_string(error));
@@ -88,8 +77,6 @@ Tensor zeros(const Tensor& like, const Sizes& size) {
   return torch::stable::new_zeros(like, IntHeaderOnlyArrayRef(size.data(), size.size()));
 }
 
-Sizes sizes_of(const Tensor& x) { return Sizes(x.sizes().begin(), x.sizes().end()); }
-
 Tensor workspace(const Tensor& like, int64_t bytes) { return empty(like, {bytes}, ScalarType::Byte); }
 
 // A tensor kept alive together with what the kernels see of it.
@@ -110,18 +97,9 @@ Sizes inner_strides(const Tensor& x) {
   return strides;
 }
 
-bool inner_contiguous(const Tensor& x) {
-  int64_t expected = 1;
-  for (int64_t d = x.dim() - 1; d > 0; --d) {
-    if (x.size(d) != 1 && x.stride(d) != expected) return false;
-    expected *= x.size(d);
-  }
-  return true;
-}
-
 // `x` with each client's slice contiguous; one slice where the clients share it.
 Held slices(const Tensor& x) {
-  if (x.numel() == 0 || inner_contiguous(x)) return {x, view_of(x)};
+  if (x.numel() == 0 || is_dense(x)) return {x, view_of(x)};
   const bool shared = x.stride(0) == 0;
   Tensor whole = x;
   Tensor copy = torch::stable::contiguous(shared ? torch::stable::narrow(whole, 0, 0, 1) : whole);
@@ -237,8 +215,8 @@ std::tuple<Tensor, Tensor, Tensor> rank1_gradients(const char* op, const Tensor&
                                                    const Tensor* index, int64_t layout, int64_t needs) {
   check_alike(op, u, {&v, &grad});
   const bool need_u = needs & 1, need_v = needs & 2, need_mu = needs & 4;
-  const Sizes none{0}, u_size = need_u ? sizes_of(u) : none, v_size = need_v ? sizes_of(v) : none,
-                       mu_size = need_mu ? sizes_of(*index) : none;
+  const Sizes none{0}, u_size = need_u ? shape_of(u) : none, v_size = need_v ? shape_of(v) : none,
+                       mu_size = need_mu ? shape_of(*index) : none;
   if (grad.numel() == 0 || !(needs & 7)) return {zeros(u, u_size), zeros(v, v_size), zeros(u, mu_size)};
   const On on(u);
   const int64_t clients = u.size(0), rank = u.size(1);
@@ -297,8 +275,8 @@ Tensor lowrank_weight(const std::optional<Tensor>& sigma, const Tensor& a, const
 Tensor contract(const char* op, const Tensor& like, const Held& dw, const Factor& x, const Factor& y,
                 const Factor& factor, int64_t out_row, int64_t out_column, double scaling, double plus,
                 const View& view, void* stream) {
-  if (like.numel() == 0 || dw.tensor.numel() == 0) return zeros(like, sizes_of(like));
-  Tensor out = empty(like, sizes_of(like));
+  if (like.numel() == 0 || dw.tensor.numel() == 0) return zeros(like, shape_of(like));
+  Tensor out = empty(like, shape_of(like));
   const auto type = type_of(like);
   const int64_t clients = like.size(0);
   Tensor parts = workspace(like, fastfact_cuda::contract_workspace(type, view, factor.rank, clients));
@@ -328,7 +306,7 @@ std::tuple<Tensor, Tensor> lowrank_weight_backward(const Tensor& grad, const Ten
   const View view = lowrank_view(layout, to_size(size), strides_of(dw.tensor).data());
   const auto type = type_of(a);
   if ((needs & 3) == 3 && dw.tensor.numel() > 0 && rank > 0 && fastfact_cuda::thin_pays(type, rank, 1)) {
-    Tensor da = empty(a, sizes_of(a)), db = empty(b, sizes_of(b));
+    Tensor da = empty(a, shape_of(a)), db = empty(b, shape_of(b));
     thin(op, a, dw,
          {{factor_of(left, rank, 1, rank), factor_of(right, 1, columns, rank), db.mutable_data_ptr(),
            da.mutable_data_ptr()}},
@@ -377,7 +355,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hadamard_weight_backward(const Tensor
   const int64_t r1 = x1.size(2), r2 = x2.size(2);
   if ((needs & 15) == 15 && dw.tensor.numel() > 0 && std::min(r1, r2) > 0 &&
       fastfact_cuda::thin_pays(type_of(x1), std::max(r1, r2), 2)) {
-    for (int j = 0; j < 4; ++j) grads[j] = empty(*like[j], sizes_of(*like[j]));
+    for (int j = 0; j < 4; ++j) grads[j] = empty(*like[j], shape_of(*like[j]));
     thin(op, x1, dw,
          {{factor_of(held[0], r1, 1, r1), factor_of(held[1], r1, 1, r1), grads[0].mutable_data_ptr(),
            grads[1].mutable_data_ptr()},
@@ -402,28 +380,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hadamard_weight_backward(const Tensor
   return {grads[0], grads[1], grads[2], grads[3]};
 }
 
-// Whether the elements fill one stretch of memory, in whatever order of the axes.
-bool is_dense(const Tensor& x) {
-  std::vector<std::pair<int64_t, int64_t>> axes;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    if (x.size(d) != 1) axes.emplace_back(x.stride(d), x.size(d));
-  }
-  std::sort(axes.begin(), axes.end());
-  int64_t expected = 1;
-  for (const auto& [stride, size] : axes) {
-    if (stride != expected) return false;
-    expected *= size;
-  }
-  return true;
-}
-
-bool same_strides(const Tensor& x, const Tensor& y) {
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    if (x.size(d) != 1 && x.stride(d) != y.stride(d)) return false;
-  }
-  return true;
-}
-
 Tensor copy_like(const Tensor& x, const Tensor& like) {
   Tensor copy = torch::stable::empty_like(like);
   torch::stable::copy_(copy, x);
@@ -442,7 +398,7 @@ void prox_sgd_step(std::vector<Tensor> params, std::vector<Tensor> grads, std::v
     if (params[j].numel() == 0) continue;
     check_alike(op, params[j], {&grads[j]});
     Tensor param = params[j];
-    if (!is_dense(param)) {
+    if (!fills_memory(param)) {
       param = torch::stable::contiguous(param);
       written_back.emplace_back(params[j], param);
     }

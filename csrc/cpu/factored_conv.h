@@ -1,4 +1,4 @@
-// The factored convolution: conv(x, u ⊗ v + μ) without making the weight.
+// The factored convolution and linear layer: conv(x, u ⊗ v + μ) and x (v ⊗ u + μ)ᵀ without making the weight.
 #pragma once
 
 #include "kernels.h"
@@ -54,5 +54,41 @@ void factored_conv_backward_channels_last(const FactoredConvBackward& op, Parall
 bool planes_in_lanes(const Conv& c, Type type, int64_t rank, const Sparse& mu);
 void factored_conv_planes(const FactoredConv& op, ParallelFor parallel_for);
 void factored_conv_backward_planes(const FactoredConvBackward& op, ParallelFor parallel_for);
+
+// The same for kernels of one tap; false, without a result, where the convolution is better done otherwise.
+bool factored_conv_1x1(const FactoredConv& op, ParallelFor parallel_for);
+bool factored_conv_backward_1x1(const FactoredConvBackward& op, ParallelFor parallel_for);
+
+// Rows [n, channels] in memory: the channels of a row side by side, or, with `plane`, images of so many rows each,
+// [n / plane, channels, plane].
+template <class D>
+struct Matrix {
+  D* data;
+  int64_t channels, plane;
+};
+
+struct FactoredLinear {
+  Type type;
+  int64_t n, i, o, rank;  // rank 0: no factors
+  Matrix<const void> x;
+  const void *u, *v, *bias;  // u [rank, i], v [rank, o], bias [o] or null
+  Sparse mu;                 // [o, i]
+  Matrix<void> y;
+};
+
+struct FactoredLinearBackward {
+  Type type;
+  int64_t n, i, o, rank;
+  Matrix<const void> x, dy;
+  const void *u, *v;
+  Sparse mu;
+  Matrix<void> dx;
+  void *h, *dh;  // x uᵀ and dy vᵀ [n, rank], of which du = dhᵀ x and dv = hᵀ dy are made
+  void* dvalues;
+};  // dx, h, dh and dvalues are null where not asked for
+
+// These two return false, without a result, where the nonzeros are not ascending positions in μ.
+bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for);
+bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor parallel_for);
 
 }  // namespace fastfact

@@ -13,8 +13,8 @@ namespace fastfact {
 
 // An order depends on the positions of the nonzeros and on some numbers, the plan. It is given out only where both are
 // equal, number by number, to what it was found for, so that no caller can hold a wrong one. Kept are the orders used
-// last, up to `limit` bytes. A lock that is taken (by another thread, or one that a fork left behind) is not waited for:
-// the order is then found anew.
+// last, up to `limit` bytes. A lock that is taken (by another thread, or one that a fork left behind) is not waited
+// for: the order is then found anew.
 class Orders {
  public:
   using Order = std::shared_ptr<const std::vector<int32_t>>;

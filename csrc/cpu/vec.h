@@ -34,6 +34,15 @@ template <class C, int B>
 struct VecOf {
   typedef C Type __attribute__((vector_size(B)));
 };
+// A register of one lane, of which compilers make integers in memory, is a number.
+template <>
+struct VecOf<float, sizeof(float)> {
+  typedef float Type;
+};
+template <>
+struct VecOf<double, sizeof(double)> {
+  typedef double Type;
+};
 template <class T, int B>
 using Vec = typename VecOf<Compute<T>, B>::Type;
 // Integers of the same width as the elements of Vec<T, B>.
@@ -183,11 +192,15 @@ FF_INLINE V shuffle(V a, V b) {
 
 template <class V>
 FF_INLINE auto sum_lanes(V x) {
-  constexpr int n = sizeof(x) / sizeof(x[0]);
-  for (int half = n / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) x[lane] += x[lane + half];
+  if constexpr (std::is_arithmetic_v<V>) {
+    return x;
+  } else {
+    constexpr int n = sizeof(x) / sizeof(x[0]);
+    for (int half = n / 2; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) x[lane] += x[lane + half];
+    }
+    return x[0];
   }
-  return x[0];
 }
 
 // Uninitialised scratch memory, aligned to cache lines.

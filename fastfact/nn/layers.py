@@ -774,7 +774,7 @@ class FactorizedLinear(FactorizedLayer):
         if path == "reconstruct":
             return F.linear(x, self._weight_for(False, tensors, kept), bias)
         parts = [tensors.get(name) for name in ("u", "v", "mu", INDEX)]
-        return ops.factored_linear(x, *parts, bias, size=self.size, repeated=not self.training)
+        return ops.factored_linear(x, *parts, bias, size=self.size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._forward(x)

@@ -32,7 +32,7 @@ from fastfact.ops.common import (
 )
 from fastfact.ops.weights import follows_channels_last
 
-OP, FUSED = "factored_conv2d", "fused_conv2d"
+OP, FUSED, LAYER = "factored_conv2d", "fused_conv2d", "factored_linear"
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
@@ -42,7 +42,7 @@ def _forward(op, clients, settings, x, u, v, mu, index, bias):
 
 def _backward(op, clients, settings, needs, grad, x, u, v, mu, index):
     """(dx, du, dv, dμ); bits 0–3 of `needs` ask for them."""
-    if op == OP:
+    if op != FUSED:
         return call(implementation(f"{op}_backward"), clients, (grad, x, u, v, mu, index), *settings, needs)
     dx = du = dv = dmu = grad.new_empty(0)
     if needs & 1:
@@ -66,7 +66,8 @@ def _gradients(ctx, grad):
         backward = _ConvBackward.apply if transformed else _backward
         out = backward(ctx.op, ctx.clients, ctx.settings, needs, grad, *ctx.saved_tensors)
         grads = [g if need else None for g, need in zip(out, needed, strict=True)]
-    return None, None, None, *grads, None, grad.sum((-4, -2, -1)) if ctx.needs_input_grad[8] else None
+    dbias = grad.sum(-2 if ctx.op == LAYER else (-4, -2, -1)) if ctx.needs_input_grad[8] else None
+    return None, None, None, *grads, None, dbias
 
 
 class _EagerConv(torch.autograd.Function):
@@ -86,7 +87,7 @@ class _EagerConv(torch.autograd.Function):
 
 
 class _Conv(torch.autograd.Function):
-    """A convolution computed from the parts of its weight: `mu` dense, or values with `index`.
+    """A convolution or linear layer computed from the parts of its weight: `mu` dense, or values with `index`.
 
     `settings` are the last arguments of the op.
     """
@@ -349,15 +350,14 @@ def factored_linear(
     bias: Tensor | None = None,
     *,
     size: tuple[int, int],
-    repeated: bool = False,
 ) -> Tensor:
     """x Wᵀ + bias = (x uᵀ) v + x μᵀ + bias, with W [o, i] = `size` never made.
 
     x [(k,) …, i], u [(k,) r, i], v [(k,) r, o], values, index [(k,) nnz] and bias [(k,) o] as in `factored_conv2d`;
-    x has the client axis if any of the others has it. repeated: as there. Returns […, o].
+    x has the client axis if any of the others has it. Returns […, o].
     Autocast and what is raised as there.
     """
-    op = "factored_linear"
+    op = LAYER
     size = wholes(op, "size", size, (2,), 1)
     if (u is None) != (v is None) or (values is None) != (index is None):
         raise ValueError(f"{op}: u and v go together, and so do values and index")
@@ -378,21 +378,8 @@ def factored_linear(
         check_factors(op, u, v, rank1_shapes(LINEAR, size), clients, x)
     if values is not None:
         check(op, "values", values, index.shape[clients:], clients, x)
-        index = check_index(op, index, x, size, OP)
+        index = check_index(op, index, x, size, LAYER)
     check(op, "bias", bias, (size[0],), clients, x)
     rows = x.flatten(int(clients), -2) if x.dim() > clients + 1 else x.unsqueeze(int(clients))
-    out = None
-    if values is not None:
-        n = rows.shape[clients]
-        width = next(w for w in (8, 4, 2, 1) if n % w == 0)
-        images = rows.reshape(*rows.shape[:clients], n // width, 1, width, size[1]).movedim(-1, -3)
-        out = factored_conv2d(images, None, None, values, index, bias, size=(*size, 1, 1), repeated=repeated)
-        out = out.movedim(-3, -1).reshape(*rows.shape[:-1], size[0])
-    elif bias is not None:
-        out = bias.unsqueeze(-2)
-    if u is not None:
-        product = rows @ u.mT @ v
-        out = product if out is None else out + product
-    if out is None:
-        out = rows.new_zeros(*rows.shape[:-1], size[0])
-    return out.expand(*rows.shape[:-1], size[0]).reshape(*x.shape[:-1], size[0])
+    out = _apply(LAYER, clients, (size,), rows, u, v, values, index, bias)
+    return out.reshape(*x.shape[:-1], size[0])

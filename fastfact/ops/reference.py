@@ -455,6 +455,64 @@ def factored_conv2d_backward(
     return dx, du, dv, dvalues
 
 
+def _dense_mu(values: Tensor | None, index: Tensor | None, size: list[int], like: Tensor) -> Tensor:
+    mu = like.new_zeros(len(like), size[0] * size[1])
+    if values is not None:
+        mu = mu.scatter(1, index.long(), values)
+    return mu.unflatten(1, size)
+
+
+@op(lambda x, u, v, values, index, bias, size: x.new_empty(*x.shape[:2], size[0]), kernels=("cpu",))
+def factored_linear(
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    values: Tensor | None,
+    index: Tensor | None,
+    bias: Tensor | None,
+    size: list[int],
+) -> Tensor:
+    """(x uᵀ) v + x μᵀ + bias [k, n, o] for x [k, n, i]; u [k, r, i] and v [k, r, o], or neither; μ [o, i] = `size` as
+    values [k, nnz] with their index [k, nnz], or neither; bias [k, o] or None.
+    """
+    y = x @ _dense_mu(values, index, size, x).mT
+    if u is not None:
+        y = y + x @ u.mT @ v
+    return y if bias is None else y + bias.unsqueeze(1)
+
+
+def _fake_factored_linear_backward(grad, x, u, v, values, index, size, needs):
+    return _fake_gradients(needs, *(x.new_empty(0) if t is None else t for t in (x, u, v, values)))
+
+
+@op(_fake_factored_linear_backward, kernels=("cpu",))
+def factored_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    values: Tensor | None,
+    index: Tensor | None,
+    size: list[int],
+    needs: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, du, dv, dvalues) of `factored_linear`. Bits 0–3 of `needs` ask for them; one not asked for, or of what is
+    None, has no elements.
+    """
+    dx = du = dv = dvalues = x.new_empty(0)
+    if needs & 1:
+        dx = grad @ _dense_mu(values, index, size, x)
+        if u is not None:
+            dx = dx + grad @ v.mT @ u
+    if u is not None and needs & 2:
+        du = (grad @ v.mT).mT @ x
+    if u is not None and needs & 4:
+        dv = (x @ u.mT).mT @ grad
+    if index is not None and needs & 8:
+        dvalues = (grad.mT @ x).flatten(1).gather(1, index.long())
+    return dx, du, dv, dvalues
+
+
 def separable_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups) -> Tensor:
     """`fused_conv2d` in the layout "kernel", u [k, r, i, kh] and v [k, r, groups·o, kw], μ in compact form or None."""
     return fused_conv2d(x, u, v, values, index, bias, KERNEL, size, False, stride, padding, dilation, groups)

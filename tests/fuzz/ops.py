@@ -194,7 +194,7 @@ def fused_conv2d(draw):
 def factored_linear(draw):
     dtype, k = draw(dtypes), some_clients(draw, 1)
     size = (draw(small), draw(small))
-    args = {"size": size, "repeated": draw(st.booleans())}
+    args = {"size": size}
     if draw(st.booleans()):
         add_factors(draw, args, "linear", dtype, k)
     if draw(st.booleans()):

@@ -92,6 +92,10 @@ CASES = [
     (1, (9, 70, 3, 3), 64, 32, 0, 0.02, {"padding": 1}),
     (3, (20, 17, 5, 5), 32, 32, 1, 0.0, {"padding": 2, "stride": 2}),
     (2, (8, 5, 3, 3), 16, 16, 0, 0.0, {"padding": 1}),
+    # One tap: μ alone is a linear layer, planes that no register divides; with factors W is made.
+    (3, (24, 40, 1, 1), 7, 5, 0, 0.2, {}),
+    (70, (9, 12, 1, 1), 2, 1, 0, 0.3, {}),
+    (3, (24, 20, 1, 1), 7, 5, 2, 0.2, {"stride": 2, "groups": 3, "padding": 1}),
 ]
 
 

@@ -621,6 +621,91 @@ void factored_convolution() {
   if (needs_values) compare(name + " dvalues", dvalues, dvalues_true);
 }
 
+// Element (n, c) of rows [n, channels] in memory.
+int64_t place(const Matrix<const void>& m, int64_t n, int64_t c) {
+  return m.plane ? (n / m.plane * m.channels + c) * m.plane + n % m.plane : n * m.channels + c;
+}
+
+template <class T>
+void linear_from_factors() {
+  const int64_t images = one_of({1, 2, 5}), plane = one_of({0, 1, 7, 33}), i = one_of({1, 5, 40, 300});
+  const int64_t n = plane ? images * plane : one_of({1, 3, 6, 16, 37, 150}), o = one_of({1, 7, 65, 130});
+  const int64_t rank = pick_int(0, 2) ? one_of({1, 2, 7, 20}) : 0;
+  const double density = one_of({0, 3, 30, 100}) / 100.0;
+  std::vector<int32_t> index;
+  for (int64_t at = 0; at < o * i; ++at) {
+    if (std::bernoulli_distribution(density)(random_engine)) index.push_back(at);
+  }
+  const int64_t count = index.size();
+  const Input<T> x(1, n * i), dy(1, n * o), u(1, rank * i), v(1, rank * o), values(1, count), bias(1, o);
+  const bool biased = pick_int(0, 1), needs_x = pick_int(0, 3), needs_values = pick_int(0, 3);
+  const bool needs_u = pick_int(0, 1) && rank, needs_v = pick_int(0, 1) && rank;
+  const Matrix<const void> rows{x.data.data(), i, plane}, grads{dy.data.data(), o, plane};
+  std::vector<T> y = unwritten<T>(n * o), dx = unwritten<T>(n * i), h = unwritten<T>(n * rank), dh = h;
+  std::vector<T> dvalues = unwritten<T>(count);
+  std::vector<Sum> y_true(n * o), dx_true(n * i), h_true(n * rank), dh_true(n * rank), dvalues_true(count);
+  for (int64_t row = 0; row < n; ++row) {
+    auto x_at = [&](int64_t c) { return x(0, place(rows, row, c)); };
+    auto dy_at = [&](int64_t c) { return dy(0, place(grads, row, c)); };
+    for (int64_t c = 0; c < o && biased; ++c) y_true[place(grads, row, c)].add(bias(0, c));
+    for (int64_t r = 0; r < rank; ++r) {
+      Sum &hidden = h_true[row * rank + r], &grad = dh_true[row * rank + r];
+      for (int64_t c = 0; c < i; ++c) hidden.add(x_at(c) * u(0, r * i + c));
+      for (int64_t c = 0; c < o; ++c) grad.add(dy_at(c) * v(0, r * o + c));
+      auto add = [](Sum& to, double a, const Sum& b) {
+        to.value += a * b.value, to.magnitude += std::abs(a) * b.magnitude;
+      };
+      for (int64_t c = 0; c < o; ++c) add(y_true[place(grads, row, c)], v(0, r * o + c), hidden);
+      for (int64_t c = 0; c < i; ++c) add(dx_true[place(rows, row, c)], u(0, r * i + c), grad);
+    }
+    for (int64_t nz = 0; nz < count; ++nz) {
+      const int64_t to = index[nz] / i, from = index[nz] % i;
+      y_true[place(grads, row, to)].add(values(0, nz) * x_at(from));
+      dx_true[place(rows, row, from)].add(values(0, nz) * dy_at(to));
+      dvalues_true[nz].add(dy_at(to) * x_at(from));
+    }
+  }
+  std::string name = "linear";
+  for (int64_t number : {n, plane, i, o, rank, count}) name += " " + std::to_string(number);
+  const Sparse mu{index.data(), values.data.data(), count};
+  const FactoredLinear op{kType<T>,
+                          n,
+                          i,
+                          o,
+                          rank,
+                          rows,
+                          u.data.data(),
+                          v.data.data(),
+                          biased ? bias.data.data() : nullptr,
+                          mu,
+                          {y.data(), o, plane}};
+  if (!factored_linear(op, threads)) fail(name, 0, 0, 1);
+  compare(name, y, y_true);
+  const FactoredLinearBackward back{kType<T>,
+                                    n,
+                                    i,
+                                    o,
+                                    rank,
+                                    rows,
+                                    grads,
+                                    u.data.data(),
+                                    v.data.data(),
+                                    mu,
+                                    {needs_x ? dx.data() : nullptr, i, plane},
+                                    needs_v ? h.data() : nullptr,
+                                    needs_u ? dh.data() : nullptr,
+                                    needs_values && count ? dvalues.data() : nullptr};
+  if (!factored_linear_backward(back, threads)) fail(name, 0, 0, 1);
+  if (needs_x) compare(name + " dx", dx, dx_true);
+  if (needs_v) compare(name + " h", h, h_true);
+  if (needs_u) compare(name + " dh", dh, dh_true);
+  if (needs_values && count) compare(name + " dvalues", dvalues, dvalues_true);
+  if (count > 1) {  // what is not ascending is refused before anything is read by it
+    std::swap(index[0], index[count - 1]);
+    if (factored_linear(op, threads) || factored_linear_backward(back, threads)) fail(name + " swapped", 0, 1, 0);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -636,8 +721,10 @@ int main(int argc, char** argv) {
       products_with_rows<T>();
 #ifdef FF_CONV_TYPE
       factored_convolution<FF_CONV_TYPE>();
+      linear_from_factors<FF_CONV_TYPE>();
 #else
       factored_convolution<T>();
+      linear_from_factors<T>();
 #endif
       bitmap<T, float>(Value::f32);
       bitmap<T, BFloat16>(Value::bf16);

@@ -1,0 +1,571 @@
+// y = x Wᵀ + bias with W = Σ_r v_r ⊗ u_r + μ, μ sparse, and its gradients: linear layers and 1×1 convolutions.
+//
+// The rows of x are in the lanes. A unit of work is up to 8 registers of rows. Its part of x is turned into a panel
+// [input][row], and then
+//   h = u x, y = v h + bias       thin products,
+//   y[o] += μ[o, i] · x[i]        for each nonzero, the sums of an output kept in registers;
+// backward
+//   dh = v dy, dx = uᵀ dh         thin products (du = dhᵀ x and dv = hᵀ dy are left to the caller),
+//   dx[i] += μ[o, i] · dy[o], dμ[o, i] += dy[o] · x[i]    for each nonzero, dy of an output kept in registers.
+// So nonzeros are taken in their own order, both ways, and nothing of the size of W is made. Panels that the second
+// cache does not hold are taken in blocks of inputs. Where there are few units each is split by outputs.
+#include <atomic>
+
+#include "tiles.h"
+
+namespace fastfact {
+namespace {
+
+constexpr int64_t kRegisters = 8;                       // of rows of a unit
+constexpr int64_t kFirst = 1 << 15, kSecond = 1 << 17;  // bytes of panels, for the caches
+constexpr int64_t kItems = 16;                          // wanted of work, for the threads
+constexpr int64_t kLeastWork = 1 << 16;                 // multiplications of an item
+constexpr int64_t kOutputs = 96;                        // outputs computed before they are written
+constexpr int64_t kFewRows = 16;                        // up to these, factors are read where they lie
+
+// Rows [n, channels] in memory, see `Matrix`.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t channels, plane;
+  Rows from_channel(int64_t c) const { return {data + (plane ? c * plane : c), channels, plane}; }
+};
+
+template <class T>
+Rows<const T> rows_of(const Matrix<const void>& m) {
+  return {static_cast<const T*>(m.data), m.channels, m.plane};
+}
+template <class T>
+Rows<T> rows_of(const Matrix<void>& m) {
+  return {static_cast<T*>(m.data), m.channels, m.plane};
+}
+
+struct Unit {
+  int64_t first, rows;
+};
+
+std::vector<Unit> make_units(int64_t n, int64_t lanes) {
+  std::vector<Unit> units;
+  for (int64_t first = 0; first < n; first += units.back().rows) {
+    const int64_t left = n - first, registers = ceil_div(left, lanes);
+    units.push_back({first, std::min(left, registers == 5 ? 4 * lanes : kRegisters * lanes)});
+  }
+  return units;
+}
+
+// The work of a call, forward and backward.
+template <class C>
+struct Work {
+  struct Factor {  // element (m, k) is at m·row + k·step
+    const C* data;
+    int64_t row, step;
+  };
+  int64_t i, o, rank, row;  // `row`: elements of a row of a panel, in memory that all items share
+  std::vector<Unit> units;
+  int64_t splits, block, blocks;  // of outputs; inputs of a block, blocks
+  const int32_t *index, *bounds;  // bounds [o][blocks + 1]: the first nonzero of each block of an output
+  const C* values;
+  Factor u_rows, u_columns, v_rows, v_columns;  // u [rank, i], uᵀ, v [rank, o], vᵀ
+  int64_t unit_of(int64_t item) const { return item / splits; }
+  int64_t first_output(int64_t split) const { return split * o / splits; }
+};
+
+// Whether positions ascend and are in [0, size).
+bool ascending(const Sparse& mu, int64_t size, ParallelFor parallel_for) {
+  if (!mu.count) return true;
+  std::atomic<bool> valid{mu.index[0] >= 0 && mu.index[mu.count - 1] < size};
+  parallel(parallel_for, mu.count - 1, 1 << 16, [&](int64_t begin, int64_t end) {
+    bool sorted = true;
+    for (int64_t j = begin; j < end; ++j) sorted &= mu.index[j] < mu.index[j + 1];
+    if (!sorted) valid = false;
+  });
+  return valid;
+}
+
+template <class C>
+void find_bounds(const Work<C>& p, int64_t count, int32_t* bounds, ParallelFor parallel_for) {
+  parallel(parallel_for, p.o, 1 + 4096 / (p.blocks + 1), [&](int64_t begin, int64_t end) {
+    const int32_t *const last = p.index + count, *row = std::lower_bound(p.index, last, begin * p.i);
+    for (int64_t o = begin; o < end; ++o) {
+      const int32_t* const next = std::lower_bound(row, last, (o + 1) * p.i);
+      for (int64_t b = 0; b <= p.blocks; ++b) {
+        row = std::lower_bound(row, next, o * p.i + std::min(b * p.block, p.i));
+        bounds[o * (p.blocks + 1) + b] = int32_t(row - p.index);
+      }
+    }
+  });
+}
+
+// f.template operator()<W, N>() for panels that hold so many rows: N registers of W bytes.
+template <class C, int B, class F>
+FF_INLINE void with_panel(int64_t rows, const F& f) {
+  constexpr int64_t L = B / sizeof(C);
+  if (rows == 1) return f.template operator()<int(sizeof(C)), 1>();
+  if constexpr (B > 16) {
+    if (rows <= int64_t(16 / sizeof(C))) return f.template operator()<16, 1>();
+  }
+  if constexpr (B > 32) {
+    if (rows <= int64_t(32 / sizeof(C))) return f.template operator()<32, 1>();
+  }
+  if (rows <= L) return f.template operator()<B, 1>();
+  if (rows <= 2 * L) return f.template operator()<B, 2>();
+  if (rows <= 4 * L) return f.template operator()<B, 4>();
+  f.template operator()<B, 8>();
+}
+
+// What is done with panels [channel][N registers of W bytes].
+template <class C, int B, int W, int N>
+struct Panels {
+  using V = typename VecOf<C, W>::Type;
+  using Ops = Tiles<C, W>;
+  using Factor = typename Work<C>::Factor;
+  static constexpr int L = W / int(sizeof(C)), P = N * L;
+
+  // f(pixels before, first element of channel 0, pixels) for the images that the rows of a unit lie in.
+  template <class S, class F>
+  FF_INLINE static void each_image(const Rows<S>& m, const Unit& unit, const F& f) {
+    for (int64_t done = 0; done < unit.rows;) {
+      const int64_t at = unit.first + done, pixel = at % m.plane, count = std::min(unit.rows - done, m.plane - pixel);
+      f(done, m.data + at / m.plane * m.channels * m.plane + pixel, count);
+      done += count;
+    }
+  }
+
+  // A panel of `channels` channels from memory, zeros beyond the rows of the unit.
+  template <class T>
+  FF_INLINE static void read(const Rows<const T>& m, const Unit& unit, int64_t channels, C* panel) {
+    if (m.plane) {
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        each_image(m, unit, [&](int64_t done, const T* from, int64_t count) FF_INLINE_LAMBDA {
+          for (int64_t c = 0; c < channels; ++c) copy<B>(from + c * m.plane, count, panel + c * P + done);
+        });
+      });
+    } else {
+      Packing<T, B>::from_channels_last(m.data + unit.first * m.channels, m.channels, unit.rows, channels, panel, P);
+    }
+    if (unit.rows == P) return;
+    for (int64_t c = 0; c < channels; ++c) std::fill(panel + c * P + unit.rows, panel + (c + 1) * P, C(0));
+  }
+
+  // A panel to memory. Up to a register of B bytes beyond it is read.
+  template <class T>
+  FF_INLINE static void write(const C* panel, const Unit& unit, int64_t channels, const Rows<T>& m) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      if (m.plane) {
+        each_image(m, unit, [&](int64_t done, T* to, int64_t count) FF_INLINE_LAMBDA {
+          for (int64_t c = 0; c < channels; ++c) copy<B>(panel + c * P + done, count, to + c * m.plane);
+        });
+      } else {
+        Packing<T, B>::to_channels_last(panel, P, channels, unit.rows, m.data + unit.first * m.channels, m.channels);
+      }
+    });
+  }
+
+  // to[m] = start[m] + Σ_k factor(m, k) · right[k]; start: B bytes for each m, null: 0.
+  FF_INLINE static void multiply(Factor factor, int64_t rows, const C* right, int64_t depth, const C* start, C* to) {
+    constexpr int kRows = 6, kColumns = std::min(N, B == 64 ? 4 : 2);
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      Ahead none{};
+      for (int64_t p = 0; p < P; p += kColumns * L) {
+        for (int64_t m = 0; m < rows; m += kRows) {
+          Ops::template rows_of_product<kColumns, kRows, C>(
+              std::min<int64_t>(kRows, rows - m), {factor.data + m * factor.row, factor.row, factor.step}, right + p, P,
+              depth, start ? start + m * (B / sizeof(C)) : nullptr, B / sizeof(C), 0, to + m * P + p, P, none, none);
+        }
+      }
+    });
+  }
+
+  // y[o] (+)= Σ μ[o, i] · x[i] over the nonzeros of outputs [first, last) in block b of the inputs. With `fresh`, to
+  // start[o], B bytes each, null: 0.
+  FF_INLINE static void add_products(const Work<C>& w, int64_t b, int64_t first, int64_t last, const C* x, bool fresh,
+                                     const C* start, C* y) {
+    constexpr int kChains = N >= 4 ? 1 : 4 / N;  // of sums, for the latency of an addition
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      const int32_t* bounds = w.bounds + first * (w.blocks + 1) + b;
+      for (int64_t o = first; o < last; ++o, bounds += w.blocks + 1, y += P) {
+        const int64_t base = o * w.i;
+        int32_t nz = bounds[0];
+        const int32_t end = bounds[1];
+        if (nz == end && !fresh) continue;
+        V sums[kChains][N]{};
+#pragma GCC unroll 8
+        for (int p = 0; p < N; ++p) {
+          if (!fresh) {
+            sums[0][p] = load<W>(y + p * L);
+          } else if (start) {
+            sums[0][p] = load<W>(start + o * (B / sizeof(C)));
+          }
+        }
+        auto add = [&](V* sums) FF_INLINE_LAMBDA {
+          const C* from = x + (w.index[nz] - base) * P;
+          const V weight = w.values[nz++] - V{};
+#pragma GCC unroll 8
+          for (int p = 0; p < N; ++p) sums[p] += weight * load<W>(from + p * L);
+        };
+        for (; nz + kChains <= end;) {
+#pragma GCC unroll 4
+          for (int chain = 0; chain < kChains; ++chain) add(sums[chain]);
+        }
+        while (nz < end) add(sums[0]);
+#pragma GCC unroll 8
+        for (int p = 0; p < N; ++p) {
+#pragma GCC unroll 4
+          for (int chain = 1; chain < kChains; ++chain) sums[0][p] += sums[chain][p];
+          store<W>(y + p * L, sums[0][p]);
+        }
+      }
+    });
+  }
+
+  // dx[i] += μ[o, i] · dy[o] and grads[nz] += dy[o] · x[i], the second summed over the lanes of L nonzeros at once.
+  template <bool kInput, bool kValues>
+  FF_INLINE static void add_gradients(const Work<C>& w, int64_t b, int64_t first, int64_t last, const C* x, const C* dy,
+                                      C* dx, C* grads) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      alignas(64) C lanes[L * L];
+      auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<W>(lanes + n * L); };
+      int held = 0;
+      int32_t held_from = 0;
+      auto flush = [&]() FF_INLINE_LAMBDA {
+        for (int n = 0; n < held; ++n) grads[held_from + n] += sum_lanes(waiting(n));
+        held = 0;
+      };
+      const int32_t* bounds = w.bounds + first * (w.blocks + 1) + b;
+      for (int64_t o = first; o < last; ++o, bounds += w.blocks + 1) {
+        const int64_t base = o * w.i;
+        int32_t nz = bounds[0];
+        const int32_t end = bounds[1];
+        if (nz == end) continue;
+        if (kValues && held_from + held != nz) {
+          flush();
+          held_from = nz;
+        }
+        V out[N];
+#pragma GCC unroll 8
+        for (int p = 0; p < N; ++p) out[p] = load<W>(dy + o * P + p * L);
+        for (; nz < end; ++nz) {
+          const int64_t at = (w.index[nz] - base) * P;
+          if constexpr (kInput) {
+            const V weight = w.values[nz] - V{};
+#pragma GCC unroll 8
+            for (int p = 0; p < N; ++p) store<W>(dx + at + p * L, load<W>(dx + at + p * L) + weight * out[p]);
+          }
+          if constexpr (kValues) {
+            V sums[2]{};
+#pragma GCC unroll 8
+            for (int p = 0; p < N; ++p) sums[p % 2] += out[p] * load<W>(x + at + p * L);
+            store<W>(lanes + held * L, sums[0] + sums[1]);
+            if (++held == L) {
+              C* const to = grads + held_from;
+              store<W>(to, load<W>(to) + sums_of_rows<L, V>(waiting, 0));
+              held = 0, held_from += L;
+            }
+          }
+        }
+      }
+      flush();
+    });
+  }
+};
+
+template <class T>
+struct Forward : Work<Compute<T>> {
+  using C = Compute<T>;
+  Rows<const T> x;
+  Rows<T> y;
+  const C* bias;       // a register for each output
+  C *panels, *hidden;  // x and u x of all units, where they are split; else null
+  bool turns;          // makes these, and nothing else
+};
+
+template <class T, int B>
+struct RunForward {
+  using C = Compute<T>;
+  static constexpr int64_t kSlack = B / sizeof(C);
+
+  // Items are (unit, split); to make panels, units.
+  FF_INLINE static void run(const Forward<T>& w, int64_t begin, int64_t end) {
+    const bool split = w.panels;
+    const int64_t most = ceil_div(w.o, w.splits), together = w.blocks == 1 ? std::min(kOutputs, most) : most;
+    const Scratch<C> own(split ? 0 : w.i * w.row), own_hidden(split ? 0 : w.rank * w.row);
+    const Scratch<C> y(w.turns ? 0 : together * w.row + kSlack);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t n = w.turns ? item : w.unit_of(item), k = item % w.splits;
+      const Unit& unit = w.units[n];
+      C* const x = split ? w.panels + n * w.i * w.row : own.get();
+      C* const h = split ? w.hidden + n * w.rank * w.row : own_hidden.get();
+      with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+        using P = Panels<C, B, W, N>;
+        if (w.turns || !split) {
+          P::read(w.x, unit, w.i, x);
+          if (w.rank) P::multiply(w.u_rows, w.rank, x, w.i, nullptr, h);
+        }
+        if (w.turns) return;
+        for (int64_t o = w.first_output(k); o < w.first_output(k + 1); o += together) {
+          const int64_t last = std::min(o + together, w.first_output(k + 1));
+          const C* const start = w.bias ? w.bias + o * kSlack : nullptr;
+          if (w.rank) {
+            P::multiply({w.v_columns.data + o * w.v_columns.row, w.v_columns.row, w.v_columns.step}, last - o, h,
+                        w.rank, start, y.get());
+          }
+          for (int64_t b = 0; b < w.blocks; ++b) {
+            P::add_products(w, b, o, last, x, !w.rank && b == 0, w.bias, y.get());
+          }
+          P::write(y.get(), unit, last - o, w.y.from_channel(o));
+        }
+      });
+    }
+  }
+};
+
+template <class T>
+struct Backward : Work<Compute<T>> {
+  using C = Compute<T>;
+  Rows<const T> x, dy;
+  Rows<T> dx, h, dh;  // h and dh [n, rank]; no data where not asked for
+  int64_t parts;
+  C* grads;  // of the values, [parts][count]; null where not asked for
+  int64_t count;
+  C *panels, *gradients, *inputs;  // x, dy and the parts of dx [unit][split], where units are split; else null
+  enum Step { kTurn, kMultiply, kSum } step;
+};
+
+template <class T, int B>
+struct RunBackward {
+  using C = Compute<T>;
+  static constexpr int64_t kSlack = B / sizeof(C);
+
+  // Items are (part, split); to make panels and to sum the parts of dx, units.
+  FF_INLINE static void run(const Backward<T>& w, int64_t begin, int64_t end) {
+    const bool split = w.gradients;
+    const Scratch<C> x(split ? 0 : w.i * w.row), dy(split ? 0 : w.o * w.row), dx(split ? 0 : w.i * w.row + kSlack);
+    const Scratch<C> h(w.rank * w.row + kSlack);
+    for (int64_t item = begin; item < end; ++item) {
+      if (split && w.step != Backward<T>::kMultiply) {
+        const Unit& unit = w.units[item];
+        C *const from = w.panels + item * w.i * w.row, *const out = w.gradients + item * w.o * w.row;
+        C* const in = w.inputs + item * w.splits * w.i * w.row;
+        if (w.step == Backward<T>::kTurn) {
+          turn(w, unit, from, out, h.get(), in);
+        } else {
+          sum(w, unit, in);
+        }
+        continue;
+      }
+      const int64_t part = item / w.splits, k = item % w.splits, units = w.units.size();
+      C* const grads = w.grads ? w.grads + part * w.count : nullptr;
+      for (int64_t n = part * units / w.parts; n < (part + 1) * units / w.parts; ++n) {
+        const Unit& unit = w.units[n];
+        C* const from = split ? w.panels + n * w.i * w.row : x.get();
+        C* const out = split ? w.gradients + n * w.o * w.row : dy.get();
+        C* const in = split ? w.inputs + (n * w.splits + k) * w.i * w.row : dx.get();
+        if (!split) turn(w, unit, from, out, h.get(), in);
+        with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+          using P = Panels<C, B, W, N>;
+          const int64_t first = w.first_output(k), last = w.first_output(k + 1);
+          if (w.dx.data && k) std::fill(in, in + w.i * P::P, C(0));
+          for (int64_t b = 0; b < w.blocks; ++b) {
+            if (w.dx.data && grads) P::template add_gradients<true, true>(w, b, first, last, from, out, in, grads);
+            if (w.dx.data && !grads) P::template add_gradients<true, false>(w, b, first, last, from, out, in, grads);
+            if (!w.dx.data && grads) P::template add_gradients<false, true>(w, b, first, last, from, out, in, grads);
+          }
+          if (w.dx.data && !split) P::write(in, unit, w.i, w.dx);
+        });
+      }
+    }
+  }
+
+  // The panels of a unit, h, dh, and what the factors give to dx.
+  FF_INLINE static void turn(const Backward<T>& w, const Unit& unit, C* x, C* dy, C* h, C* dx) {
+    with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+      using P = Panels<C, B, W, N>;
+      if (w.grads || w.h.data) P::read(w.x, unit, w.i, x);
+      P::read(w.dy, unit, w.o, dy);
+      if (w.h.data) {
+        P::multiply(w.u_rows, w.rank, x, w.i, nullptr, h);
+        P::write(h, unit, w.rank, w.h);
+      }
+      if (w.rank && (w.dx.data || w.dh.data)) P::multiply(w.v_rows, w.rank, dy, w.o, nullptr, h);
+      if (w.dh.data) P::write(h, unit, w.rank, w.dh);
+      if (!w.dx.data) return;
+      if (w.rank) {
+        P::multiply(w.u_columns, w.i, h, w.rank, nullptr, dx);
+      } else {
+        std::fill(dx, dx + w.i * P::P, C(0));
+      }
+    });
+  }
+
+  // dx from its parts.
+  FF_INLINE static void sum(const Backward<T>& w, const Unit& unit, C* parts) {
+    with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+      using P = Panels<C, B, W, N>;
+      for (int64_t k = 1; k < w.splits; ++k) {
+        const C* from = parts + k * w.i * w.row;
+        for (int64_t j = 0; j < w.i * P::P; ++j) parts[j] += from[j];
+      }
+      P::write(parts, unit, w.i, w.dx);
+    });
+  }
+};
+
+// The factors as C, and, where there are many rows, with the rank innermost too.
+template <class T>
+struct Factors {
+  using C = Compute<T>;
+  using Factor = typename Work<C>::Factor;
+  Scratch<C> converted, turned;
+  Factor rows, columns;
+
+  Factors(const void* factor, int64_t rank, int64_t size, bool turns, ParallelFor parallel_for)
+      : converted(std::is_same_v<T, C> ? 0 : rank * size), turned(turns ? rank * size : 0) {
+    const T* const from = static_cast<const T*>(factor);
+    const C* data = converted.get();
+    if constexpr (std::is_same_v<T, C>) {
+      data = from;
+    } else {
+      for (int64_t k = 0; k < rank * size; ++k) converted.get()[k] = to_compute(from[k]);
+    }
+    rows = {data, size, 1}, columns = {data, 1, size};
+    if (!turns || !rank) return;
+    parallel(parallel_for, ceil_div(size, 64), ceil_div(4096, rank), [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin * 64; c < std::min(size, end * 64); ++c) {
+        for (int64_t r = 0; r < rank; ++r) turned.get()[c * rank + r] = data[r * size + c];
+      }
+    });
+    columns = {turned.get(), rank, 1};
+  }
+};
+
+// What a call does before its rows are looked at.
+template <class T, class W>
+struct Prepared {
+  using C = Compute<T>;
+  W w;
+  Factors<T> u, v;
+  Scratch<C> values;
+  Scratch<int32_t> bounds;
+
+  template <class Op>
+  static W plan(const Op& op) {
+    W w{};
+    const int64_t lanes = register_bytes() / sizeof(C);
+    w.i = op.i, w.o = op.o, w.rank = op.rank, w.units = make_units(op.n, lanes);
+    const int64_t registers = ceil_div(w.units[0].rows, lanes);
+    w.row = (registers > 4 ? 8 : registers > 2 ? 4 : registers) * lanes;
+    const int64_t units = w.units.size(), work = (op.mu.count + op.rank * op.o) * op.n;
+    w.splits = std::clamp<int64_t>(std::min(work / (units * kLeastWork), ceil_div(kItems, units)), 1,
+                                   std::max<int64_t>(op.o, 1));
+    // Forward an output's sums leave their registers for each block. Backward the parts of dx are stored for each
+    // nonzero: they stay in the first cache, unless a block then had too few to be worth its start.
+    const int64_t least = kSecond / int64_t(w.row * sizeof(C)), two = kFirst / int64_t(2 * w.row * sizeof(C));
+    const int64_t enough = 32 * op.o * op.i / ((op.mu.count + 1) * registers);
+    w.block = std::max<int64_t>(32, std::is_same_v<W, Forward<T>> ? least : std::clamp(enough, two, least));
+    w.blocks = std::max<int64_t>(1, ceil_div(op.i, w.block));
+    return w;
+  }
+
+  template <class Op>
+  Prepared(const Op& op, ParallelFor parallel_for)
+      : w(plan(op)),
+        u(op.u, op.rank, op.i, op.n > kFewRows, parallel_for),
+        v(op.v, op.rank, op.o, op.n > kFewRows, parallel_for),
+        values(std::is_same_v<T, C> ? 0 : op.mu.count),
+        bounds(op.o * (w.blocks + 1)) {
+    w.u_rows = u.rows, w.u_columns = u.columns, w.v_rows = v.rows, w.v_columns = v.columns;
+    const T* from = static_cast<const T*>(op.mu.values);
+    if constexpr (std::is_same_v<T, C>) {
+      w.values = from;
+    } else {
+      parallel(parallel_for, op.mu.count, 4096, [&](int64_t begin, int64_t end) {
+        for (int64_t nz = begin; nz < end; ++nz) values.get()[nz] = to_compute(from[nz]);
+      });
+      w.values = values.get();
+    }
+    w.index = op.mu.index, w.bounds = bounds.get();
+    find_bounds(w, op.mu.count, bounds.get(), parallel_for);
+  }
+};
+
+template <class T>
+void forward(const FactoredLinear& op, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  Prepared<T, Forward<T>> prepared(op, parallel_for);
+  Forward<T>& w = prepared.w;
+  const int64_t lanes = register_bytes() / sizeof(C), units = w.units.size(), shared = w.splits > 1 ? units * w.row : 0;
+  const Scratch<C> bias(op.bias ? op.o * lanes : 0), panels(shared * op.i), hidden(shared * op.rank);
+  for (int64_t k = 0; k < op.o * lanes && op.bias; ++k) {
+    bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
+  }
+  w.x = rows_of<T>(op.x), w.y = rows_of<T>(op.y), w.bias = op.bias ? bias.get() : nullptr;
+  auto work = [&](int64_t items) {
+    parallel(parallel_for, items, 1, [&](int64_t begin, int64_t end) { dispatch<RunForward, T>(w, begin, end); });
+  };
+  if (shared) {
+    w.panels = panels.get(), w.hidden = hidden.get(), w.turns = true;
+    work(units);
+    w.turns = false;
+  }
+  work(units * w.splits);
+}
+
+template <class T>
+void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  Prepared<T, Backward<T>> prepared(op, parallel_for);
+  Backward<T>& w = prepared.w;
+  const int64_t units = w.units.size(), count = op.mu.count, shared = w.splits > 1 ? units * w.row : 0;
+  // The number of partial sums depends on the shape only, so that results repeat.
+  w.parts = std::min(units, op.dvalues ? std::clamp<int64_t>((1 << 20) / (count + 1), 8, 64) : INT64_MAX);
+  const bool in_place = std::is_same_v<T, C> && w.parts == 1;
+  const Scratch<C> grads(op.dvalues && !in_place ? w.parts * count : 0);
+  const Scratch<C> panels(shared * op.i), gradients(shared * op.o),
+      inputs(op.dx.data ? shared * op.i * w.splits + 16 : 0);
+  w.count = count, w.x = rows_of<T>(op.x), w.dy = rows_of<T>(op.dy), w.dx = rows_of<T>(op.dx);
+  w.h = {static_cast<T*>(op.h), op.rank, 0}, w.dh = {static_cast<T*>(op.dh), op.rank, 0};
+  if (op.dvalues) {
+    w.grads = in_place ? static_cast<C*>(op.dvalues) : grads.get();
+    parallel(parallel_for, w.parts * count, 1 << 16, [&](int64_t begin, int64_t end) {
+      std::memset(static_cast<void*>(w.grads + begin), 0, (end - begin) * sizeof(C));
+    });
+  }
+  auto work = [&](int64_t items, typename Backward<T>::Step step) {
+    w.step = step;
+    parallel(parallel_for, items, 1, [&](int64_t begin, int64_t end) { dispatch<RunBackward, T>(w, begin, end); });
+  };
+  if (shared) {
+    w.panels = panels.get(), w.gradients = gradients.get(), w.inputs = inputs.get();
+    work(units, Backward<T>::kTurn);
+  }
+  work(w.parts * w.splits, Backward<T>::kMultiply);
+  if (shared && op.dx.data) work(units, Backward<T>::kSum);
+  if (!op.dvalues || in_place) return;
+  parallel(parallel_for, count, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t nz = begin; nz < end; ++nz) {
+      C sum = 0;
+      for (int64_t part = 0; part < w.parts; ++part) sum += grads.get()[part * count + nz];
+      static_cast<T*>(op.dvalues)[nz] = from_compute<T>(sum);
+    }
+  });
+}
+
+}  // namespace
+
+bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for) {
+  if (!ascending(op.mu, op.o * op.i, parallel_for)) return false;
+  if (op.n && op.o) with_conv_type(op.type, [&](auto type) { forward<decltype(type)>(op, parallel_for); });
+  return true;
+}
+
+bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
+  if (!ascending(op.mu, op.o * op.i, parallel_for)) return false;
+  with_conv_type(op.type, [&](auto type) {
+    using T = decltype(type);
+    if (op.n) return backward<T>(op, parallel_for);
+    if (op.dvalues) std::memset(op.dvalues, 0, op.mu.count * sizeof(T));
+  });
+  return true;
+}
+
+}  // namespace fastfact

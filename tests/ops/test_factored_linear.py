@@ -1,0 +1,158 @@
+"""The factored linear layer against float64 PyTorch on the dense weight, forward and backward, on every backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastfact import backends, ops, use_backend
+
+ATOL = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+NAMES = ("x", "u", "v", "values", "bias")
+
+
+def draw(rows, size, rank, density, dtype, clients=(), seed=0):
+    g = torch.Generator().manual_seed(seed)
+    o, i = size
+    randn = lambda *shape: torch.randn(*clients, *shape, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+    count = round(density * o * i)
+    index = [torch.randperm(o * i, generator=g)[:count].sort().values for _ in range(max(1, sum(clients)))]
+    return {
+        "x": randn(*rows, i),
+        "u": randn(rank, i) if rank else None,
+        "v": randn(rank, o) if rank else None,
+        "values": randn(count),
+        "index": torch.stack(index).reshape(*clients, count).int(),
+        "bias": randn(o),
+    }
+
+
+def dense(t, size, dtype):
+    leaves = {name: t[name].detach().to(dtype).requires_grad_() for name in NAMES if t[name] is not None}
+    weight = torch.zeros(size, dtype=dtype).flatten().index_put((t["index"].long(),), leaves["values"]).reshape(size)
+    if t["u"] is not None:
+        weight = weight + leaves["v"].mT @ leaves["u"]
+    return F.linear(leaves["x"], weight, leaves["bias"]), leaves
+
+
+def ours(t, size):
+    leaves = {name: t[name].detach().requires_grad_() for name in NAMES if t[name] is not None}
+    return ops.factored_linear(**{**t, **leaves}, size=size), leaves
+
+
+def close(got, truth, plain, dtype):
+    assert got.shape == truth.shape and got.dtype == dtype and not torch.isnan(got).any()
+    if got.numel():
+        allowed = 2 * (plain.double() - truth).abs().max() + ATOL[dtype] * max(truth.abs().max(), 1e-30)
+        assert (got.double() - truth).abs().max() <= allowed
+
+
+def compare(t, size):
+    dtype = t["x"].dtype
+    results = ours(t, size), dense(t, size, torch.float64), dense(t, size, dtype)
+    close(*(y for y, _ in results), dtype)
+    grad = torch.randn(results[0][0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    for y, _ in results:
+        y.backward(grad.to(y.dtype))
+    for name in results[0][1]:
+        close(*(leaves[name].grad for _, leaves in results), dtype)
+
+
+# Few rows and many, sizes that no register divides, more inputs than a block has, one unit of rows and several.
+CASES = [
+    ((1,), (7, 5), 1, 0.4),
+    ((3,), (33, 100), 2, 0.1),
+    ((16,), (65, 300), 0, 0.05),
+    ((2, 50), (40, 33), 7, 0.2),
+    ((37,), (130, 1100), 3, 0.02),
+    ((300,), (50, 70), 17, 0.1),
+    ((1100,), (24, 31), 1, 0.3),
+    ((6,), (5, 4), 2, 1.0),
+    ((6,), (5, 4), 2, 0.0),
+    ((130,), (1, 1), 0, 1.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_dense_layer(case, dtype):
+    rows, size, rank, density = case
+    compare(draw(rows, size, rank, density, dtype), size)
+
+
+def test_one_row_without_a_batch_axis_and_no_rows():
+    t = draw((), (7, 5), 2, 0.3, torch.float64)
+    assert torch.allclose(ours(t, (7, 5))[0], dense(t, (7, 5), torch.float64)[0])
+    t["x"] = torch.zeros(0, 5, dtype=torch.float64)
+    y, leaves = ours(t, (7, 5))
+    y.sum().backward()
+    assert y.shape == (0, 7) and all(not leaf.grad.any() for leaf in leaves.values())
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_clients_and_vmap(backend):
+    if not backends()[backend].available:
+        pytest.skip(backends()[backend].detail)
+    size, clients = (12, 9), 3
+    t = draw((4, 2), size, 2, 0.2, torch.float64, (clients,))
+    one = [{name: tensor[k] for name, tensor in t.items()} for k in range(clients)]
+    expected = torch.stack([dense(each, size, torch.float64)[0] for each in one])
+    with use_backend(backend):
+        assert torch.allclose(ops.factored_linear(**t, size=size), expected)
+        mapped = torch.vmap(lambda *tensors: ops.factored_linear(*tensors, size=size))
+        assert torch.allclose(mapped(*t.values()), expected)
+        shared = {**t, "index": t["index"][0], "u": t["u"][0]}
+        got = ops.factored_linear(**shared, size=size)
+        for k in range(clients):
+            each = {**one[k], "index": t["index"][0], "u": t["u"][0]}
+            assert torch.allclose(got[k], dense(each, size, torch.float64)[0])
+
+
+def test_gradients_of_parts_only():
+    """What is not asked for is not computed, and the rest is the same."""
+    size = (20, 30)
+    t = draw((9,), size, 3, 0.2, torch.float64)
+    whole = ours(t, size)
+    whole[0].sum().backward()
+    for name in NAMES:
+        leaf = t[name].clone().requires_grad_()
+        ops.factored_linear(**{**t, name: leaf}, size=size).sum().backward()
+        assert torch.allclose(leaf.grad, whole[1][name].grad), name
+
+
+def test_results_repeat():
+    t = draw((600,), (70, 90), 5, 0.1, torch.float32)
+    results = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        y, leaves = ours(t, (70, 90))
+        y.sum().backward()
+        torch.set_num_threads(before)
+        results.append((y, leaves["x"].grad, leaves["values"].grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": (6, 5, 1)}, "size"),
+        ({"size": (6, 4)}, "x has shape"),
+        ({"v": None}, "u and v go together"),
+        ({"index": None}, "values and index"),
+        ({"u": torch.zeros(1, 3)}, "u has shape"),
+        ({"values": torch.zeros(3)}, "values has shape"),
+        ({"bias": torch.zeros(6, dtype=torch.float64)}, "bias is torch.float64"),
+    ],
+)
+def test_bad_input(change, message):
+    t = draw((2,), (6, 5), 1, 0.2, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        ops.factored_linear(**{**t, "size": (6, 5), **change})
+
+
+@pytest.mark.parametrize("index", [[3, 3], [5, 2], [0, 30], [-1, 4]])
+def test_positions_must_ascend_within_the_weight(index):
+    t = draw((2,), (6, 5), 1, 0.2, torch.float32)
+    t |= {"index": torch.tensor(index), "values": torch.ones(2)}
+    with pytest.raises((ValueError, RuntimeError), match="index"):
+        ops.factored_linear(**t, size=(6, 5))
