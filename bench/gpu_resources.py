@@ -67,7 +67,11 @@ class Launched:
         }
         row = {"kernel": self.kernel.__name__, **self.label, "tile": tile}
         row |= {name: constants[name] for name in ("num_warps", "num_stages", "TRANSPOSED") if name in constants}
-        self.rows.append(row | {"shared": compiled.metadata.shared} | usage(compiled))
+        shared = compiled.metadata.shared
+        row |= {"shared": shared, **usage(compiled), "fits": shared <= SHARED[self.label["arch"]]}
+        if row not in self.rows:
+            self.rows.append(row)
+            print(json.dumps(row), flush=True)
 
 
 def usage(compiled) -> dict[str, int]:
@@ -163,8 +167,7 @@ def table(arch: int) -> list[dict]:
         others(dtype)
     for patch in reversed(patches):
         patch.stop()
-    unique = {json.dumps(row, sort_keys=True): row for row in rows}
-    return [row | {"fits": row["shared"] <= SHARED[arch]} for row in unique.values()]
+    return rows
 
 
 def fill_cache() -> None:
@@ -191,9 +194,7 @@ def main() -> None:
         if args.fill_cache:
             fill_cache()
             continue
-        for row in table(arch):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+        rows += table(arch)
         if args.json:
             content = {"triton": triton.__version__, "shared memory a block may have": SHARED, "rows": rows}
             args.json.write_text(json.dumps(content, indent=1) + "\n")
