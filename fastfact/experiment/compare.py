@@ -85,7 +85,9 @@ class _Worker:
         if isinstance(error, BrokenProcessPool):
             self.process.join()
             return "failed", f"its process ended with exit code {self.process.exitcode}"
-        return "failed", str(error) if isinstance(error, ValueError) else "".join(traceback.format_exception(error))
+        return "failed", str(error) if isinstance(error, ValueError | OSError) else "".join(
+            traceback.format_exception(error)
+        )
 
     def stop(self) -> None:
         """End the process, in the middle of its cell if need be."""

@@ -222,6 +222,8 @@ class Crash:
         else:
             code = self.run(arguments, fault, point)
         said = (self.scratch / "said").read_text() if fault != "power" else ""
+        if self.kind == "torchrun" and "fastfact: " in said:
+            said = ""  # torchrun adds a traceback of its own
         if "Traceback" in said or code not in (0, 1, 2, -9):
             self.fail(where, f"ended with {code}: {said[-1500:]}")
         elif code == 2 and len(lines := [line for line in said.splitlines() if line.startswith("fastfact: ")]) != 1:
