@@ -55,6 +55,7 @@ from fastfact.federation.tensors import describe, tensors_of
 from fastfact.federation.wire.format import Wire
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import type_error
+from fastfact.nn.choice import choices, set_choices
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.sparsity import penalized
 from fastfact.settings import LATER
@@ -237,6 +238,10 @@ class Federation:
             self.reported = None if server.last is None else Uploads(**server.last)
         except TypeError as error:
             raise RunDirectoryError(f"{recorded.directory}: who reported last: {error}") from error
+        try:
+            set_choices(server.choices)
+        except ValueError as error:
+            raise RunDirectoryError(f"{recorded.directory}: {error}") from error
         self.server_state = {name: tensor.to(self.device) for name, tensor in server.memory.items()}
         self.round, self.history, self.ledger = server.round, server.history, server.ledger
         # Nobody writes into the directory before all have read it.
@@ -504,7 +509,7 @@ class Federation:
 
     def _server(self) -> ServerState:
         last = None if self.reported is None else self.reported.report()
-        return ServerState(self.round, self.history, self.ledger, self.server_state, last)
+        return ServerState(self.round, self.history, self.ledger, self.server_state, last, choices())
 
     def _save(self, out: str | Path | None, directory: RunDirectory | None) -> None:
         """Write a checkpoint of the round the federation is at. A store is one after every round: it is synced."""

@@ -7,6 +7,7 @@ from torch import nn
 
 import fastfact as ff
 from fastfact.federation.tensors import tensors_of
+from fastfact.nn import choice
 
 # One for each kind of round; tests/methods has what holds for every method.
 METHODS = ["clustered-fl", "factorized-fl-alpha", "factorized-fl-beta", "fedamp", "fedavg", "fedfac-dynamic", "simfed"]
@@ -525,3 +526,15 @@ def test_channels_last_where_the_model_runs_that_way(make, method):
     assert reshape.is_contiguous(memory_format=torch.channels_last)
     for name, tensor in runs[View].states.state.items():
         torch.testing.assert_close(runs[Reshape].states.state[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_what_is_loaded_takes_the_paths_that_were_chosen(make, tmp_path):
+    choice.forget()
+    choice.set_choices({"a kind of work": "factored"})
+    try:
+        make().fit(rounds=1, out=tmp_path / "run")
+        choice.forget()
+        ff.Federation.load(tmp_path / "run", model=make.mlp)
+        assert choice.choices()["a kind of work"] == "factored"
+    finally:
+        choice.forget()

@@ -60,7 +60,8 @@ HERE = ("store", "memory_limit")
 class ServerState:
     """What the server knows after a round.
 
-    memory: tensors that the method keeps. last: who reported in the last round, as JSON can hold it.
+    memory: tensors that the method keeps. last: who reported in the last round, as JSON can hold it. choices: the path
+    of each kind of work the layers met (`nn.choice.choices`), so that a run goes on with the same arithmetic.
     """
 
     round: int = 0
@@ -68,10 +69,13 @@ class ServerState:
     ledger: Ledger = field(default_factory=Ledger)
     memory: State = field(default_factory=dict)
     last: dict[str, Any] | None = None
+    choices: dict[str, str] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, str]:
         """All but tensors and rows, as a checkpoint and a store keep it."""
         metadata = {"round": str(self.round), "bytes_up": str(self.ledger.up), "bytes_down": str(self.ledger.down)}
+        if self.choices:
+            metadata["choices"] = json.dumps(self.choices, sort_keys=True)
         return metadata if self.last is None else metadata | {"last": json.dumps(self.last)}
 
 
@@ -387,12 +391,15 @@ def _server_state(
         last = json.loads(metadata["last"]) if "last" in metadata else None
         if not isinstance(last, dict | None):
             raise TypeError(f"last is {last!r}")
+        choices = json.loads(metadata.get("choices", "{}"))
+        if not isinstance(choices, dict):
+            raise TypeError(f"choices is {choices!r}")
         _check_history(directory, history, round, config)
     except RunDirectoryError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path}: {error}") from error
-    return ServerState(round, history, ledger, memory, last)
+    return ServerState(round, history, ledger, memory, last, choices)
 
 
 def _check_history(directory: Path, history: History, rounds: int, config: Mapping[str, Any]) -> None:
