@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastfact import files
+from fastfact import data, files
 from fastfact.experiment import build, probes, report
-from fastfact.experiment.config import Config
+from fastfact.experiment.config import SIMULATION, Config
 from fastfact.federation import Client, Federation, newcomers
 from fastfact.federation.server.processes import Group
 from fastfact.federation.storage import run_directory
@@ -89,6 +89,9 @@ def run(
     if config.recorders() and group.size > 1:
         raise ValueError(f"record={config.record!r}: needs all clients in one process; here are {group.size}")
     group.root(lambda: check_directory(config, directory, resume))
+    if config.dataset != SIMULATION and not group.root(lambda: finished(config, directory)):
+        # Data that are missing are an error before the directory is touched; what is read here is kept.
+        data.load(config.dataset, config.data_dir)
     with contextlib.ExitStack() as held:
         group.root(lambda: _begin(config, directory, resume, held))
         result = group.root(lambda: report.read_cell(directory).result if finished(config, directory) else None)

@@ -317,13 +317,18 @@ def test_compare_checks_before_it_writes(tmp_path, change, message):
 
 def test_a_failing_cell_does_not_stop_the_others(tmp_path):
     comparison = Comparison(Config(clients=2, rounds=1, epochs=1, model="mlp", width=0.1), ("fedavg", "stand-alone"), 1)
-    blocked = tmp_path / report.CELLS / "fedavg-seed0"
-    blocked.mkdir(parents=True)
-    (blocked / "notes.txt").write_text("mine")
+    blocked = tmp_path / report.CELLS / "stand-alone-seed0"
     events = []
-    failed = comparison.run(tmp_path, 1, lambda *event: events.append(event[:2]))
-    assert list(failed) == ["fedavg-seed0"] and "config.json is missing" in failed["fedavg-seed0"]
-    assert ("stand-alone-seed0", "done") in events and ("fedavg-seed0", "failed") in events
+
+    def on_event(name, *event):
+        if not blocked.exists():
+            blocked.mkdir(parents=True)
+            (blocked / "notes.txt").write_text("mine")
+        events.append((name, event[0]))
+
+    failed = comparison.run(tmp_path, 1, on_event)
+    assert list(failed) == ["stand-alone-seed0"] and "config.json is missing" in failed["stand-alone-seed0"]
+    assert ("fedavg-seed0", "done") in events and ("stand-alone-seed0", "failed") in events
 
 
 def test_a_killed_process_fails_its_cell_alone(tmp_path):

@@ -426,7 +426,7 @@ def test_a_pretrained_start_and_the_true_split_of_a_simulation():
         settings={"fedsplit": {"shared_channels": "oracle"}},
     )
     fed = build.federation(simulated)
-    (mask,) = {tuple(mask.tolist()) for mask in fed.method.rows("up", {}).values()}
+    (mask,) = {tuple(mask.tolist()) for mask in fed.method.channel_masks("up", {}).values()}
     assert sum(mask) == 60 and sum(mask[140:]) >= 57
     with pytest.raises(ValueError, match="simulation="):
         build.federation(replace(simulated, simulation={"colour": 1}))

@@ -184,9 +184,10 @@ def test_a_failed_save_leaves_what_was_there(run, monkeypatch):
     def fail(tensor):
         raise OSError(errno.ENOSPC, "disk full")
 
-    monkeypatch.setattr(store, "_bytes", fail)
-    with pytest.raises(OSError, match="disk full"):
-        fed.save(directory)
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_bytes", fail)
+        with pytest.raises(OSError, match="disk full"):
+            fed.save(directory)
     assert all(path.read_bytes() == content for path, content in before.items())
     assert ff.Federation.load(directory).round == 3
 
@@ -378,11 +379,14 @@ def test_what_is_done_is_saved_when_a_run_is_stopped(make, same, tmp_path, monke
         commit = fed.states.commit
         monkeypatch.setattr(fed.states, "commit", lambda: (stop(fed.round), commit()))
     before = signal.signal(signal.SIGTERM, handler)
+    # A shell in the background starts its programs with interrupts ignored.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises((KeyboardInterrupt, Terminated, RuntimeError)):
             fed.fit(6, tmp_path / "run", checkpoint_every=100, on_client=None if how == "callback" else stop)
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
     resumed = ff.Federation.load(tmp_path / "run", clients=make.clients())
     assert resumed.round == (4 if how == "callback" else 3)
     resumed.fit(6 - resumed.round, tmp_path / "run")

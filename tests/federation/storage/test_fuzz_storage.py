@@ -1,7 +1,7 @@
 """Bytes from anybody: messages, checkpoints, rows, configurations and stores are read, or refused in one line.
 
-The suite takes a few of each. `FASTFACT_FUZZ=10000 python -m pytest tests/federation/storage/test_fuzz.py` takes that
-many of each.
+The suite takes a few of each, `FASTFACT_FUZZ=10000 python -m pytest tests/federation/storage/test_fuzz_storage.py` that
+many.
 """
 
 import contextlib
