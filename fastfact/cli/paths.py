@@ -24,7 +24,7 @@ def plan(model: nn.Module, x: Tensor, batch: int) -> list[dict[str, Any]]:
     density of μ, input [batch, …], step, the path that the layer takes, and the milliseconds of each of its paths, as
     they are measured now on the layer's own input; None for one that it cannot take, or where there is one only.
     """
-    layers, rows = factorized_layers(model), {}
+    layers, rows = factorized_layers(model), dict[FactorizedLayer, list[dict[str, Any]]]()
 
     def note(layer: FactorizedLayer, inputs: tuple[Tensor]) -> None:
         if layer not in rows:

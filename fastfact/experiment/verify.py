@@ -17,24 +17,24 @@ def verify(directory: Path) -> dict[str, str | None]:
     Raises ValueError for a directory that holds none of these.
     """
     if (directory / report.COMPARISON).is_file():
-        found = {str(directory / report.COMPARISON): _problem(lambda: files.read_sealed(directory / report.COMPARISON))}
+        found = {str(directory / report.COMPARISON): _problem(files.read_sealed, directory / report.COMPARISON)}
         for cell in sorted((directory / report.CELLS).glob("*/")):
             found |= verify(cell) if not files.is_vacant(cell, STARTED) else {str(cell): None}
         return found
     if not (directory / DATABASE).is_file():
         run_directory.read_config(directory)
-    found = {str(directory): _problem(lambda: checkpoint.about(directory, verify=True))}
+    found = {str(directory): _problem(checkpoint.about, directory, verify=True)}
     for name in (STARTED, report.RESULT):
         if (directory / name).is_file():
-            found[str(directory / name)] = _problem(lambda path=directory / name: files.read_sealed(path))
+            found[str(directory / name)] = _problem(files.read_sealed, directory / name)
     for path in sorted([*directory.glob(report.SIMILARITY), *(directory / probes.FOLDER).glob("*.safetensors")]):
-        found[str(path)] = _problem(lambda path=path: run_directory.load_tensors(path, {}, also=("",)))
+        found[str(path)] = _problem(run_directory.load_tensors, path, {}, also=("",))
     return found
 
 
-def _problem(read: Callable[[], Any]) -> str | None:
+def _problem(read: Callable[..., Any], *args: Any, **options: Any) -> str | None:
     try:
-        read()
+        read(*args, **options)
     except (ValueError, OSError) as error:
         return " ".join(str(error).split())
     return None
