@@ -100,8 +100,15 @@ constexpr int64_t kOrderBytes = 256 << 20;
 // All numbers but the positions that find_order reads.
 template <class C>
 std::vector<int64_t> numbers_of(const Prepared<C>& p, int64_t taps) {
-  std::vector<int64_t> out = {sizeof(typename Prepared<C>::C), p.s.groups, p.s.i, p.s.o, taps, p.slab.channel,
-                              p.plan.block, p.plan.blocks, p.plan.keys};
+  std::vector<int64_t> out = {sizeof(typename Prepared<C>::C),
+                              p.s.groups,
+                              p.s.i,
+                              p.s.o,
+                              taps,
+                              p.slab.channel,
+                              p.plan.block,
+                              p.plan.blocks,
+                              p.plan.keys};
   for (size_t phase = 0; phase < p.s.phases.size(); ++phase) {
     const auto &tap = p.s.phases[phase].tap, &offset = p.slab.offset[phase];
     out.push_back(tap.size());
