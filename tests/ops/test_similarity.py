@@ -201,7 +201,7 @@ def test_the_inputs_stay_as_they_were():
         ({"uploads": torch.zeros(3, 2)}, r"uploads\[0\] has shape \[3, 2\], v has 4 clients"),
         (
             {"v": torch.zeros(4, 2, dtype=torch.int64)},
-            "v is torch.int64, must be torch.float32, .* or torch.int8",
+            "v is torch.int64, must be torch.float32, torch.float64, torch.float16, torch.bfloat16 or torch.int8",
         ),
         ({"epsilon": -1.0}, "epsilon=-1.0"),
         ({"epsilon": math.inf}, "epsilon=inf"),
