@@ -52,7 +52,7 @@ from fastfact.federation.storage.checkpoint import Recorded, RunDirectory, Serve
 from fastfact.federation.storage.run_directory import RunDirectoryError
 from fastfact.federation.storage.states import MEMORY, Codec, Database, Models, PackedStates, Stacked, States
 from fastfact.federation.tensors import describe, tensors_of
-from fastfact.federation.wire.format import Wire
+from fastfact.federation.wire.format import Wire, reply
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import type_error
 from fastfact.nn.choice import choices, set_choices
@@ -561,7 +561,7 @@ class Federation:
         size = self._block(len(clients))
         blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)]
         # A process without a client in this round takes part in the mix.
-        downloads, report = self._downloads(round, clients, done), Uploads(round, [], [], [])
+        downloads, report = self._downloads(round, done), Uploads(round, [], [], [])
         self.states.reserve(len(clients))
         for number, block in enumerate(blocks):
             work = self.states.work(block, () if downloads is None else downloads.overwritten(block))
@@ -611,11 +611,16 @@ class Federation:
             exchange,
             clients,
             work,
-            () if downloads is None else downloads.of(clients, work),
+            () if downloads is None else downloads.to(clients, work),
             exchange.channel_masks("up", done.server_state),
             train,
+            lambda row, models: self._loss_of(clients[row], models),
             None if downloads is None else functools.partial(self._evaluate, round, clients),
         )
+        if trained.answers:
+            self.method.answered(trained.answers, done.server_state)
+            for k, (_, answer) in trained.answers.items():
+                done.ledger.add(round, "up", [k], reply(answer.numel()))
         losses, seconds, left_out = trained.losses, trained.seconds, trained.broken
         before = [None] * len(clients) if trained.before is None else trained.before
         if self.uploaded:
@@ -674,12 +679,12 @@ class Federation:
         loaded += memory.bytes_of({name: self.initial[name] for name in self.exchange.bounded})
         return memory.Need(fixed, loaded, 3 * each + memory.WORKSPACE * activations)
 
-    def _downloads(self, round: int, clients: list[int], done: Round) -> Downloads | None:
+    def _downloads(self, round: int, done: Round) -> Downloads | None:
         """The mix of the last round's uploads; None where there is nothing to mix."""
         if not self.shared or self.reported is None:
             return None
         uploads = self.uploads(done.server_state)
-        return server_round(self.exchange, uploads, round, clients, done.ledger, self._samples_of, self._loss_of)
+        return server_round(self.exchange, uploads, round, done.ledger, self._samples_of)
 
     def uploads(self, server_state: State | None = None) -> Uploads:
         """What the server has of the last round. server_state: in place of a copy of the server's own."""
@@ -702,14 +707,10 @@ class Federation:
         return self.identity["samples"][client][0]
 
     def _loss_of(self, client: int, state: State) -> Tensor:
-        """`Uploads.evaluate`."""
+        """The mean loss of the models `state` [n, …] on what is held out of a client's samples, float64 [n]."""
         if self.clients is None:
             raise ValueError(f"{self.method.name} mixes by samples, pass Federation.load(DIR, clients=)")
-        held = {
-            name: tensor.expand(len(state[self.shared[0]]), *tensor.shape[1:])
-            for name, tensor in self.states.load([client], names=list(self.infos)).items()
-        }
-        return self.trainer.loss(held | state, self._data[client].held_out)
+        return self.trainer.loss(state, self._data[client].held_out)
 
     def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
         """The accuracy of each client on its own test set, after the adaptation the strategy asks for (on a copy)."""
@@ -739,9 +740,9 @@ class Federation:
     def _deliver_next(self, state: State) -> bool:
         """Put the next round's download into the states of the clients here; False where nothing is mixed."""
         clients = list(self.here)
-        downloads = self._downloads(self.round + 1, clients, Round(0, Ledger(), dict(self.server_state), None))
+        downloads = self._downloads(self.round + 1, Round(0, Ledger(), dict(self.server_state), None))
         if downloads is not None:
-            downloads.deliver(clients, state)
+            downloads.deliver(clients, state, lambda row, models: self._loss_of(clients[row], models))
         return downloads is not None
 
     def accuracies_as_downloaded(self) -> list[float] | None:

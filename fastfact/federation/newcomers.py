@@ -103,18 +103,9 @@ def _download(fed: Trained, round: int, places: list[int], work: State, ledger: 
     if not fed.shared:
         return dict(fed.server_state)
     uploads = fed.uploads()
-
-    def evaluate(client: int, state: State) -> Tensor:
-        row = client - places[0]
-        held = {
-            name: work[name][row : row + 1].expand(len(state[fed.shared[0]]), *work[name].shape[1:])
-            for name in fed.infos
-        }
-        return fed.trainer.loss(held | state, data[row].held_out)
-
     samples = [len(client.train[1]) for client in data]
-    downloads = server_round(fed.exchange, uploads, round, places, ledger, lambda k: samples[k - places[0]], evaluate)
-    downloads.deliver(places, work)
+    downloads = server_round(fed.exchange, uploads, round, ledger, lambda k: samples[k - places[0]])
+    downloads.deliver(places, work, lambda row, models: fed.trainer.loss(models, data[row].held_out))
     return uploads.server_state
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastfact.federation.server import mixing
-from fastfact.federation.server.strategy import Strategy, Uploads, register
+from fastfact.federation.server.strategy import Offer, Strategy, Uploads, register
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
 
@@ -51,8 +51,8 @@ class ClusteredFL(Strategy):
     (its memory): clients upload weights, not differences, and download their cluster's model. A cluster that is split
     is averaged in its new parts at once. Members that are not among the clients of the round stay with the larger part,
     and get the present model of their cluster when they return (the paper lets everybody take part). A client that
-    joins after training gets the cluster's model that does best on its samples (the paper walks down the tree of splits
-    by the newcomer's update).
+    joins after training is offered the clusters' models and takes the one that does best on its samples (the paper
+    walks down the tree of splits by the newcomer's update).
 
     Batch-norm, learned part and statistics, is averaged within clusters. Where classifiers or norms are not shared,
     they are no part of ΔW.
@@ -127,8 +127,15 @@ class ClusteredFL(Strategy):
     def _models_of(self, clients: list[int], uploads: Uploads, names: list[str]) -> State:
         """The models of the clusters of clients that were not in the round, [len(clients), …]."""
         models = {name: uploads.server_state[f"model/{name}"] for name in names}
-        known = uploads.server_state["cluster"].cpu()
-        cluster = torch.tensor(
-            [int(known[k]) if k < len(known) else int(uploads.evaluate(k, models).argmin()) for k in clients]
-        )
+        cluster = uploads.server_state["cluster"].cpu()[clients]
         return {name: tensor[cluster.to(tensor.device)] for name, tensor in models.items()}
+
+    def offer(self, uploads: Uploads, client: int, names: list[str]) -> Offer | None:
+        if client < len(uploads.server_state["cluster"]):
+            return None
+        models = {name: uploads.server_state[f"model/{name}"] for name in names}
+        return Offer(list(range(len(models[names[0]]))), models)
+
+    def merge(self, own: State, offered: State, losses: Tensor) -> tuple[State, Tensor | None]:
+        best = int(losses[1:].argmin())
+        return {name: tensor[best : best + 1] for name, tensor in offered.items()}, None

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastfact.federation.server.strategy import Strategy, Uploads, register
+from fastfact.federation.server.strategy import Offer, Strategy, Uploads, register
 from fastfact.federation.state import State, generator_for
 from fastfact.federation.tensors import TensorInfo
 
@@ -53,29 +53,29 @@ class FedFOMO(Strategy):
         k = len(next(iter(state.values())))
         return {"affinity": torch.zeros(k, k, dtype=torch.float64)}
 
-    def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
-        rows, movers = (uploads.present, uploads) if guests is None else (range(len(guests.clients)), guests)
-        affinity = uploads.server_state["affinity"].cpu().clone()
-        mixed = {name: movers.state[name].clone() for name in names}
-        for row in rows:
-            client = movers.clients[row]
-            known = client < len(affinity)
-            places = self._candidates(affinity[client] if known else affinity.new_zeros(len(affinity)), client, uploads)
-            if not places:
-                continue
-            others = uploads.fetch(client, places)
-            mine = {name: movers.state[name][row : row + 1] for name in names}
-            losses = uploads.evaluate(client, {name: torch.cat([mine[name], others[name]]) for name in names})
-            weights = self._weights(losses, self._distances(mine, others)).to(uploads.state[names[0]].device)
-            uploads.tell(client, len(places))
-            if known:
-                affinity[client, [uploads.clients[place] for place in places]] += weights.cpu()
-            for name in names:
-                if mixed[name].is_floating_point():
-                    step = weights.to(mixed[name]) @ (others[name] - mine[name]).flatten(1)
-                    mixed[name][row] += step.reshape(mixed[name][row].shape)
-        uploads.server_state["affinity"] = affinity
-        return mixed
+    def offer(self, uploads: Uploads, client: int, names: list[str]) -> Offer | None:
+        affinity = uploads.server_state["affinity"].cpu()
+        known = client < len(affinity)
+        places = self._candidates(affinity[client] if known else affinity.new_zeros(len(affinity)), client, uploads)
+        if not places:
+            return None
+        return Offer([uploads.clients[p] for p in places], {name: uploads.state[name][places] for name in names})
+
+    def merge(self, own: State, offered: State, losses: Tensor) -> tuple[State, Tensor | None]:
+        weights = self._weights(losses, self._distances(own, offered))
+        merged = dict(own)
+        for name, mine in own.items():
+            if mine.is_floating_point():
+                step = weights.to(mine) @ (offered[name] - mine).flatten(1)
+                merged[name] = mine + step.reshape(mine.shape)
+        return merged, weights
+
+    def answered(self, answers: dict[int, tuple[list[int], Tensor]], server_state: State) -> None:
+        affinity = server_state["affinity"].cpu().clone()
+        for client, (sources, weights) in answers.items():
+            if client < len(affinity):
+                affinity[client, sources] += weights.to(affinity)
+        server_state["affinity"] = affinity
 
     def _candidates(self, affinity: Tensor, client: int, uploads: Uploads) -> list[int]:
         """The places in `uploads` of the models the client downloads."""

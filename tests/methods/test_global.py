@@ -184,6 +184,23 @@ def test_a_client_that_missed_rounds_gets_its_clusters_model():
             torch.testing.assert_close(param.detach(), expected)
 
 
+def test_a_newcomer_chooses_among_the_clusters_models():
+    fed = federation(ff.methods.ClusteredFL(eps1=9.0, eps2=0.0))
+    fed.fit(2)
+    joined = fed.join(clients(sizes=(6,)), how="download")
+    got = joined.models[0].state_dict()
+    uploads = fed.uploads()
+    fed.method.mix(uploads, fed.shared)
+    count = len(uploads.server_state["cluster"].unique())
+    assert count > 1
+    models = [{n: uploads.server_state[f"model/{n}"][c] for n in got} for c in range(count)]
+    x, y = clients(sizes=(6,))[0].train
+    losses = [float(F.cross_entropy(torch.func.functional_call(mlp(), model, (x,)), y)) for model in models]
+    best = models[losses.index(min(losses))]
+    assert all(torch.equal(got[n], best[n]) for n in got)
+    assert joined.bytes_down == [count * fed.ledger.bytes("up", round=1, client=0)], "each is a message"
+
+
 @pytest.mark.parametrize("cohort", [1, 4])
 @pytest.mark.parametrize("first_order", [True, False])
 @pytest.mark.parametrize("make", [mlp, normed])

@@ -162,24 +162,21 @@ def test_fedfomo_by_hand():
     """Clients 5 and 3 reported with w = (0, 0) and (3, 4), 5 apart; only 5 gains, at 0.2 for each unit of length."""
     method = ff.methods.FedFOMO(models=2)
     method._measured = ["w"]
-    fetched = []
-
-    def fetch(client, places):
-        fetched.append((client, places))
-        return {"w": uploads.state["w"][places]}
-
-    def evaluate(client, state):
-        assert state["w"].tolist() == ([[0, 0], [3, 4]] if client == 5 else [[3, 4], [0, 0]])
-        return torch.tensor([2.0, 1.0] if client == 5 else [0.5, 0.6], dtype=torch.float64)
-
-    uploads = Uploads(2, [5, 3], [1, 1], [0.0, 0.0], {"w": torch.tensor([[0.0, 0.0], [3.0, 4.0]])}, present=[0, 1])
-    told = []
-    uploads.fetch, uploads.evaluate = fetch, evaluate
-    uploads.tell = lambda *weights: told.append(weights)
-    uploads.server_state = method.server_state({"w": torch.zeros(6, 2)})
-    assert method.mix(uploads, ["w"])["w"].tolist() == [[3, 4], [3, 4]]
-    assert fetched == [(5, [1]), (3, [0])] and told == [(5, 1), (3, 1)]
-    assert uploads.server_state["affinity"].nonzero().tolist() == [[5, 3]]
+    held = {5: torch.tensor([[0.0, 0.0]]), 3: torch.tensor([[3.0, 4.0]])}
+    losses = {5: torch.tensor([2.0, 1.0]).double(), 3: torch.tensor([0.5, 0.6]).double()}
+    uploads = Uploads(2, [5, 3], [1, 1], [0.0, 0.0], {"w": torch.cat([held[5], held[3]])})
+    uploads.server_state = before = method.server_state({"w": torch.zeros(6, 2)})
+    empty, answers = before["affinity"].clone(), {}
+    for client, other in ((5, 3), (3, 5)):
+        offer = method.offer(uploads, client, ["w"])
+        assert offer.sources == [other] and offer.tensors["w"].tolist() == held[other].tolist()
+        merged, weights = method.merge({"w": held[client]}, offer.tensors, losses[client])
+        assert merged["w"].tolist() == [[3, 4]]
+        answers[client] = offer.sources, weights
+    state = dict(before)
+    method.answered(answers, state)
+    assert state["affinity"].nonzero().tolist() == [[5, 3]]
+    assert torch.equal(before["affinity"], empty), "a round that is thrown away has told the server nothing"
     weights = method._weights(torch.tensor([2.0, 1.0, 3.0, 0.5]), torch.tensor([4.0, 1.0, 2.0]))
     torch.testing.assert_close(weights, torch.tensor([0.25, 0.0, 0.75]))
 

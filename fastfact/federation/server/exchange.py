@@ -11,10 +11,10 @@ from torch import Tensor
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import robust
 from fastfact.federation.server.processes import Shard
-from fastfact.federation.server.strategy import Strategy, Uploads
+from fastfact.federation.server.strategy import Offer, Strategy, Uploads
 from fastfact.federation.state import State, index_of
 from fastfact.federation.tensors import TensorInfo
-from fastfact.federation.wire.format import Sizes, Wire, reply
+from fastfact.federation.wire.format import Sizes, Wire
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.settings import bound_of
 
@@ -99,8 +99,15 @@ class Exchange:
         """Everybody has the initial model, as if sent: the papers count this download too."""
         ledger.add(round, "down", clients, self.wire.roundtrip(work, self.shared)[1])
 
-    def receive(self, download: "Download", work: State) -> None:
-        """Put a download into its rows of `work` [k, …] where the strategy says, in place."""
+    def sent(self, state: State) -> tuple[State, Sizes]:
+        """What arrives at the server of the clients' states [k, …], if they upload all of it, and the sizes."""
+        return self.wire.roundtrip(self.keyed(state), self.uploaded)
+
+    def receive(self, download: "Download", work: State, loss: "Loss") -> Tensor | None:
+        """Put a download into its rows of `work` [k, …] where the strategy says, in place. Returns what the client
+        answers to an offer."""
+        if download.sources is not None:
+            return self._merge(download, work, loss)
         rows, arrived = download.rows, dict(download.tensors)
         everybody = rows == list(range(len(next(iter(work.values())))))
         state = work if everybody else {name: tensor[rows] for name, tensor in work.items()}
@@ -111,6 +118,18 @@ class Exchange:
                 work[name].copy_(tensor)
             else:
                 work[name][rows] = tensor
+        return None
+
+    def _merge(self, download: "Download", work: State, loss: "Loss") -> Tensor | None:
+        (row,), offered = download.rows, download.tensors
+        held = {name: tensor[row : row + 1] for name, tensor in work.items()}
+        own, n = {name: held[name] for name in offered}, 1 + len(download.sources)
+        models = {name: held[name].expand(n, *held[name].shape[1:]) for name in self.infos}
+        models |= {name: torch.cat([own[name], tensor]) for name, tensor in offered.items()}
+        merged, answer = self.method.merge(own, offered, loss(row, models))
+        for name, tensor in merged.items():
+            work[name][row] = tensor[0]
+        return answer
 
     def unusable(
         self, clients: list[int], sent: State, norms: list[float] | None, known: Mapping[int, str]
@@ -161,6 +180,12 @@ class Download(NamedTuple):
     """The shared tensors, [len(rows), …]."""
     masks: State
     """name → bool: the channels of a tensor that travel; the others stay as they are at the client."""
+    sources: list[int] | None = None
+    """Of an offer to one client (see `Strategy.offer`): whose each of `tensors` [len(sources), …] is."""
+
+
+Loss = Callable[[int, State], Tensor]
+"""loss(row, state [n, …]) → the mean loss of n models on the held-out samples of that row's client, float64 [n]."""
 
 
 class ClientRound(NamedTuple):
@@ -178,6 +203,8 @@ class ClientRound(NamedTuple):
     """client → which of its tensors has NaN or inf."""
     norms: list[float] | None
     """How far the round moved what each uploads, where that is bounded."""
+    answers: dict[int, tuple[list[int], Tensor]]
+    """client → what it was offered, and what it answers, see `Strategy.answered`."""
 
 
 def client_round(
@@ -187,14 +214,18 @@ def client_round(
     downloads: Iterable[Download],
     masks: State,
     train: Callable[[State], tuple[list[float], list[float]]],
+    loss: Loss,
     evaluate: Callable[[State], list[float]] | None = None,
 ) -> ClientRound:
     """The clients' step: `state` [k, …] takes the downloads, trains, all in place, and is uploaded.
 
     masks: the channels that travel up, see `Strategy.channel_masks`. train(state) → loss and seconds of each client.
     """
+    answers = {}
     for download in downloads:
-        exchange.receive(download, state)
+        answer = exchange.receive(download, state, loss)
+        if answer is not None:
+            answers[clients[download.rows[0]]] = (download.sources, answer)
     before = None if evaluate is None else evaluate(state)
     start = {name: state[name].clone() for name in exchange.bounded}
     if exchange.clip is not None:
@@ -204,35 +235,31 @@ def client_round(
     broken = not_finite(clients, state)
     sent, sizes = exchange.wire.roundtrip(exchange.keyed(state), exchange.uploaded, masks)
     norms = robust.norms(sent, start).tolist() if start else None
-    return ClientRound(sent, sizes, losses, seconds, before, broken, norms)
+    return ClientRound(sent, sizes, losses, seconds, before, broken, norms, answers)
 
 
 def server_round(
     exchange: Exchange,
     uploads: Uploads,
     round: int,
-    clients: Sequence[int],
     ledger: Ledger,
     samples: Callable[[int], int],
-    evaluate: Callable[[int, State], Tensor],
 ) -> "Downloads":
     """The server's step: the uploads of the last round, mixed once into the downloads of this one.
 
-    clients: all that take part. samples(client) → how many it trains on; evaluate: see `Uploads.evaluate`. The bytes of
-    what is sent go into `ledger`. `uploads.server_state` has what the server keeps.
+    samples(client) → how many it trains on. The bytes of what is sent go into `ledger`. `uploads.server_state` has what
+    the server keeps.
     """
-    return Downloads(exchange, uploads, round, clients, ledger, samples, evaluate)
+    return Downloads(exchange, uploads, round, ledger, samples)
 
 
 class Downloads:
     """What `server_round` makes: the downloads of one round, for some clients at a time."""
 
-    def __init__(self, exchange, uploads, round, clients, ledger, samples, evaluate):
+    def __init__(self, exchange: Exchange, uploads: Uploads, round: int, ledger: Ledger, samples: Callable[[int], int]):
         self.exchange, self.uploads, self.round, self.ledger, self.samples = exchange, uploads, round, ledger, samples
         self.places = {client: place for place, client in enumerate(uploads.clients)}
-        uploads.present = [self.places[client] for client in clients if client in self.places]
-        uploads.fetch, uploads.tell, uploads.evaluate = self._fetch, self._tell, evaluate
-        self.mixed = self._mix()
+        self.mixed = {} if exchange.method.clients_mix else self._mix()
 
     def _mix(self) -> State:
         """The downloads of the clients at `uploads.here`, with μ as the strategy's `after_mix` wants it."""
@@ -249,17 +276,6 @@ class Downloads:
                 mixed[name] = torch.where(mixed[name].abs() < method.l1, 0.0, mixed[name])
         return mixed
 
-    def _fetch(self, client: int, places: list[int]) -> State:
-        exchange = self.exchange
-        state, sizes = exchange.wire.roundtrip(
-            {name: self.uploads.state[name][places] for name in exchange.shared}, exchange.shared
-        )
-        self.ledger.add(self.round, "down", [client] * len(places), sizes)
-        return state
-
-    def _tell(self, client: int, count: int) -> None:
-        self.ledger.add(self.round, "up", [client], reply(count))
-
     @property
     def masks(self) -> State:
         """Which channels of a tensor travel down."""
@@ -271,28 +287,43 @@ class Downloads:
             return []
         return [name for name in self.mixed if name not in self.masks]
 
-    def of(self, clients: Sequence[int], work: State) -> Iterator[Download]:
+    def of(self, clients: Sequence[int], held: Callable[[list[int]], tuple[State, Sizes]]) -> Iterator[Download]:
         """What arrives at some of the clients: those that reported, then guests.
 
-        work: the states [len(clients), …] of the clients. Of guests the server is sent what the method uploads, if it
-        looks at it.
+        held(rows) → what the server is sent of those of `clients` that are guests, see `Exchange.sent`.
         """
+        uploads, left = self.uploads, []
+        for row, client in enumerate(clients):
+            offer = None
+            if self.exchange.method.clients_mix or client not in self.places:
+                offer = self.exchange.method.offer(uploads, client, self.exchange.shared)
+            if offer is not None:
+                yield self._offered(row, client, offer)
+            elif not self.exchange.method.clients_mix:
+                left.append(row)
+        yield from self._mixed(clients, left, held)
+
+    def _offered(self, row: int, client: int, offer: Offer) -> Download:
+        received, sizes = self.exchange.wire.roundtrip(offer.tensors, self.exchange.shared)
+        self.ledger.add(self.round, "down", [client] * len(offer.sources), sizes)
+        return Download([row], received, {}, offer.sources)
+
+    def _mixed(self, clients: Sequence[int], left: list[int], held) -> Iterator[Download]:
+        """What arrives at those of the clients that are `left`, rows."""
         uploads = self.uploads
-        rows = [row for row, client in enumerate(clients) if client in self.places]
+        rows = [row for row in left if clients[row] in self.places]
         places = [self.places[clients[row]] for row in rows]
         everybody = places == list(uploads.here)
         at = [place - uploads.here.start for place in places]
         mixed = self.mixed if everybody else {name: tensor[index_of(at)] for name, tensor in self.mixed.items()}
         if rows:
             yield Download(rows, self._sent([clients[row] for row in rows], mixed), self.masks)
-        rows = [row for row, client in enumerate(clients) if client not in self.places]
+        rows = [row for row in left if clients[row] not in self.places]
         if rows:
-            state = {name: tensor[rows] for name, tensor in work.items()}
-            yield Download(rows, self._for_guests([clients[row] for row in rows], state), self.masks)
+            yield Download(rows, self._for_guests([clients[row] for row in rows], *held(rows)), self.masks)
 
-    def _for_guests(self, clients: list[int], state: State) -> State:
+    def _for_guests(self, clients: list[int], sent: State, sizes: Sizes) -> State:
         exchange, uploads = self.exchange, self.uploads
-        sent, sizes = exchange.wire.roundtrip(exchange.keyed(state), exchange.uploaded)
         guests = Uploads(
             self.round,
             clients,
@@ -310,16 +341,18 @@ class Downloads:
 
     def _sent(self, clients: list[int], mixed: State) -> State:
         """What arrives of `mixed` [len(clients), …]."""
-        if self.exchange.method.clients_mix:
-            return mixed
         received, sizes = self.exchange.wire.roundtrip(mixed, self.exchange.shared, self.masks)
         self.ledger.add(self.round, "down", clients, sizes)
         return received
 
-    def deliver(self, clients: Sequence[int], work: State) -> None:
+    def to(self, clients: Sequence[int], work: State) -> Iterator[Download]:
+        """`of` the clients whose states are `work` [len(clients), …]."""
+        return self.of(clients, lambda rows: self.exchange.sent({name: x[rows] for name, x in work.items()}))
+
+    def deliver(self, clients: Sequence[int], work: State, loss: Loss) -> None:
         """Bring the states `work` [len(clients), …] of some of the clients up to date, in place."""
-        for download in self.of(clients, work):
-            self.exchange.receive(download, work)
+        for download in self.to(clients, work):
+            self.exchange.receive(download, work, loss)
 
 
 def not_finite(clients: list[int], state: State) -> dict[int, str]:

@@ -1,9 +1,9 @@
 """What makes a federated method: a handful of answers, which the loop asks for in a fixed order."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,15 +46,6 @@ class Uploads:
     """The federation's, for random draws: see `state.generator_for`."""
     here: range = range(0)
     """The places in `clients` of those that this process serves (see `federation.group`); one process serves all."""
-    present: list[int] = field(default_factory=list)
-    """Which of the m take part in the round to come, as places in `clients`."""
-    fetch: Callable[[int, list[int]], State] | None = None
-    """fetch(client, places) → those uploads [len(places), …] as the client downloads them, each a message."""
-    tell: Callable[[int, int], None] | None = None
-    """tell(client, count): so many float32 numbers travel up from the client besides its upload; they are counted."""
-    evaluate: Callable[[int, State], Tensor] | None = None
-    """evaluate(client, state [n, …]) → the mean loss of its n models on the client's own held-out samples, float64 [n].
-    What `state` does not name is the client's own."""
 
     @classmethod
     def joined(cls, parts: Sequence["Uploads"]) -> "Uploads":
@@ -98,6 +89,15 @@ class Uploads:
         return {name: torch.cat([mixed[name] for mixed in each]) for name in names}
 
 
+class Offer(NamedTuple):
+    """Several downloads for one client, which makes its own of them, see `Strategy.offer`."""
+
+    sources: list[int]
+    """Whose each is: numbers that the strategy knows them by."""
+    tensors: State
+    """The shared tensors, [len(sources), …], each a message."""
+
+
 @dataclass(kw_only=True)
 class Strategy:
     """Base of the methods; as it stands it is FedAvg (McMahan et al., 2017, Algorithm 1).
@@ -105,13 +105,13 @@ class Strategy:
     A method answers: `spec` (the parameterization) · `shares` (which tensors are uploaded, mixed and downloaded) ·
     `compares` and `key` (what similarity is measured on; uploaded, not downloaded unless shared) · `phases` (local
     training) · `weights` (the mixing matrix) · `mix`, `channel_masks`, `receive`, `extra`, `server_state` for methods
-    whose mixing, download, client or server state is not the usual.
+    whose mixing, download, client or server state is not the usual · `offer`, `merge`, `answered` where clients mix.
 
     Guests are clients that download without having reported in the last round: they missed it, or are new.
 
     newcomers_upload: whether the mix for guests looks at what they have (only if there are keys): it then travels.
-    clients_mix: whether `mix` happens at the clients, from what they `Uploads.fetch`; the result does not travel.
-    validation: the fraction of each client's training samples kept out of training, for `Uploads.evaluate`.
+    clients_mix: whether the clients mix, each by `merge` from what it is offered, and `mix` is not asked.
+    validation: the fraction of each client's training samples kept out of training, for the losses `merge` sees.
 
     share_classifier: the last layer with a weight (off where labels differ between clients).
     share_norm, share_norm_statistics: learned scale and shift of normalisation layers; their running statistics.
@@ -239,6 +239,24 @@ class Strategy:
         """
         matrix = self.weights(uploads, guests)
         return uploads.mix(matrix[uploads.here.start : uploads.here.stop] if guests is None else matrix, names, guests)
+
+    def offer(self, uploads: Uploads, client: int, names: list[str]) -> Offer | None:
+        """What a client is sent to choose from, of the named (shared) tensors. Asked for all clients where
+        `clients_mix`, and None sends nothing; elsewhere for guests, and None sends what `mix` says."""
+        return None
+
+    def merge(self, own: State, offered: State, losses: Tensor) -> tuple[State, Tensor | None]:
+        """At the client: what it makes of its own shared tensors [1, …] and those offered [n, …], [1, …], and the
+        numbers [any] it answers the server with, or None.
+
+        losses: float64 [1 + n], of its own model and of those offered on its held-out samples; what is not shared is
+        its own in each.
+        """
+        raise NotImplementedError(f"{self.name} offers models and must say how clients merge them")
+
+    def answered(self, answers: dict[int, tuple[list[int], Tensor]], server_state: State) -> None:
+        """What the server does with answers, client → the sources of its offer and what it says: it may put new tensors
+        into `server_state`. Called with some clients of a round at a time, in any order."""
 
     def extra(self, state: State) -> State:
         """Tensors [k, …] a client keeps besides its model, from the initial states; names must not be the model's."""
