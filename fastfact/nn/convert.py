@@ -12,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from fastfact.nn.attention import PROJECTIONS, FactorizedMultiheadAttention
 from fastfact.nn.layers import HOOKS, FactorizedConv1d, FactorizedConv2d, FactorizedLayer, FactorizedLinear
-from fastfact.nn.specs import INITS, Spec
+from fastfact.nn.specs import INITS, LowRank, Spec
 
 log = logging.getLogger("fastfact")
 
@@ -35,6 +35,12 @@ class Target(NamedTuple):
     module: nn.Module
     name: str = "weight"
 
+    @property
+    def parameter(self) -> str:
+        """The name of the weight in the model."""
+        owner = self.path if self.name == "weight" else self.path.rpartition(".")[0]
+        return f"{owner}.{self.name}" if owner else self.name
+
 
 def factorize(
     model: nn.Module,
@@ -45,6 +51,8 @@ def factorize(
     *,
     only: Patterns | None = None,
     unsupported: str = "error",
+    freeze: bool = False,
+    train: Patterns = (),
 ) -> nn.Module:
     """Replace the convolutions and linear layers of `model` by their factorized forms, in place, and return `model`.
 
@@ -60,6 +68,10 @@ def factorize(
     spec. generator: for the random draws. unsupported: what to do about a layer that cannot be converted (transposed
     and 3-d convolutions, lazy layers, subclasses with a forward of their own, a weight that is tied to another
     parameter or is no parameter): "error", or "skip" it.
+    freeze: keep what the model is as it is, and train adapters of it: of all parameters only the factors of factorized
+    layers ask for a gradient, but for σ of `ff.LowRank` and μ of `ff.Rank1` (`Spec.dense`). train: what trains as a
+    whole besides, patterns of modules or of parameters ("head", "*.norm*", "*.bias"); layers whose weight they name
+    stay dense.
 
     What was converted, what was left out and why, and the numbers and bytes before and after are logged at level INFO;
     `ff.summary(model)` tells the same of any model. A warning names the layers whose factors, μ aside, hold as many
@@ -74,9 +86,12 @@ def factorize(
         raise ValueError(f"factorize(init={init!r}): must be one of {', '.join(map(repr, INITS))}")
     if unsupported not in UNSUPPORTED:
         raise ValueError(f"factorize(unsupported={unsupported!r}): must be one of {', '.join(map(repr, UNSUPPORTED))}")
+    if not isinstance(freeze, bool):
+        raise TypeError(f"factorize(freeze={freeze!r}): must be True or False")
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     paths += [target.path for target in targets(model, duplicates=True)]
     skipped, chosen = _patterns("skip", skip, paths), None if only is None else _patterns("only", only, paths)
+    whole = _trained(train, model, freeze)
     spec_of = _spec_of(spec, paths)
     before, tied, left = counted(model), tied_parameters(model), {}
     layers: dict[Target, FactorizedLayer] = {}
@@ -85,6 +100,8 @@ def factorize(
         why = None
         if pattern := next((p for p in skipped if _below(path, p)), None):
             why = f"skip={pattern!r}"
+        elif pattern := next((p for p in whole if _below(path, p) or _below(target.parameter, p)), None):
+            why = f"train={pattern!r}"
         elif chosen is not None and not any(_below(path, p) for p in chosen):
             why = "not in only="
         elif (own := spec_of(path, module)) is None:
@@ -101,8 +118,22 @@ def factorize(
                 raise ValueError(f"factorize: {path or '(the model itself)'}: {error}") from error
             left[path] = str(error)
     model = put_in(model, layers)
+    if freeze:
+        freeze_(model, whole)
     _report(before, counted(model), layers, left)
     return model
+
+
+def freeze_(model: nn.Module, train: Iterable[str] = ()) -> None:
+    """Let only the factors of factorized layers ask for a gradient, but for dense ones, and what `train` names."""
+    adapters = {
+        id(parameter)
+        for layer in factorized_layers(model).values()
+        for name, parameter in layer._parameters.items()
+        if name in layer._names and name != layer.spec.dense
+    }
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(id(parameter) in adapters or any(_below(name, pattern) for pattern in train))
 
 
 def densify(model: nn.Module) -> nn.Module:
@@ -153,7 +184,8 @@ def why_not(target: Target, tied: Mapping[int, str]) -> str | None:
     if "forward" in module.__dict__:
         return f"is a {kind} whose forward was replaced"
     if target.name != "weight":
-        own = type(module).forward is not nn.MultiheadAttention.forward
+        known = (nn.MultiheadAttention.forward, FactorizedMultiheadAttention.forward)
+        own = type(module).forward not in known
         return f"belongs to a {kind}, which has a forward of its own" if own else None
     try:
         _plain(module)
@@ -260,6 +292,11 @@ def put_in(model: nn.Module, layers: Mapping[Target, FactorizedLayer]) -> nn.Mod
             new[id(target.module)] = layer
         else:
             attention.setdefault(id(target.module), (target.module, {}))[1][target.name] = layer
+    for module in model.modules():
+        # PyTorch's attention takes the weight of its output projection, and does not call it.
+        layer = new.get(id(getattr(module, "out_proj", None)))
+        if type(module) is nn.MultiheadAttention and isinstance(getattr(layer, "spec", None), LowRank):
+            attention.setdefault(id(module), (module, {}))
     for key, (module, own) in attention.items():
         new[key] = FactorizedMultiheadAttention.from_dense(module, own)
     model = _replace(model, new)
@@ -283,6 +320,17 @@ def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
             if child is not None:
                 todo.append(parent._modules[name])
     return root
+
+
+def _trained(train: Patterns, model: nn.Module, freeze: bool) -> tuple[str, ...]:
+    """The patterns of `train`, each of which names a parameter."""
+    patterns = (train,) if isinstance(train, str) else tuple(train)
+    if patterns and not freeze:
+        raise ValueError(f"factorize(train={train!r}): says what trains besides adapters, it needs freeze=True")
+    for pattern in patterns:
+        if not any(_below(name, pattern) for name, _ in model.named_parameters()):
+            raise ValueError(f"factorize(train={pattern!r}): no parameter of the model has that name, nor a module")
+    return patterns
 
 
 def _patterns(argument: str, patterns: Patterns, paths: list[str]) -> tuple[str, ...]:

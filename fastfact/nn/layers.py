@@ -38,6 +38,9 @@ class FactorizedLayer(nn.Module):
     (`Rank1` with layout "spatial" or "kernel", or of a linear layer; zero padding given as numbers); "auto" takes the
     one that was faster for inputs such as the one at hand when it was measured (`nn.choice`). The factored one can be
     where μ is compact or the spec has none, and in evaluation on the CPU where μ is mostly zeros: these are left out.
+    "factored" of `LowRank` (linear layers, and convolutions in layout "separable") takes σ and B A apart: "auto" takes
+    it where σ takes no gradient and that costs less (`LowRank.is_thin`), always where the adapter has dropout, and not
+    in evaluation on the CPU, where W is kept.
 
     "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
@@ -293,6 +296,8 @@ class FactorizedLayer(nn.Module):
         path = self.path
         if path == "auto":
             return self._choose(x, tensors, kept)
+        if path != "factored" and self._drops():
+            raise ValueError(f"path={path!r}: in training {self.spec} has dropout, which only the factored path has")
         if path != "reconstruct" and (why_not := self._why_not(path, tensors)):
             raise ValueError(f"path={path!r}: {why_not}")
         return path
@@ -337,6 +342,8 @@ class FactorizedLayer(nn.Module):
         trained = torch.is_grad_enabled() and (
             x.requires_grad or any(t is not None and t.requires_grad for t in (*tensors.values(), bias))
         )
+        if isinstance(self.spec, LowRank) and self._takes_apart(x, tensors, trained):
+            return "factored"
         if transforming():
             return self._choose_nominal(x, tensors, trained)
         mu = tensors.get("mu")
@@ -352,6 +359,31 @@ class FactorizedLayer(nn.Module):
                 self._answers = answers
         return path
 
+    def _drops(self) -> bool:
+        """Whether the input of the adapter loses numbers now."""
+        return self.training and getattr(self.spec, "dropout", 0) > 0
+
+    def _takes_apart(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> bool:
+        """Whether "auto" takes σ and B A of `LowRank` apart."""
+        if self._why_not("factored", tensors) is not None:
+            return False
+        if self._drops():
+            return True
+        sigma, traced = tensors["sigma"], torch.compiler.is_compiling() or recording()
+        if sigma.requires_grad or (not traced and is_mapped(sigma)):
+            return False
+        if not (trained or self.training) and x.device.type == "cpu" and weight_cache.allowed():
+            return False
+        return self.spec.is_thin(self.size, None if traced else self._rows(x))
+
+    def _seen(self, x: Tensor) -> Tensor | None:
+        """What the adapter sees of x, None for x itself."""
+        return F.dropout(x, self.spec.dropout) if self._drops() else None
+
+    def _rows(self, x: Tensor) -> float:
+        """How many vectors the weight is multiplied with for x: rows, or pixels of the output."""
+        raise NotImplementedError
+
     def _ask(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept, trained: bool) -> str:
         paths = self._candidates(x, tensors)
         if len(paths) == 1:
@@ -364,7 +396,7 @@ class FactorizedLayer(nn.Module):
         """The paths that there are for x, "reconstruct" first."""
         if any(type(t) not in (Tensor, nn.Parameter) for t in (x, *tensors.values())):
             return ["reconstruct"]
-        on_cpu = x.device.type == "cpu" and loaded("cpu")
+        on_cpu = x.device.type == "cpu" and loaded("cpu") and self._has_factored_form()
         return ["reconstruct"] + (["factored"] if on_cpu and self._why_not("factored", tensors) is None else [])
 
     def _sides(self, paths, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept, trained: bool):
@@ -418,7 +450,7 @@ class FactorizedLayer(nn.Module):
 
     def _choose_nominal(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> str:
         """The path where something traces or transforms: by the rule, for an input of a nominal size."""
-        if x.device.type != "cpu" or recording() or self._why_not("factored", tensors):
+        if x.device.type != "cpu" or recording() or not self._has_factored_form() or self._why_not("factored", tensors):
             return "reconstruct"
         step = "training" if trained else "forward"
         return choice.nominal(*self._work(None, tensors, False, step, x.dtype, "cpu"))
@@ -432,10 +464,13 @@ class FactorizedLayer(nn.Module):
         raise NotImplementedError
 
     def _has_factored_form(self) -> bool:
+        """Whether the path "factored" is that of u, v and compact μ, which "auto" measures."""
         return isinstance(self.spec, Rank1)
 
     def _why_not(self, path: str, tensors: dict[str, Tensor]) -> str | None:
         """Why there is no path "factored" (or "fused") for the layer with these factors."""
+        if isinstance(self.spec, LowRank):
+            return None
         if not isinstance(self.spec, Rank1):
             return f"{type(self.spec).__name__} has no factored form"
         if self.spec.sparse and INDEX not in tensors:
@@ -577,6 +612,10 @@ class FactorizedConv2d(FactorizedLayer):
     def _why_not(self, path, tensors):
         if path == "fused":
             return self._zero_padding()
+        if isinstance(self.spec, LowRank):
+            return (
+                None if self.spec.layout == "separable" else 'layout "view" has no factored form, "separable" has one'
+            )
         if isinstance(self.spec, Rank1) and self.spec.layout == "view":
             return 'layout "view" has no factored form, only "spatial" and "kernel" have one'
         return self._zero_padding() or super()._why_not(path, tensors)
@@ -625,6 +664,8 @@ class FactorizedConv2d(FactorizedLayer):
     def _compute(self, path, x, tensors, bias, kept):
         if path == "reconstruct":
             return self._conv_forward(x, self._weight_for(is_channels_last(x), tensors, kept), bias)
+        if path == "factored" and isinstance(self.spec, LowRank):
+            return self._apart(x, tensors, bias)
         y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), path == "fused", tensors, bias)
         return y if x.dim() == 4 else y.squeeze(0)
 
@@ -641,29 +682,41 @@ class FactorizedConv2d(FactorizedLayer):
         if isinstance(spec, Rank1):
             return ops.fused_conv2d(x, *parts, bias, layout=spec.layout, size=self.size, **how)
         if self._shares_sigma(x):
-            o, i, kh, kw = self.size
-            down, across = tensors["B"].mT.unflatten(-1, (i, kh)), (spec.scaling * tensors["A"]).unflatten(-1, (o, kw))
-            y = F.conv2d(x, tensors["sigma"], None, **how) + ops.separable_conv2d(
-                x, down, across, size=self.size, **how
-            )
-            return y if bias is None else y + bias[:, None, None]
+            return self._apart(x, tensors, bias)
         weight = spec.weight(_cast(tensors), self.size, is_channels_last(x))
         return ops.fused_conv2d(x, mu=weight, bias=bias, size=self.size, **how)
 
     def _shares_sigma(self, x: Tensor) -> bool:
-        """Whether clients of `vmap` share σ, and σ and BA apart cost less than each client's own W.
-
-        In units of one convolution with W, forward and backward: W made costs 3, and 3 r / m to make it and to reduce
-        its gradient, for m pixels; σ costs 2 as it has no gradient, and the factors 3 r (1 / (o kw) + 1 / (i kh)).
-        """
+        """Whether clients of `vmap` share σ, and σ and BA apart cost less than each client's own W."""
         if not isinstance(self.spec, LowRank) or self.spec.layout != "separable" or self.groups > 1:
             return False
-        if not is_mapped(self.A) or is_mapped(self.sigma):
-            return False
-        o, i, kh, kw = self.size
+        return is_mapped(self.A) and not is_mapped(self.sigma) and self.spec.is_thin(self.size, self._rows(x))
+
+    def _rows(self, x):
         stride = self._pair("stride")
-        pixels = x.shape[0] * x.shape[2] * x.shape[3] / (stride[0] * stride[1])
-        return self.A.shape[0] * (1 / (o * kw) + 1 / (i * kh) - 1 / pixels) < 1 / 3
+        images = x.shape[0] if x.dim() == 4 else 1
+        return images * x.shape[-2] * x.shape[-1] / (stride[0] * stride[1])
+
+    def _apart(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
+        """A convolution with σ, and the two of B and A: a kh×1 and a 1×kw one, through r channels."""
+        spec, (o, i, kh, kw) = self.spec, self.size
+        image = x if x.dim() == 4 else x.unsqueeze(0)
+        # Both see the same border, however it is made.
+        image, padding = self._padded(image)
+        how = {"stride": self._pair("stride"), "padding": padding, "dilation": self._pair("dilation")}
+        how["groups"] = self.groups
+        seen = self._seen(image)
+        down, across = tensors["B"].mT.unflatten(-1, (i, kh)), (spec.scaling * tensors["A"]).unflatten(-1, (o, kw))
+        adapter = ops.separable_conv2d(image if seen is None else seen, down, across, size=self.size, **how)
+        y = F.conv2d(image, tensors["sigma"], bias, **how) + adapter
+        return y if x.dim() == 4 else y.squeeze(0)
+
+    def _padded(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """x [n, c, h, w] and the zero padding that a convolution of it is to add: what is no such padding is added."""
+        if self._zero_padding() is None:
+            return x, self._pair("padding")
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(x, self._reversed_padding_repeated_twice, mode=mode), (0, 0)
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padding_mode != "zeros":
@@ -723,6 +776,12 @@ class FactorizedConv1d(FactorizedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
 
+    def _padded(self, x):
+        if self._zero_padding() is None:
+            return x, self._pair("padding")
+        x, padding = super()._padded(x.squeeze(-2))
+        return x.unsqueeze(-2), padding
+
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.Conv1d._conv_forward(self, x.squeeze(-2), weight.squeeze(2), bias).unsqueeze(-2)
 
@@ -773,11 +832,25 @@ class FactorizedLinear(FactorizedLayer):
     def _compute(self, path, x, tensors, bias, kept):
         if path == "reconstruct":
             return F.linear(x, self._weight_for(False, tensors, kept), bias)
+        if isinstance(self.spec, LowRank):
+            return self._apart(x, tensors, bias)
         parts = [tensors.get(name) for name in ("u", "v", "mu", INDEX)]
         return ops.factored_linear(x, *parts, bias, size=self.size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._forward(x)
+
+    def _rows(self, x):
+        return x.numel() / x.shape[-1]
+
+    def _apart(
+        self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, outputs: slice = slice(None)
+    ) -> Tensor:
+        """x σᵀ + scaling · (x Aᵀ) Bᵀ + bias, or some of its columns."""
+        a, b = self.spec.parts(tensors, self.size)
+        return ops.lowrank.layer(
+            x, tensors["sigma"][outputs], a, b[outputs], bias, scaling=self.spec.scaling, seen=self._seen(x)
+        )
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"

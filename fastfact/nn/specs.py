@@ -208,13 +208,17 @@ class Rank1(Spec):
 
 @dataclass(frozen=True)
 class LowRank(Spec):
-    """W = σ + scaling · reshape(B A) (FedDecomp eq. 2–4).
+    """W = σ + scaling · reshape(B A) (FedDecomp eq. 2–4), or an adapter of W = σ (LoRA, Hu et al. 2022, eq. 3).
 
     ratio: R_c of the paper for convolutions and R_l for linear layers, unless `linear_ratio` gives R_l.
     The rank of B A is max(1, round(R · min(o, i))) · F, F = min(kh, kw) (1 for a linear layer).
+    rank: that of B A in every layer, in place of the ratios, as LoRA has it. Linear layers then have LoRA's factors
+    in every layout: A [r, i], B [o, r], y = x σᵀ + scaling · (x Aᵀ) Bᵀ.
     layout: "separable" B [i·kh, r], A [r, o·kw], with the natural axis order (a kh×1 convolution followed by a 1×kw
     one); "view" B [o·kh, r], A [r, i·kw], the product `.view`ed as LoRA-convolution code has it.
     scaling: factor on B A (LoRA's α / r; the paper has 1).
+    dropout: the probability with which each number of the adapter's input is zero in training (LoRA code), σ sees all;
+    for convolutions in layout "separable" only. W is that of evaluation.
 
     σ starts as the layer's weight and B at zero, so that the layer starts as the same function with either init;
     A is normal ("random Gaussian values") with the standard deviation 1 / sqrt(3 · its number of columns), that of the
@@ -225,25 +229,59 @@ class LowRank(Spec):
     layout: str = "separable"
     linear_ratio: float | None = None
     scaling: float = 1.0
+    rank: int | None = None
+    dropout: float = 0.0
 
     dense: ClassVar[str | None] = "sigma"
 
     def __post_init__(self):
         check_kinds(self, "LowRank")
+        if self.rank is not None and self.rank < 1:
+            raise ValueError(f"LowRank(rank={self.rank!r}): must be an integer of at least 1, or None")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LowRank(dropout={self.dropout!r}): must be at least 0 and below 1")
         _check_ratio("LowRank", "ratio", self.ratio)
         _check_ratio("LowRank", "linear_ratio", self.linear_ratio)
         _check_choice("LowRank", "layout", self.layout, ("separable", "view"))
 
-    def rank(self, size: Size) -> int:
+    def rank_of(self, size: Size) -> int:
         """The inner dimension of B A for a weight of `size`."""
+        if self.rank is not None:
+            return self.rank
         linear = len(size) == 2
         ratio = self.linear_ratio if linear and self.linear_ratio is not None else self.ratio
         return max(1, round(ratio * min(size[:2]))) * (1 if linear else min(size[2:]))
 
+    def layout_of(self, size: Size) -> str:
+        """The layout of the factors for a weight of `size`."""
+        return "view" if self.rank is not None and len(size) == 2 else self.layout
+
+    def check(self, size: Size) -> None:
+        super().check(size)
+        if self.dropout and len(size) == 4 and self.layout == "view":
+            raise ValueError(f'LowRank(dropout={self.dropout}): a convolution must have the layout "separable" for it')
+
+    def parts(self, factors: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
+        """(a [r, i], b [o, r]) of a linear layer: W = σ + scaling · b a."""
+        if self.layout_of(size) == "view":
+            return factors["A"], factors["B"]
+        return factors["B"].mT, factors["A"].mT
+
+    def is_thin(self, size: Size, rows: float | None) -> bool:
+        """Whether σ and B A apart cost less than W made of them, forward and backward, for a σ that takes no gradient.
+
+        rows: of a linear layer, or pixels of a convolution; None for very many. In units of the product with σ, forward
+        and backward: W made costs 3, and 3 r / rows to make it and to reduce its gradient; apart σ costs 2, as it has
+        no gradient, and the factors 3 r (1 / m + 1 / n), for B of m rows and A of n columns.
+        """
+        shapes = self.shapes(size)
+        few = 0 if rows is None else 1 / max(rows, 1)
+        return shapes["A"][0] * (1 / shapes["A"][1] + 1 / shapes["B"][0] - few) < 1 / 3
+
     def shapes(self, size: Size) -> dict[str, Size]:
         self.check(size)
-        rows, columns = lowrank_shape(LAYOUTS[self.layout], size)
-        rank = self.rank(size)
+        rows, columns = lowrank_shape(LAYOUTS[self.layout_of(size)], size)
+        rank = self.rank_of(size)
         return {"sigma": size, "A": (rank, columns), "B": (rows, rank)}
 
     def init(self, size, dense, how="random", generator=None):
@@ -253,7 +291,7 @@ class LowRank(Spec):
         return {"sigma": dense.clone(), "A": a.to(dense), "B": dense.new_zeros(shapes["B"])}
 
     def weight(self, factors, size, channels_last=None):
-        sigma, settings = factors["sigma"], (LAYOUTS[self.layout], size, float(self.scaling))
+        sigma, settings = factors["sigma"], (LAYOUTS[self.layout_of(size)], size, float(self.scaling))
         if channels_last is None:
             channels_last = follows_channels_last(sigma)
         return weight(How("lowrank_weight", False, settings, channels_last), sigma, factors["A"], factors["B"])
@@ -289,7 +327,7 @@ class Hadamard(Spec):
     def _cores(self, size: Size) -> bool:
         return self.tensor and len(size) == 4
 
-    def rank(self, size: Size) -> int:
+    def rank_of(self, size: Size) -> int:
         """The inner dimension of both products for a weight of `size`."""
         o, n = size[0], _fan_in(size)
         if self._cores(size):
@@ -304,7 +342,7 @@ class Hadamard(Spec):
 
     def shapes(self, size: Size) -> dict[str, Size]:
         self.check(size)
-        r = self.rank(size)
+        r = self.rank_of(size)
         if self._cores(size):
             core = {"t1": (r, r, *size[2:]), "t2": (r, r, *size[2:])}
             return core | {"x1": (size[0], r), "y1": (size[1], r), "x2": (size[0], r), "y2": (size[1], r)}
@@ -315,7 +353,7 @@ class Hadamard(Spec):
         _check_choice("Hadamard", "init", how, INITS)
         if how == "svd":
             raise ValueError('Hadamard: init="svd" cannot reproduce a given weight; use init="random"')
-        variance, r = default_std(size) ** 2, self.rank(size)
+        variance, r = default_std(size) ** 2, self.rank_of(size)
         product_variance = (math.sqrt(1 + 4 * variance) - 1) / 2 if self.personalized else math.sqrt(variance)
         rms = (product_variance / r**2) ** (1 / 6) if self._cores(size) else (product_variance / r) ** 0.25
         return {name: _scaled_normal(shape, rms, dense, generator) for name, shape in self.shapes(size).items()}

@@ -41,17 +41,17 @@ class Summary:
         return self.parameters + sum(row.dense - row.parameters for row in self.rows)
 
     def __str__(self) -> str:
-        head = ("layer", "class", "parameters", "of dense", "bytes", "density of μ", "form")
+        head = ("layer", "class", "parameters", "trained", "of dense", "bytes", "density of μ", "form")
         table = [head]
         for row in self.rows:
             share = f"{row.parameters / row.dense:.1%}" if row.dense else "–"
             density = "–" if row.density is None else f"{row.density:.1%}"
-            numbers = (f"{row.parameters:,}", share, f"{row.bytes:,}", density)
+            numbers = (f"{row.parameters:,}", f"{row.trained:,}", share, f"{row.bytes:,}", density)
             table.append((row.path or "(the model itself)", row.kind, *numbers, row.form))
         share = f"{self.parameters / self.dense:.1%}" if self.dense else "–"
-        table.append(("in all", "", f"{self.parameters:,}", share, f"{self.bytes:,}", "", f"{self.trained:,} trained"))
+        table.append(("in all", "", f"{self.parameters:,}", f"{self.trained:,}", share, f"{self.bytes:,}", "", ""))
         widths = [max(len(line[n]) for line in table) for n in range(len(head))]
-        numeric = range(2, 6)
+        numeric = range(2, 7)
         lines = []
         for line in table:
             cells = zip(line, widths, strict=True)

@@ -5,6 +5,7 @@ Imports the Triton kernels and what stands below them. Read `reference.py` first
 
 from fastfact.ops import backends, reference  # noqa: F401  the reference declares the ops
 from fastfact.ops.conv import factored_conv2d, factored_linear, fused_conv2d, separable_conv2d
+from fastfact.ops.lowrank import lowrank_linear
 from fastfact.ops.mixing import mix, similarity_mix, srht
 from fastfact.ops.rows import GatheredBatch, cross_entropy, gather_rows
 from fastfact.ops.sparse import pack_bitmap, prox_sgd_step, unpack_bitmap
@@ -20,6 +21,7 @@ __all__ = [
     "fused_conv2d",
     "gather_rows",
     "hadamard_weight",
+    "lowrank_linear",
     "lowrank_weight",
     "mix",
     "pack_bitmap",

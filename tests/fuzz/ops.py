@@ -208,6 +208,21 @@ def factored_linear(draw):
 
 
 @st.composite
+def lowrank_linear(draw):
+    dtype, k, sizes = draw(dtypes), some_clients(draw, 1), st.integers(0, 5)
+    o, i, r = (draw(sizes) for _ in range(3))
+    args = {"sigma": clients_of(draw, k, (o, i), dtype), "a": clients_of(draw, k, (r, i), dtype)}
+    args |= {"b": clients_of(draw, k, (o, r), dtype), "scaling": draw(st.floats(-2, 2))}
+    if draw(st.booleans()):
+        args["bias"] = clients_of(draw, k, (o,), dtype)
+    own = any(t.dim() > (1 if name == "bias" else 2) for name, t in args.items() if isinstance(t, Tensor))
+    shape = (*([k] if own else []), *(draw(sizes) for _ in range(draw(st.integers(0, 2)))), i)
+    for name in ("x", "seen")[: draw(st.integers(1, 2))]:
+        args[name] = tensor(draw, shape, dtype)
+    return Case(ops.lowrank_linear, args, dtype)
+
+
+@st.composite
 def prox_sgd_step(draw):
     shapes = draw(st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=4))
     momentum = draw(st.sampled_from([0.0, 0.9]))
@@ -320,6 +335,7 @@ CASES = {
     "separable_conv2d": separable_conv2d(),
     "fused_conv2d": fused_conv2d(),
     "factored_linear": factored_linear(),
+    "lowrank_linear": lowrank_linear(),
     "prox_sgd_step": prox_sgd_step(),
     "pack_bitmap": bitmap(),
     "unpack_bitmap": unpack_bitmap(),

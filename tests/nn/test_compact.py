@@ -201,7 +201,8 @@ def test_bad_input(make, message):
     [
         (dict(spec=ff.Rank1()), "call compact"),
         (dict(spec=ff.Rank1(layout="view", sparse=False)), "view"),
-        (dict(spec=ff.LowRank()), "LowRank"),
+        (dict(spec=ff.LowRank(layout="view")), "view"),
+        (dict(spec=ff.Hadamard()), "Hadamard"),
         (dict(padding=1, padding_mode="reflect"), "reflect"),
         (dict(padding="same"), "same"),
     ],

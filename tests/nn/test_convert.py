@@ -235,7 +235,7 @@ def test_random_init_balances_u_and_v(spec):
 @pytest.mark.parametrize("size", [(32, 16, 3, 3), (6, 4, 1, 3), (64, 64, 5, 5), (3, 3, 1, 1)])
 def test_the_ranks_of_hadamard_tensors(size):
     """The least with r² ≥ min(o, i), the greatest with no more numbers than W."""
-    small, large = (ff.Hadamard(tensor=True, ratio=ratio).rank(size) for ratio in (0.0, 1.0))
+    small, large = (ff.Hadamard(tensor=True, ratio=ratio).rank_of(size) for ratio in (0.0, 1.0))
     assert (small - 1) ** 2 < min(size[:2]) <= small**2
 
     def numbers(r):
@@ -245,7 +245,9 @@ def test_the_ranks_of_hadamard_tensors(size):
     assert large == small or numbers(large) <= whole
     assert numbers(large + 1) > whole
     shapes = ff.Hadamard(tensor=True).shapes(size)
-    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == numbers(ff.Hadamard(tensor=True).rank(size))
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == numbers(
+        ff.Hadamard(tensor=True).rank_of(size)
+    )
 
 
 class Sequence(nn.Module):

@@ -1,0 +1,265 @@
+"""The linear layer of a low-rank weight from its parts: σ serves all clients in one product, BA is never made."""
+
+import torch
+from torch import Tensor
+
+from fastfact.formats import FLOATING
+from fastfact.ops.common import (
+    autocast,
+    check,
+    check_size,
+    check_tensor,
+    must_be_plain,
+    number,
+    transforming,
+    unfold,
+    with_clients,
+)
+
+OP = "lowrank_linear"
+OWN = 1 << 4
+"""In `needs`: the adapter has an input of its own, to which its part of the gradient goes."""
+
+
+def _plain(x: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
+    """The layer in plain PyTorch, differentiable in everything."""
+    y = x @ sigma.mT + scaling * ((seen @ a.mT) @ b.mT)
+    return y if bias is None else y + bias.unsqueeze(-2)
+
+
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    """x [(k,) n, i] times weight [i, o] or [k, i, o]; one weight takes the rows of all clients in one product."""
+    if weight.dim() == x.dim():
+        return x @ weight
+    return torch.mm(x.flatten(0, 1), weight).unflatten(0, x.shape[:2])
+
+
+def _thin(x: Tensor, factor: Tensor) -> Tensor:
+    """x [(k,) n, m] times factor [(k,) m, r] of a few columns: these are read as rows, three times as fast."""
+    return x @ factor.mT.contiguous().mT
+
+
+def _forward(scaling, x, seen, sigma, a, b, bias):
+    """(y, hidden): hidden = scaling · seen aᵀ."""
+    hidden = _thin(x if seen is None else seen, a.mT)
+    if scaling != 1:
+        hidden.mul_(scaling)
+    if bias is None:
+        y = hidden @ b.mT
+    elif x.dim() == 2:
+        y = torch.addmm(bias, hidden, b.mT)
+    else:
+        y = torch.baddbmm(bias.unsqueeze(-2), hidden, b.mT)
+    if sigma.dim() == 3:
+        y.baddbmm_(x, sigma.mT)
+    else:
+        y.flatten(0, -2).addmm_(x.flatten(0, -2), sigma.mT)
+    return y, hidden
+
+
+def _backward(scaling, needs, grad, seen, sigma, a, b, hidden):
+    """(dx, dseen, da, db), empty but for those that bits 0–3 of `needs` ask for; dx is whole unless `OWN` is set."""
+    dx = dseen = da = db = grad.new_empty(0)
+    if needs & 7:
+        dhidden = _thin(grad, b)
+        if scaling != 1:
+            dhidden.mul_(scaling)
+    if needs & 1:
+        dx = _times(grad, sigma)
+        if not needs & OWN:
+            dx = dx.addmm_(dhidden, a) if dx.dim() == 2 else dx.baddbmm_(dhidden, a)
+    if needs & 2:
+        dseen = dhidden @ a
+    if needs & 4:
+        da = dhidden.mT @ seen
+    if needs & 8:
+        # Few rows are made several times as fast as few columns.
+        db = (hidden.mT @ grad).mT.contiguous()
+    return dx, dseen, da, db
+
+
+def _plain_backward(scaling, needs, grad, seen, sigma, a, b):
+    """`_backward` in plain PyTorch, differentiable."""
+    dhidden = scaling * (grad @ b)
+    adapter, none = dhidden @ a, grad.new_zeros(0)
+    dx = grad @ sigma if needs & OWN else grad @ sigma + adapter
+    da, db = dhidden.mT @ seen, scaling * (grad.mT @ (seen @ a.mT))
+    return tuple(t if needs >> bit & 1 else none for bit, t in enumerate((dx, adapter, da, db)))
+
+
+def _gradients(ctx, grad):
+    """What `backward` returns."""
+    _, x, own, _, a, b, bias = ctx.needs_input_grad
+    needs = x | own << 1 | a << 2 | b << 3 | (OWN if ctx.own else 0)
+    found = [None] * 4
+    if x or own or a or b:
+        transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        backward = _LowRankBackward.apply if transformed else _backward
+        out = backward(ctx.scaling, needs, grad, *ctx.saved_tensors)
+        found = [g if needs >> bit & 1 else None for bit, g in enumerate(out)]
+    dx, dseen, da, db = found
+    return None, dx, dseen, None, da, db, grad.sum(-2) if bias else None
+
+
+class _EagerLowRank(torch.autograd.Function):
+    """`_LowRank` where nothing transforms it: a Function without `setup_context` has a third of the overhead."""
+
+    @staticmethod
+    def forward(ctx, scaling, x, seen, sigma, a, b, bias):
+        y, hidden = _forward(scaling, x, seen, sigma, a, b, bias)
+        ctx.scaling, ctx.own = scaling, seen is not None
+        ctx.save_for_backward(seen if ctx.own else x, sigma, a, b, hidden)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gradients(ctx, grad)
+
+
+class _LowRank(torch.autograd.Function):
+    """The layer with σ frozen. Of activations it keeps what the adapter sees, and hidden [(k,) n, r]."""
+
+    @staticmethod
+    def forward(scaling, x, seen, sigma, a, b, bias):
+        return _forward(scaling, x, seen, sigma, a, b, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scaling, x, seen, sigma, a, b, _ = inputs
+        ctx.own = seen is not None
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(seen if ctx.own else x, sigma, a, b, output[1])
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return _gradients(ctx, grad)
+
+    @staticmethod
+    def vmap(info, in_dims, scaling, *tensors):
+        clients = _dims(tensors[0], in_dims[1]) == 3
+        out = _LowRank.apply(
+            scaling, *_folded(info.batch_size, in_dims[1:], clients, tensors, (2, 2, 2, 2, 2, 1), (2, 5))
+        )
+        return tuple(t.unflatten(0, (info.batch_size, -1)) if clients else t for t in out), (0, 0)
+
+
+class _LowRankBackward(torch.autograd.Function):
+    """The backward pass as a Function of its own, so that `vmap` folds it too. hidden is a function of the others, and
+    its gradient is in theirs."""
+
+    @staticmethod
+    def forward(scaling, needs, grad, seen, sigma, a, b, hidden):
+        return _backward(scaling, needs, grad, seen, sigma, a, b, hidden)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scaling, ctx.needs, grad, seen, sigma, a, b, _ = inputs
+        ctx.save_for_backward(grad, seen, sigma, a, b)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grad, seen, sigma, a, b = ctx.saved_tensors
+
+        def again(grad, seen, a, b):
+            return _plain_backward(ctx.scaling, ctx.needs, grad, seen, sigma, a, b)
+
+        dgrad, dseen, da, db = torch.func.vjp(again, grad, seen, a, b)[1](grads)
+        return None, None, dgrad, dseen, None, da, db, None
+
+    @staticmethod
+    def vmap(info, in_dims, scaling, needs, *tensors):
+        clients = _dims(tensors[0], in_dims[2]) == 3
+        folded = _folded(info.batch_size, in_dims[2:], clients, tensors, (2, 2, 2, 2, 2, 2), common=(2,))
+        return unfold(info.batch_size, clients, needs, _LowRankBackward.apply(scaling, needs, *folded))
+
+
+def _dims(tensor: Tensor, mapped: int | None) -> int:
+    return tensor.dim() - (mapped is not None)
+
+
+def _folded(batch: int, in_dims, clients: bool, tensors, dims, common) -> list[Tensor | None]:
+    """As `fold`, but what stands at the places `common` stays without the client axis where nobody has his own.
+
+    dims: of each tensor without the client axis."""
+    folded, k = [], None
+    for place, (tensor, mapped, plain) in enumerate(zip(tensors, in_dims, dims, strict=True)):
+        if tensor is not None and (mapped is not None or place not in common or tensor.dim() > plain):
+            shared = _dims(tensor, mapped) == plain
+            tensor = tensor.expand(batch, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
+            if clients:
+                k = tensor.shape[1] if k is None else k  # the first is x or a gradient, which has the client axis
+                tensor = (tensor.unsqueeze(1).expand(-1, k, *tensor.shape[1:]) if shared else tensor).flatten(0, 1)
+        folded.append(tensor)
+    return folded
+
+
+def lowrank_linear(
+    x: Tensor,
+    sigma: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scaling: float = 1.0,
+    seen: Tensor | None = None,
+) -> Tensor:
+    """x σᵀ + scaling · (seen aᵀ) bᵀ + bias: a linear layer with the weight σ + scaling · b a, which is never made
+    (LoRA, Hu et al. 2022, eq. 3; FedDecomp eq. 2–4).
+
+    Shapes, each with an optional leading client axis k (a tensor without it is shared by all clients): x [(k,) …, i],
+    σ [o, i], a [r, i], b [o, r], bias [o]; x has the client axis if any of the others has it. seen: what the adapter
+    sees in place of x, of its shape (x after dropout). Returns […, o].
+
+    A σ that all clients share takes all their rows in one product. Where σ takes no gradient, what is kept for the
+    backward pass is `seen` (or x), the thin product with a, and the parameters; dσ is not computed.
+
+    float32, float64, float16 and bfloat16. Differentiable, also twice, in all tensors. Under autocast they are cast as
+    those of `F.linear` are. Raises ValueError for shapes or dtypes that do not fit.
+    """
+    scaling = number(OP, "scaling", scaling)
+    check_tensor(OP, "x", x, FLOATING)
+    named = {"sigma": (sigma, 2), "a": (a, 2), "b": (b, 2), "bias": (bias, 1)}
+    clients, (_, a, b, own_bias) = with_clients(OP, named, ("bias",))
+    shared = clients and sigma.dim() == 2
+    if bias is None or bias.dim() > 1 or bias.requires_grad:
+        bias = own_bias
+    x, sigma, a, b, bias, seen = autocast(x, sigma, a, b, bias, seen)
+    (o, i), r = sigma.shape[-2:], a.shape[-2]
+    check(OP, "sigma", sigma, (o, i), clients and not shared, x)
+    check(OP, "a", a, (r, i), clients, x)
+    check(OP, "b", b, (o, r), clients, x)
+    check(OP, "bias", bias, (o,), bias is not None and bias.dim() > 1, x)
+    if x.dim() < clients + 1 or x.shape[-1] != i or (clients and len(x) != len(a)):
+        wanted = [len(a), "…", i] if clients else ["…", i]
+        raise ValueError(f"{OP}: x has shape {list(x.shape)}, must be [{', '.join(map(str, wanted))}]")
+    if seen is not None:
+        check_tensor(OP, "seen", seen)
+        check(OP, "seen", seen, x.shape, False, x)
+    check_size(OP, (*x.shape[:-1], o))
+    rows, seen = (t if t is None else _as_rows(t, int(clients)) for t in (x, seen))
+    y = _linear(rows, seen, sigma, a, b, bias, scaling)
+    return y.reshape(*x.shape[:-1], o)
+
+
+def _as_rows(x: Tensor, at: int) -> Tensor:
+    """x with one axis between the first `at` and the last."""
+    return x.flatten(at, -2) if x.dim() > at + 1 else x.unsqueeze(at)
+
+
+def layer(x, sigma, a, b, bias=None, *, scaling: float = 1.0, seen=None) -> Tensor:
+    """`lowrank_linear` of one client without its checks, for layers, whose tensors fit by construction."""
+    x, sigma, a, b, bias, seen = autocast(x, sigma, a, b, bias, seen)
+    rows, seen = (t if t is None else _as_rows(t, 0) for t in (x, seen))
+    y = _linear(rows, seen, sigma, a, b, bias, scaling)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _linear(x, seen, sigma, a, b, bias, scaling: float) -> Tensor:
+    """The layer for x and seen [(k,) n, i]."""
+    if sigma.requires_grad or must_be_plain():
+        return _plain(x, x if seen is None else seen, sigma, a, b, bias, scaling)
+    if transforming():
+        return _LowRank.apply(scaling, x, seen, sigma, a, b, bias)[0]
+    if torch.is_grad_enabled():
+        return _EagerLowRank.apply(scaling, x, seen, sigma, a, b, bias)
+    return _forward(scaling, x, seen, sigma, a, b, bias)[0]
