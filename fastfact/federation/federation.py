@@ -9,12 +9,10 @@ state at rest is therefore what it uploaded last: all the server must remember i
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
 import logging
-import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,39 +23,32 @@ from torch import Tensor, nn
 
 from fastfact.data.client import Client
 from fastfact.federation import analysis, newcomers, setup
-from fastfact.federation.client import compact as sparse
 from fastfact.federation.client import memory, train
-from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan, Executor, choose
-from fastfact.federation.client.placement import Placement, formatted
-from fastfact.federation.client.step import Settings
-from fastfact.federation.config import check_settings, name_of, record, resolve, taking_part
+from fastfact.federation.client.executor import ExecutionPlan
+from fastfact.federation.config import name_of, record, resolve
 from fastfact.federation.history import History
+from fastfact.federation.local import Local
 from fastfact.federation.newcomers import Newcomers
 from fastfact.federation.server import strategy
 from fastfact.federation.server.exchange import (
     START,
     Downloads,
-    Exchange,
-    bounded,
-    client_round,
     is_relative,
     server_round,
     too_far,
 )
 from fastfact.federation.server.processes import Group, Shard, Stop
 from fastfact.federation.server.strategy import Strategy, Uploads
-from fastfact.federation.state import State, generator_for, stack, take
+from fastfact.federation.state import State, generator_for
 from fastfact.federation.storage import checkpoint
 from fastfact.federation.storage.checkpoint import Recorded, RunDirectory, ServerState
 from fastfact.federation.storage.run_directory import RunDirectoryError
 from fastfact.federation.storage.states import MEMORY, Codec, Database, Models, PackedStates, Stacked, States
-from fastfact.federation.tensors import describe, tensors_of
-from fastfact.federation.wire.format import Wire, reply
+from fastfact.federation.wire.format import reply
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import type_error
 from fastfact.nn.choice import choices, set_choices
 from fastfact.nn.schedule import Schedule
-from fastfact.nn.sparsity import penalized
 from fastfact.settings import LATER
 
 log = logging.getLogger("fastfact")
@@ -79,7 +70,7 @@ class Round:
     """How far the round moved the uploads of those that reported, where that is bounded."""
 
 
-class Federation:
+class Federation(Local):
     """Personalized federated learning of one model on many clients, simulated on this machine.
 
     model: () → nn.Module, called once, with PyTorch's generator seeded; every client starts from it. The method
@@ -131,8 +122,6 @@ class Federation:
     Raises ValueError, before any work, for settings out of range, clients that do not fit together or the model.
     """
 
-    graphs = True
-
     def __init__(
         self,
         model: Callable[[], nn.Module],
@@ -165,13 +154,7 @@ class Federation:
         group: Group | None = None,
         _recorded: Recorded | None = None,
     ):
-        if isinstance(method, str):
-            method = strategy.make(method, **(settings or {}))
-        elif not isinstance(method, Strategy):
-            raise ValueError(f"Federation(method={method!r}): must be a name or a Strategy object")
-        elif settings:
-            raise ValueError(f"Federation(settings={settings!r}): {method.name} is an object and has its settings")
-        settings = {
+        made = {
             "epochs": epochs,
             "batch_size": batch_size,
             "lr": lr,
@@ -190,18 +173,14 @@ class Federation:
             "max_norm": max_norm,
             "sparsity": dataclasses.asdict(sparsity) if isinstance(sparsity, Schedule) else sparsity,
         }
-        check_settings(settings)
-        if augment is not None and not callable(augment):
-            raise ValueError(f"Federation(augment={augment!r}): must be a function (x, generator) → x, or None")
-        # Its own copy: a method may keep what `bind` told it about the model.
-        self.method = copy.copy(method) if l1 is None else dataclasses.replace(method, l1=l1)
-        self.settings, self.augment, self.source = settings, augment, dict(source or {})
-        self.graphs, self.plan, self.group = graphs, None, group or Group()
+        super().__init__(method, settings, made, l1=l1, augment=augment, graphs=graphs, group=group)
+        self.source = dict(source or {})
         if _recorded is not None:
             self._restore(_recorded, model, clients, device)
             return
         self.id = self.group.root(lambda: secrets.token_hex(16))
         """Tells this run from all others, in every file of it."""
+        self._check_group()
         self._setup_model(model, device)
         self._setup_clients(clients)
         self.identity: dict[str, Any] = {
@@ -210,7 +189,7 @@ class Federation:
             "samples": self._samples(),
         }
         self.identity["sample"] = self._sample()
-        self._setup_exchange(len(self.clients))
+        self._setup_states(len(self.clients))
         if isinstance(self.states, Database) and self.states.value("server") is not None:
             self.states.close()
             raise RunDirectoryError(f"{store}: holds the clients of a run; go on with Federation.load")
@@ -224,6 +203,7 @@ class Federation:
             self.plan = ExecutionPlan(**config["executor"])
         except TypeError as error:
             raise RunDirectoryError(f"{recorded.directory}: executor={config['executor']!r}: {error}") from error
+        self._check_group()
         self._setup_model(model, device)
         if clients is not None:
             self._setup_clients(clients)
@@ -232,7 +212,7 @@ class Federation:
                     f"{recorded.directory}: clients= are {len(self.clients)} clients with other numbers of samples than"
                     f" the run ({config['clients']} clients), must be the same clients in the same order"
                 )
-        self._setup_exchange(config["clients"])
+        self._setup_states(config["clients"])
         server = recorded.restore(self.states, self.here)
         try:
             self.reported = None if server.last is None else Uploads(**server.last)
@@ -247,18 +227,6 @@ class Federation:
         # Nobody writes into the directory before all have read it.
         self.group.each(None)
 
-    def _setup_model(self, factory, device) -> None:
-        self._check_group()
-        device = self.group.device if device is None else device
-        self.template = setup.template_of(factory, self.method, self.settings["seed"], device)
-        self.infos = describe(self.template, self.method.classifier)
-        self.method.bind(self.infos)
-        self.method.phases(self.settings["epochs"])
-        self.sparse = [name for name, param in self.template.named_parameters() if penalized(param)]
-        self.device = next(self.template.parameters()).device
-        self.clients: Sequence[Client] | None = None
-        self._draws = "globally"
-
     def _check_group(self) -> None:
         n = self.group.size
         if n > 1 and self.method.clients_mix:
@@ -269,57 +237,9 @@ class Federation:
         if n > 1 and self.settings["store"] != MEMORY:
             raise ValueError(f"Federation(store={self.settings['store']!r}): must be memory in {n} processes")
 
-    def _setup_clients(self, clients) -> None:
-        self.clients = list(clients) if isinstance(clients, list | tuple) else clients
-        like = next(self.template.parameters())
-        self._data = Placement(self.clients, like, self.method.validation, self.settings["seed"])
-        self.classes = setup.classes_of(self.template, self._data, self.settings["batch_size"])
-        self._data.set_classes(self.classes)
-        self._draws = setup.draws_of(self.template, self._data)
-        self._setup_plan()
-
-    def _setup_plan(self) -> None:
-        """How clients are put on the machine, and the memory format that goes with it."""
-        cohort, last = self.settings["cohort"], setup.channels_last_of(self.template, self._data)
-        if isinstance(cohort, int):
-            self.plan = ExecutionPlan(ONE) if cohort == 1 else ExecutionPlan(BATCHED, cohort)
-        elif cohort == THREADS:
-            if self._draws == "globally" or self.device.type != "cpu":
-                raise ValueError(
-                    'Federation(cohort="threads"): the model must run on the CPU, and draw from no generator of PyTorch'
-                    " but in nn.Dropout or F.dropout (nn.MultiheadAttention draws its dropout itself)"
-                )
-            self.plan = ExecutionPlan(THREADS)
-        elif self.plan is None:
-            sample = self._data[0].train
-            sides = {
-                ONE: (self._make_trainer(last or self.template), formatted(sample, last is not None)),
-                BATCHED: (self._make_trainer(self.template), sample),
-            }
-            trainers, data = ({how: side[n] for how, side in sides.items()} for n in range(2))
-            count = self._taking_part(len(self.clients))
-            self.plan = self.group.root(lambda: choose(trainers, data, count))
-        if self.plan.how != BATCHED and last is not None:
-            self.template = last
-            self._data.to_channels_last()
-
-    def _setup_exchange(self, k: int) -> None:
-        """What is sent, and the state of everything before the first round of k clients."""
-        shape, dtype = self.identity["sample"]
-        self.initial = self._initial()
-        """The state [1, …] every client starts from."""
-        if self.schedule is not None:
-            setup.check_sparsity(self.schedule, self.method, self.template, self.initial)
-        self.exchange = Exchange(
-            self.method,
-            self.infos,
-            self.sparse,
-            self.initial,
-            train.Encoder(self.trainer, shape, getattr(torch, dtype)),
-            self.settings["wire"],
-            self.settings["seed"],
-            **{name: self.settings[name] for name in ("rule", "hostile", "clip", "max_norm")},
-        )
+    def _setup_states(self, k: int) -> None:
+        """The state of everything before the first round of k clients."""
+        self._setup_exchange(self.identity["sample"])
         setup.check_rule(self.exchange, self._taking_part(k))
         self.states, self._shard = self._make_states(k), Shard(self.group, k)
         self.round = 0
@@ -330,92 +250,12 @@ class Federation:
         self.reported: Uploads | None = None
         """Who reported last; what they uploaded is what they hold."""
 
-    def _initial(self) -> State:
-        """The state of one client before its first round, [1, …]."""
-        state = stack(tensors_of(self.template), 1)
-        extra = self.method.extra(state)
-        if clash := sorted(set(extra) & set(self.infos)):
-            raise ValueError(f"{self.method.name}: extra tensor {clash[0]} has the name of a tensor of the model")
-        if self.settings["clip"] is not None:
-            extra |= {START + name: state[name].clone() for name in bounded(self.method, self.infos)}
-        return state | extra
-
     def _make_states(self, k: int) -> States:
         place, values, initial = self.settings["store"], self.settings["store_values"], self.initial
         codec = Codec(initial, self.infos, self.sparse, values)
         if place != MEMORY:
             return Database(initial, k, codec, Path(place))
         return PackedStates(initial, k, codec) if codec.packs() else Stacked(initial, k)
-
-    @property
-    def shared(self) -> list[str]:
-        """The names of the tensors that are uploaded, mixed and downloaded."""
-        return self.exchange.shared
-
-    @property
-    def uploaded(self) -> list[str]:
-        """The names of the tensors that go up, keys included."""
-        return self.exchange.uploaded
-
-    @property
-    def key_names(self) -> list[str]:
-        """The names of what similarity is measured on."""
-        return self.exchange.keys
-
-    @property
-    def wire(self) -> Wire:
-        """How tensors are encoded between clients and server."""
-        return self.exchange.wire
-
-    @functools.cached_property
-    def trainer(self) -> train.Trainer:
-        return self._make_trainer(self.template)
-
-    def _make_trainer(self, template: nn.Module) -> train.Trainer:
-        s = self.settings
-        return train.Trainer(
-            template,
-            self.infos,
-            Settings(
-                batch_size=s["batch_size"],
-                lr=s["lr"],
-                momentum=s["momentum"],
-                weight_decay=s["weight_decay"],
-                l1=self.method.l1 if self.schedule is None else self.schedule.penalty(1, self.method.l1),
-                proximal=self.method.l1_method == "proximal",
-                penalized=frozenset(self.sparse),
-                augment=self.augment,
-                seed=s["seed"],
-                draws=self._draws,
-                graphs=self.graphs,
-            ),
-        )
-
-    @functools.cached_property
-    def schedule(self) -> Schedule | None:
-        """When μ becomes sparse, see `sparsity`."""
-        recorded = self.settings.get("sparsity")
-        return None if recorded is None else Schedule(**recorded)
-
-    def _executor_of(self, round: int) -> Executor:
-        """What trains in a round."""
-        return self._compact_executor if self.schedule and self.schedule.is_sparse(round) else self._executor
-
-    @functools.cached_property
-    def _executor(self) -> Executor:
-        return Executor(self.trainer, self.plan)
-
-    @functools.cached_property
-    def _compact_executor(self) -> Executor:
-        settings = self.trainer.settings
-        return Executor(
-            sparse.CompactTrainer(self.template, self.method.classifier, settings, self.schedule), self.plan
-        )
-
-    @property
-    def cohort(self) -> int:
-        """How many clients train together over the client axis; 1 is one after another, or one on each core."""
-        return self.plan.cohort
 
     def __len__(self) -> int:
         """The number of clients."""
@@ -552,9 +392,6 @@ class Federation:
         order = torch.randperm(k, generator=generator_for(self.settings["seed"], round, -1, "select"))
         return sorted(order[:count].tolist())
 
-    def _taking_part(self, k: int) -> int:
-        return taking_part(k, self.settings["participation"])
-
     def _run_round(self, round: int, on_client) -> Round:
         clients = self._shard.mine(self.select(round))
         done = Round(round, Ledger(), dict(self.server_state), self.reported)
@@ -601,59 +438,30 @@ class Federation:
         if downloads is None and self.shared:
             exchange.first_download(round, clients, work, done.ledger)
 
-        def train(state: State) -> tuple[list[float], list[float]]:
-            result = self._train(round, clients, state, on_client)
-            if self.schedule and round == self.schedule.warmup:
-                sparse.prune_(state, self.sparse, self.schedule)
-            return result
-
-        trained = client_round(
-            exchange,
+        trained, rows = self.step(
+            round,
             clients,
             work,
-            () if downloads is None else downloads.to(clients, work),
+            None if downloads is None else downloads.to(clients, work),
             exchange.channel_masks("up", done.server_state),
-            train,
-            lambda row, models: self._loss_of(clients[row], models),
-            None if downloads is None else functools.partial(self._evaluate, round, clients),
+            lambda k: self.states.load([k]),
+            on_client,
         )
         if trained.answers:
             self.method.answered(trained.answers, done.server_state)
             for k, (_, answer) in trained.answers.items():
                 done.ledger.add(round, "up", [k], reply(answer.numel()))
-        losses, seconds, left_out = trained.losses, trained.seconds, trained.broken
-        before = [None] * len(clients) if trained.before is None else trained.before
         if self.uploaded:
             done.ledger.add(round, "up", clients, trained.sizes)
-            left_out |= exchange.unusable(clients, trained.sent, trained.norms, left_out)
         for row, k in enumerate(clients):
-            if k in left_out:
-                log.warning("round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k])
-                for name, tensor in self.states.load([k]).items():
-                    work[name][row].copy_(tensor[0])
-            else:
+            if rows[row]["left_out"] is None:
                 if trained.norms is not None:
                     done.norms[k] = trained.norms[row]
                 report.clients.append(k)
                 report.samples.append(self._samples_of(k))
-                report.losses.append(losses[row])
-        accuracies, densities = self._evaluate(round, clients, work), analysis.densities(work, self.infos, self.sparse)
+                report.losses.append(trained.losses[row])
         self.states.store(clients, work)
-        done.rows += [
-            {
-                "round": round,
-                "client": k,
-                "loss": losses[row] if math.isfinite(losses[row]) else None,
-                "accuracy": accuracies[row],
-                "accuracy_before": before[row],
-                "density": densities[row],
-                "bytes_up": 0,
-                "bytes_down": 0,
-                "seconds": seconds[row],
-                "left_out": left_out.get(k),
-            }
-            for row, k in enumerate(clients)
-        ]
+        done.rows += rows
 
     def _block(self, n: int) -> int:
         """How many of the n clients of a round have their states in memory at once: whole cohorts."""
@@ -692,7 +500,8 @@ class Federation:
         exchange = self.exchange
         names = None if exchange.measured or exchange.clip is not None else self.uploaded
         state = self.states.read(self._shard.mine(self.reported.clients), names)
-        return exchange.uploads(self.reported, state, server_state, self._shard)
+        start = None if exchange.clip is None else {name: state[START + name] for name in exchange.bounded}
+        return exchange.uploads(self.reported, exchange.sent(state)[0], start, server_state, self._shard)
 
     def of_all(self, state: State) -> State:
         """The tensors [K, …] of all clients, of which `state` has those of this process's."""
@@ -705,26 +514,6 @@ class Federation:
         if self.identity["samples"] is None:
             raise ValueError("this federation was loaded without clients, pass Federation.load(DIR, clients=)")
         return self.identity["samples"][client][0]
-
-    def _loss_of(self, client: int, state: State) -> Tensor:
-        """The mean loss of the models `state` [n, …] on what is held out of a client's samples, float64 [n]."""
-        if self.clients is None:
-            raise ValueError(f"{self.method.name} mixes by samples, pass Federation.load(DIR, clients=)")
-        return self.trainer.loss(state, self._data[client].held_out)
-
-    def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
-        """The accuracy of each client on its own test set, after the adaptation the strategy asks for (on a copy)."""
-        if self.method.active_phases(self.settings["epochs"], adapts=True):
-            work = take(work, range(len(clients)))
-            self._train(round, clients, work, None, adapts=True)
-        return self._executor_of(round).evaluate(work, [self._data[k].test for k in clients])
-
-    def _train(
-        self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
-    ) -> tuple[list[float], list[float]]:
-        phases = self.method.active_phases(self.settings["epochs"], adapts)
-        data, purpose = [self._data[k].train for k in clients], "adapt" if adapts else "order"
-        return self._executor_of(round).train(work, data, round, clients, phases, purpose, on_client)
 
     @property
     def models(self) -> "Models":

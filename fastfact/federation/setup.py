@@ -52,7 +52,7 @@ def _device_of(device: str | torch.device) -> torch.device:
 def channels_last_of(template: nn.Module, data: Placement) -> nn.Module | None:
     """The model in channels_last, if it has images on the CPU to convolve and runs that way (one that flattens with
     `view` does not): one client at a time, convolutions are faster in it."""
-    x = data[0].train[0][:2]
+    x = data[data.first].train[0][:2]
     if x.device.type != "cpu" or x.dim() != 4 or not any(p.dim() == 4 for p in template.parameters()):
         return None
     model = copy.deepcopy(template).to(memory_format=torch.channels_last)
@@ -66,7 +66,7 @@ def channels_last_of(template: nn.Module, data: Placement) -> nn.Module | None:
 
 def classes_of(template: nn.Module, data: Placement, batch_size: int) -> int:
     """Run the model on a sample: it must take the clients' x and give logits. Returns the number of classes."""
-    x = data[0].train[0][:2]
+    x = data[data.first].train[0][:2]
     try:
         logits = logits_of(template, x)
     except Exception as error:
@@ -97,7 +97,7 @@ def logits_of(model: nn.Module, x: Tensor, train: bool = False) -> Tensor:
 
 def draws_of(template: nn.Module, data: Placement) -> str:
     """Where a training forward draws random numbers from, see `step.Settings.draws`."""
-    x, model = data[0].train[0][:2], copy.deepcopy(template).train()
+    x, model = data[data.first].train[0][:2], copy.deepcopy(template).train()
     if len(x) < 2:
         x = x.repeat_interleave(2, 0)
     with torch.no_grad(), seeded(0, 0, 0, "probe", x.device), Streams([torch.Generator()]) as streams:

@@ -24,24 +24,25 @@ class Placement:
 
     clients: a list or tuple is checked and placed at once, any other sequence client by client as rounds ask for them
     (and forgotten again, see `keep`). validation: the fraction of the training samples that is held out of training,
-    for a method that evaluates on it; without one `held_out` is `train`.
+    for a method that evaluates on it; without one `held_out` is `train`. first: the client whose samples say what a
+    sample is.
     """
 
-    def __init__(self, clients: Sequence[Client], like: Tensor, validation: float, seed: int):
+    def __init__(self, clients: Sequence[Client], like: Tensor, validation: float, seed: int, first: int = 0):
         if not isinstance(clients, Sequence):
             raise ValueError(f"Federation(clients={type(clients).__name__}): must be a sequence of ff.Client")
         if not len(clients):
             raise ValueError("Federation(clients=[]): must be at least one client")
-        self.clients, self.validation, self.seed = clients, validation, seed
+        self.clients, self.validation, self.seed, self.first = clients, validation, seed, first
         self.device, self.dtype, self.last = like.device, like.dtype, False
         self.lazy = not isinstance(clients, list | tuple)
         self.classes: int | None = None
         self.alone: Exception | None = None
         """Why the model cannot train on a single sample; of clients that are made when asked for."""
         self.placed: dict[int, Placed] = {}
-        x = self._checked(0).train[0]
+        x = self._checked(first).train[0]
         self.shape, self.floats = x.shape[1:], x.is_floating_point()
-        for k in range(1 if self.lazy else len(clients)):
+        for k in [first] if self.lazy else range(len(clients)):
             self.placed[k] = self._place(k)
 
     def __getitem__(self, client: int) -> Placed:
@@ -73,14 +74,14 @@ class Placement:
         client = self._checked(k)
         if client.train[0].shape[1:] != self.shape:
             raise ValueError(
-                f"Federation(clients=): samples of client {k} have shape {list(client.train[0].shape[1:])}, of client 0"
-                f" {list(self.shape)}: must be the same"
+                f"Federation(clients=): samples of client {k} have shape {list(client.train[0].shape[1:])}, of client"
+                f" {self.first} {list(self.shape)}: must be the same"
             )
         if client.train[0].is_floating_point() != self.floats or client.test[0].is_floating_point() != self.floats:
             kinds = " and ".join(str(data[0].dtype) for data in (client.train, client.test))
             raise ValueError(
-                f"Federation(clients=): samples of client {k} are {kinds}, of client 0"
-                f" {self.clients[0].train[0].dtype}: must be all floating or all integers"
+                f"Federation(clients=): samples of client {k} are {kinds}, of client {self.first}"
+                f" {self.clients[self.first].train[0].dtype}: must be all floating or all integers"
             )
         if self.alone is not None and len(client.train[1]) == 1:
             raise ValueError(
@@ -107,7 +108,7 @@ class Placement:
 
     def sample(self) -> Tensor:
         """x of one sample, without the batch axis."""
-        return self[0].train[0][0]
+        return self[self.first].train[0][0]
 
     def to_channels_last(self) -> None:
         """Keep the images in channels_last from here on."""

@@ -75,11 +75,12 @@ class Exchange:
             }
         return state | self.method.key(state, self.encoder) if self.measured else state
 
-    def uploads(self, reported: Uploads, state: State, server_state: State, shard: Shard) -> Uploads:
-        """What the server has of a round: what its clients sent is what they hold, `state` of those in `shard`."""
-        sent = self.wire.roundtrip(self.keyed(state), self.uploaded)[0]
+    def uploads(
+        self, reported: Uploads, sent: State, start: State | None, server_state: State, shard: Shard
+    ) -> Uploads:
+        """What the server has of a round. sent: what came of the clients in `shard`; start: what they started the round
+        from, where uploads are clipped."""
         if self.clip is not None:
-            start = {name: state[START + name] for name in self.bounded}
             norms = robust.norms(sent, start)
             of_all = shard.stacked({"norm": norms}, reported.clients)["norm"].tolist()
             sent = robust.clipped(sent, start, norms, bound_of(self.clip, of_all))

@@ -1,0 +1,293 @@
+"""One machine's part of a federation: the model as the method wants it, its clients' samples, and how they train."""
+
+import copy
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastfact.data.client import Client
+from fastfact.federation import analysis, setup
+from fastfact.federation.client import compact as sparse
+from fastfact.federation.client import train
+from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan, Executor, choose
+from fastfact.federation.client.placement import Placement, formatted
+from fastfact.federation.client.step import Settings
+from fastfact.federation.config import check_settings, taking_part
+from fastfact.federation.server import strategy
+from fastfact.federation.server.exchange import START, ClientRound, Download, Exchange, bounded, client_round
+from fastfact.federation.server.processes import Group
+from fastfact.federation.server.strategy import Strategy
+from fastfact.federation.state import State, stack, take
+from fastfact.federation.tensors import describe, tensors_of
+from fastfact.federation.wire.format import Wire
+from fastfact.nn.schedule import Schedule
+from fastfact.nn.sparsity import penalized
+
+log = logging.getLogger("fastfact")
+
+
+class Local:
+    """What `Federation` is of on one machine, and what each machine has of a federation over several: made from the
+    same model, method and settings it is the same everywhere. The arguments are those of `Federation`.
+
+    settings: of the federation, by name. name: what errors call it.
+    """
+
+    def __init__(
+        self,
+        method: str | Strategy,
+        method_settings: Mapping[str, Any] | None,
+        settings: dict[str, Any],
+        *,
+        l1: float | None = None,
+        augment: Callable[[Tensor, torch.Generator], Tensor] | str | None = None,
+        graphs: bool = True,
+        group: Group | None = None,
+    ):
+        if isinstance(method, str):
+            method = strategy.make(method, **(method_settings or {}))
+        elif not isinstance(method, Strategy):
+            raise ValueError(f"Federation(method={method!r}): must be a name or a Strategy object")
+        elif method_settings:
+            raise ValueError(
+                f"Federation(settings={method_settings!r}): {method.name} is an object and has its settings"
+            )
+        check_settings(settings)
+        if augment is not None and not callable(augment):
+            raise ValueError(f"Federation(augment={augment!r}): must be a function (x, generator) → x, or None")
+        # Its own copy: a method may keep what `bind` told it about the model.
+        self.method = copy.copy(method) if l1 is None else dataclasses.replace(method, l1=l1)
+        self.settings, self.augment = settings, augment
+        self.graphs, self.group = graphs, group or Group()
+        self.plan: ExecutionPlan | None = None
+
+    def _setup_model(self, factory, device) -> None:
+        device = self.group.device if device is None else device
+        self.template = setup.template_of(factory, self.method, self.settings["seed"], device)
+        self.infos = describe(self.template, self.method.classifier)
+        self.method.bind(self.infos)
+        self.method.phases(self.settings["epochs"])
+        self.sparse = [name for name, param in self.template.named_parameters() if penalized(param)]
+        self.device = next(self.template.parameters()).device
+        self.clients: Sequence[Client] | None = None
+        self._draws = "globally"
+
+    def _setup_clients(self, clients, first: int = 0) -> None:
+        self.clients = list(clients) if isinstance(clients, list | tuple) else clients
+        like = next(self.template.parameters())
+        self._data = Placement(self.clients, like, self.method.validation, self.settings["seed"], first)
+        self.classes = setup.classes_of(self.template, self._data, self.settings["batch_size"])
+        self._data.set_classes(self.classes)
+        self._draws = setup.draws_of(self.template, self._data)
+        self._setup_plan()
+
+    def _setup_plan(self) -> None:
+        """How clients are put on the machine, and the memory format that goes with it."""
+        cohort, last = self.settings["cohort"], setup.channels_last_of(self.template, self._data)
+        if isinstance(cohort, int):
+            self.plan = ExecutionPlan(ONE) if cohort == 1 else ExecutionPlan(BATCHED, cohort)
+        elif cohort == THREADS:
+            if self._draws == "globally" or self.device.type != "cpu":
+                raise ValueError(
+                    'Federation(cohort="threads"): the model must run on the CPU, and draw from no generator of PyTorch'
+                    " but in nn.Dropout or F.dropout (nn.MultiheadAttention draws its dropout itself)"
+                )
+            self.plan = ExecutionPlan(THREADS)
+        elif self.plan is None:
+            sample = self._data[self._data.first].train
+            sides = {
+                ONE: (self._make_trainer(last or self.template), formatted(sample, last is not None)),
+                BATCHED: (self._make_trainer(self.template), sample),
+            }
+            trainers, data = ({how: side[n] for how, side in sides.items()} for n in range(2))
+            count = self._taking_part(len(self.clients))
+            self.plan = self.group.root(lambda: choose(trainers, data, count))
+        if self.plan.how != BATCHED and last is not None:
+            self.template = last
+            self._data.to_channels_last()
+
+    def _setup_exchange(self, sample: Sequence) -> None:
+        """What is sent, and the state of a client before its first round. sample: shape and dtype of x."""
+        shape, dtype = sample
+        self.initial = self._initial()
+        """The state [1, …] every client starts from."""
+        if self.schedule is not None:
+            setup.check_sparsity(self.schedule, self.method, self.template, self.initial)
+        self.exchange = Exchange(
+            self.method,
+            self.infos,
+            self.sparse,
+            self.initial,
+            train.Encoder(self.trainer, shape, getattr(torch, dtype)),
+            self.settings["wire"],
+            self.settings["seed"],
+            **{name: self.settings[name] for name in ("rule", "hostile", "clip", "max_norm")},
+        )
+
+    def _initial(self) -> State:
+        """The state of one client before its first round, [1, …]."""
+        state = stack(tensors_of(self.template), 1)
+        extra = self.method.extra(state)
+        if clash := sorted(set(extra) & set(self.infos)):
+            raise ValueError(f"{self.method.name}: extra tensor {clash[0]} has the name of a tensor of the model")
+        if self.settings["clip"] is not None:
+            extra |= {START + name: state[name].clone() for name in bounded(self.method, self.infos)}
+        return state | extra
+
+    @property
+    def shared(self) -> list[str]:
+        """The names of the tensors that are uploaded, mixed and downloaded."""
+        return self.exchange.shared
+
+    @property
+    def uploaded(self) -> list[str]:
+        """The names of the tensors that go up, keys included."""
+        return self.exchange.uploaded
+
+    @property
+    def key_names(self) -> list[str]:
+        """The names of what similarity is measured on."""
+        return self.exchange.keys
+
+    @property
+    def wire(self) -> Wire:
+        """How tensors are encoded between clients and server."""
+        return self.exchange.wire
+
+    @functools.cached_property
+    def trainer(self) -> train.Trainer:
+        return self._make_trainer(self.template)
+
+    def _make_trainer(self, template: nn.Module) -> train.Trainer:
+        s = self.settings
+        return train.Trainer(
+            template,
+            self.infos,
+            Settings(
+                batch_size=s["batch_size"],
+                lr=s["lr"],
+                momentum=s["momentum"],
+                weight_decay=s["weight_decay"],
+                l1=self.method.l1 if self.schedule is None else self.schedule.penalty(1, self.method.l1),
+                proximal=self.method.l1_method == "proximal",
+                penalized=frozenset(self.sparse),
+                augment=self.augment,
+                seed=s["seed"],
+                draws=self._draws,
+                graphs=self.graphs,
+            ),
+        )
+
+    @functools.cached_property
+    def schedule(self) -> Schedule | None:
+        """When μ becomes sparse, see `sparsity`."""
+        recorded = self.settings.get("sparsity")
+        return None if recorded is None else Schedule(**recorded)
+
+    def _executor_of(self, round: int) -> Executor:
+        """What trains in a round."""
+        return self._compact_executor if self.schedule and self.schedule.is_sparse(round) else self._executor
+
+    @functools.cached_property
+    def _executor(self) -> Executor:
+        return Executor(self.trainer, self.plan)
+
+    @functools.cached_property
+    def _compact_executor(self) -> Executor:
+        settings = self.trainer.settings
+        return Executor(
+            sparse.CompactTrainer(self.template, self.method.classifier, settings, self.schedule), self.plan
+        )
+
+    @property
+    def cohort(self) -> int:
+        """How many clients train together over the client axis; 1 is one after another, or one on each core."""
+        return self.plan.cohort
+
+    def _loss_of(self, client: int, state: State) -> Tensor:
+        """The mean loss of the models `state` [n, …] on what is held out of a client's samples, float64 [n]."""
+        if self.clients is None:
+            raise ValueError(f"{self.method.name} mixes by samples, pass Federation.load(DIR, clients=)")
+        return self.trainer.loss(state, self._data[client].held_out)
+
+    def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
+        """The accuracy of each client on its own test set, after the adaptation the strategy asks for (on a copy)."""
+        if self.method.active_phases(self.settings["epochs"], adapts=True):
+            work = take(work, range(len(clients)))
+            self._train(round, clients, work, None, adapts=True)
+        return self._executor_of(round).evaluate(work, [self._data[k].test for k in clients])
+
+    def _train(
+        self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
+    ) -> tuple[list[float], list[float]]:
+        phases = self.method.active_phases(self.settings["epochs"], adapts)
+        data, purpose = [self._data[k].train for k in clients], "adapt" if adapts else "order"
+        return self._executor_of(round).train(work, data, round, clients, phases, purpose, on_client)
+
+    def _taking_part(self, k: int) -> int:
+        return taking_part(k, self.settings["participation"])
+
+    def step(
+        self,
+        round: int,
+        clients: list[int],
+        work: State,
+        downloads: Iterable[Download] | None,
+        masks: State,
+        kept: Callable[[int], State],
+        on_client: Callable[[int, int, int, int], None] | None = None,
+    ) -> tuple[ClientRound, list[dict]]:
+        """The clients' part of a round, in `work` [len(clients), …]: download, training, upload, evaluation.
+
+        downloads: None where there was nothing to mix. masks: the channels that travel up. kept(client) → the state
+        [1, …] it had: it keeps that if what came of the round cannot be used. Returns what they upload, and rows as
+        `History` has them, without the bytes.
+        """
+
+        def train(state: State) -> tuple[list[float], list[float]]:
+            result = self._train(round, clients, state, on_client)
+            if self.schedule and round == self.schedule.warmup:
+                sparse.prune_(state, self.sparse, self.schedule)
+            return result
+
+        done = client_round(
+            self.exchange,
+            clients,
+            work,
+            downloads or (),
+            masks,
+            train,
+            lambda row, models: self._loss_of(clients[row], models),
+            None if downloads is None else functools.partial(self._evaluate, round, clients),
+        )
+        left_out = done.broken
+        if self.uploaded:
+            left_out |= self.exchange.unusable(clients, done.sent, done.norms, left_out)
+        for row, k in enumerate(clients):
+            if k in left_out:
+                log.warning("round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k])
+                for name, tensor in kept(k).items():
+                    work[name][row].copy_(tensor[0])
+        before = [None] * len(clients) if done.before is None else done.before
+        accuracies, densities = self._evaluate(round, clients, work), analysis.densities(work, self.infos, self.sparse)
+        return done, [
+            {
+                "round": round,
+                "client": k,
+                "loss": done.losses[row] if math.isfinite(done.losses[row]) else None,
+                "accuracy": accuracies[row],
+                "accuracy_before": before[row],
+                "density": densities[row],
+                "bytes_up": 0,
+                "bytes_down": 0,
+                "seconds": done.seconds[row],
+                "left_out": left_out.get(k),
+            }
+            for row, k in enumerate(clients)
+        ]
