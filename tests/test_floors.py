@@ -22,7 +22,7 @@ FLOORS = [
     {"public"},
     {"__init__"},
     {"experiment"},
-    {"papers", "bench"},
+    {"papers", "bench", "flower"},
     {"cli"},
     {"__main__"},
 ]

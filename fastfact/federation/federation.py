@@ -39,7 +39,7 @@ from fastfact.federation.server.exchange import (
 )
 from fastfact.federation.server.processes import Group, Shard, Stop
 from fastfact.federation.server.strategy import Strategy, Uploads
-from fastfact.federation.state import State, generator_for
+from fastfact.federation.state import State
 from fastfact.federation.storage import checkpoint
 from fastfact.federation.storage.checkpoint import Recorded, RunDirectory, ServerState
 from fastfact.federation.storage.run_directory import RunDirectoryError
@@ -385,12 +385,7 @@ class Federation(Local):
 
     def select(self, round: int) -> list[int]:
         """The clients that take part in a round, ascending."""
-        k = len(self)
-        count = self._taking_part(k)
-        if count >= k:
-            return list(range(k))
-        order = torch.randperm(k, generator=generator_for(self.settings["seed"], round, -1, "select"))
-        return sorted(order[:count].tolist())
+        return self._select(len(self), round)
 
     def _run_round(self, round: int, on_client) -> Round:
         clients = self._shard.mine(self.select(round))
@@ -604,11 +599,6 @@ class Federation(Local):
             "executor": dataclasses.asdict(self.plan),
             **self.identity,
         }
-
-    def _sample(self) -> list:
-        """Shape and dtype of one sample as the model takes it, as JSON can hold them."""
-        x = self._data.sample()
-        return [list(x.shape), str(x.dtype).removeprefix("torch.")]
 
     def _samples(self) -> list[list[int]] | None:
         """Numbers of samples for training and test; None for clients that are made when asked for."""

@@ -23,7 +23,7 @@ from fastfact.federation.server import strategy
 from fastfact.federation.server.exchange import START, ClientRound, Download, Exchange, bounded, client_round
 from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import Strategy
-from fastfact.federation.state import State, stack, take
+from fastfact.federation.state import State, generator_for, stack, take
 from fastfact.federation.tensors import describe, tensors_of
 from fastfact.federation.wire.format import Wire
 from fastfact.nn.schedule import Schedule
@@ -78,16 +78,17 @@ class Local:
         self.clients: Sequence[Client] | None = None
         self._draws = "globally"
 
-    def _setup_clients(self, clients, first: int = 0) -> None:
+    def _setup_clients(self, clients, first: int = 0, together: int | None = None) -> None:
+        """together: how many train here in a round, if not what `participation` gives."""
         self.clients = list(clients) if isinstance(clients, list | tuple) else clients
         like = next(self.template.parameters())
         self._data = Placement(self.clients, like, self.method.validation, self.settings["seed"], first)
         self.classes = setup.classes_of(self.template, self._data, self.settings["batch_size"])
         self._data.set_classes(self.classes)
         self._draws = setup.draws_of(self.template, self._data)
-        self._setup_plan()
+        self._setup_plan(together or self._taking_part(len(self.clients)))
 
-    def _setup_plan(self) -> None:
+    def _setup_plan(self, together: int) -> None:
         """How clients are put on the machine, and the memory format that goes with it."""
         cohort, last = self.settings["cohort"], setup.channels_last_of(self.template, self._data)
         if isinstance(cohort, int):
@@ -106,8 +107,7 @@ class Local:
                 BATCHED: (self._make_trainer(self.template), sample),
             }
             trainers, data = ({how: side[n] for how, side in sides.items()} for n in range(2))
-            count = self._taking_part(len(self.clients))
-            self.plan = self.group.root(lambda: choose(trainers, data, count))
+            self.plan = self.group.root(lambda: choose(trainers, data, together))
         if self.plan.how != BATCHED and last is not None:
             self.template = last
             self._data.to_channels_last()
@@ -232,6 +232,19 @@ class Local:
 
     def _taking_part(self, k: int) -> int:
         return taking_part(k, self.settings["participation"])
+
+    def _select(self, k: int, round: int) -> list[int]:
+        """Those of k clients that take part in a round, ascending."""
+        count = self._taking_part(k)
+        if count >= k:
+            return list(range(k))
+        order = torch.randperm(k, generator=generator_for(self.settings["seed"], round, -1, "select"))
+        return sorted(order[:count].tolist())
+
+    def _sample(self) -> list:
+        """Shape and dtype of one sample as the model takes it, as JSON can hold them."""
+        x = self._data.sample()
+        return [list(x.shape), str(x.dtype).removeprefix("torch.")]
 
     def step(
         self,

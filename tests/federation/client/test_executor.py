@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact.federation import federation as loop
+from fastfact.federation import local
 from fastfact.federation.client import executor
 from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan
 
@@ -165,7 +165,7 @@ def test_auto_measures_and_a_resumed_run_does_not(make, same, tmp_path, monkeypa
     fed.fit(2, tmp_path / "run")
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())["executor"]
     assert recorded == {"how": fed.plan.how, "cohort": fed.cohort}
-    monkeypatch.setattr(loop, "choose", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(local, "choose", lambda *_: pytest.fail("measured again"))
     resumed = ff.Federation.load(tmp_path / "run", clients=make.clients())
     assert resumed.plan == fed.plan
     fed.fit(1), resumed.fit(1)

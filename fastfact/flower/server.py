@@ -1,0 +1,447 @@
+"""The server's side: who takes part, what each downloads, and what comes of the uploads."""
+
+import contextlib
+import inspect
+import json
+import logging
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastfact import files
+from fastfact.federation import Federation, setup
+from fastfact.federation.history import History
+from fastfact.federation.local import Local
+from fastfact.federation.server import robust
+from fastfact.federation.server.exchange import is_relative, server_round, too_far
+from fastfact.federation.server.processes import Group, Shard
+from fastfact.federation.server.strategy import Strategy, Uploads
+from fastfact.federation.state import State
+from fastfact.federation.storage import run_directory
+from fastfact.federation.storage.run_directory import LEDGER, METRICS, Rows, RunDirectoryError
+from fastfact.federation.wire.format import Wire, reply
+from fastfact.federation.wire.ledger import Ledger, Sizes
+from fastfact.flower.packet import Packet, RefusedError, table_of
+from fastfact.kinds import type_error
+from fastfact.settings import FederationSettings
+
+log = logging.getLogger("fastfact")
+
+_OF_A_MACHINE = {"cohort", "memory_limit", "store"}
+SETTINGS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(Federation).parameters.items()
+    if name in {*FederationSettings.__dataclass_fields__, "wire", "sparsity"} - _OF_A_MACHINE
+}
+"""The settings of `Federation` that all machines share, with its defaults."""
+SAVED = "server.safetensors"
+
+
+@dataclass
+class _Asked:
+    """What the server must know of a client until it answers."""
+
+    start: State
+    """What it had of what it uploads, after the download."""
+    messages: list[bytes] = field(default_factory=list)
+    sources: list[int] | None = None
+
+
+@dataclass
+class _Upload:
+    """What a client answered."""
+
+    row: dict[str, Any]
+    sent: State
+    """Empty where it was left out."""
+    answer: Tensor | None = None
+
+
+@dataclass
+class _Round:
+    """A round that is under way, or was."""
+
+    first: bool
+    masks: State
+    """Which channels travel up."""
+    server_state: State
+    ledger: Ledger = field(default_factory=Ledger)
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    uploads: dict[int, _Upload] = field(default_factory=dict)
+
+
+KEPT = 3
+"""Rounds of which late answers are understood."""
+
+
+class Server(Local):
+    """A federation of `clients` clients as its server knows it: what they uploaded, never what they keep.
+
+    method, model, settings: of `Federation`, but for those that are a machine's own. sample: shape and dtype of one
+    sample, as `Node.hello` says. out: a directory that a server which is started again goes on from; without one,
+    nothing is written. run: what the clients keep their states under; drawn, or that of `out`.
+    Raises ValueError as `Federation` does, RunDirectoryError for an `out` of something else.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        clients: int,
+        sample: Sequence,
+        method: str | Strategy = "fedavg",
+        method_settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        l1: float | None = None,
+        device: str | torch.device | None = None,
+        out: str | Path | None = None,
+        run: str | None = None,
+    ):
+        if type_error(clients, int) or clients < 1:
+            raise ValueError(f"Server(clients={clients!r}): must be an integer of at least 1")
+        settings = dict(settings or {})
+        if unknown := sorted(set(settings) - set(SETTINGS)):
+            raise ValueError(f"Server({unknown[0]}=): unknown setting, must be one of {', '.join(SETTINGS)}")
+        all_of_them = {**SETTINGS, **settings, "cohort": 1, "memory_limit": None, "store": "memory"}
+        super().__init__(method, method_settings, all_of_them, l1=l1)
+        self.k, self.run = clients, run or secrets.token_hex(8)
+        self._setup_model(model, device)
+        self._setup_exchange(sample)
+        setup.check_rule(self.exchange, self._taking_part(clients))
+        everybody = {name: tensor.expand(clients, *tensor.shape[1:]) for name, tensor in self.initial.items()}
+        self.server_state: State = self.method.server_state(everybody)
+        self.reported: Uploads | None = None
+        self.round, self.history, self.ledger = 0, History(), Ledger()
+        keyed = self.exchange.keyed(self.initial)
+        self.at_start = {name: keyed[name][0] for name in self.uploaded}
+        """What every client has of what it uploads, before its first round."""
+        self.held: dict[int, State] = {}
+        """client → what it uploaded last."""
+        self.trained: dict[int, int] = {}
+        """client → the round of that."""
+        self.samples: dict[int, int] = {}
+        self.started: dict[int, State] = {}
+        """client → what it started that round from, where uploads are clipped."""
+        self._rounds: dict[int, _Round] = {}
+        self.out = None if out is None else Path(out)
+        self._holding = contextlib.ExitStack()
+        self._files: tuple[Rows, Rows] | None = None
+        if self.out is not None:
+            self._open(run)
+
+    def __len__(self) -> int:
+        """The number of clients."""
+        return self.k
+
+    def config(self) -> dict[str, Any]:
+        """What a node must know, as JSON can hold it."""
+        return {
+            "method": {"name": self.method.name, "settings": self.method.settings()},
+            "settings": {name: self.settings[name] for name in SETTINGS},
+            "clients": self.k,
+        }
+
+    def hello(self) -> Packet:
+        """What asks a node who is there."""
+        return Packet.of({"kind": "hello", "config": self.config()})
+
+    def welcome(self, packet: Packet) -> list[int]:
+        """The clients of a node that answered `hello`. Raises RefusedError for a node that does not fit."""
+        facts = packet.facts
+        try:
+            clients, samples = list(facts["clients"]), list(facts["samples"])
+            fits = all(type(n) is int and 0 <= n < self.k for n in clients) and len(clients) == len(samples)
+            fits = fits and all(type(n) is int and n > 0 for n in samples) and len(set(clients)) == len(clients)
+        except (KeyError, TypeError) as error:
+            raise RefusedError(f"its answer is incomplete ({error!r})") from error
+        if not clients or not fits:
+            raise RefusedError(f"has clients {clients} with {samples} samples, must be of 0 … {self.k - 1}")
+        if facts.get("table") != table_of(self.infos, self.sparse):
+            raise RefusedError("has another model: names, shapes or dtypes of its tensors differ")
+        self.samples |= dict(zip(clients, samples, strict=True))
+        return clients
+
+    def select(self, round: int) -> list[int]:
+        """The clients that take part in a round, ascending; the same as in a simulation."""
+        return self._select(self.k, round)
+
+    @torch.no_grad()
+    def begin(self, round: int, clients: Sequence[int]) -> None:
+        """Make the downloads of a round for some clients, whose numbers of samples are known; see `packet`."""
+        state = dict(self.server_state)
+        first = not self.shared or self.reported is None
+        made = self._rounds[round] = _Round(first, {}, state)
+        self._rounds = {number: known for number, known in self._rounds.items() if number > round - KEPT}
+        if first:
+            self._first_downloads(round, clients, made)
+        else:
+            self._downloads(round, clients, made)
+        made.masks = self.exchange.channel_masks("up", state)
+
+    def _first_downloads(self, round: int, clients: Sequence[int], made: _Round) -> None:
+        # The initial model, which simulations have as it is whatever the wire does to numbers.
+        wire = Wire(self.wire.infos, "exact", self.sparse)
+        tensors = {name: self.at_start[name] for name in self.shared}
+        message = [wire.encode(tensors)] if tensors else []
+        for k in clients:
+            made.asked[k] = _Asked(self._held(k), message)
+        if tensors:
+            together = {name: tensor.expand(len(clients), *tensor.shape) for name, tensor in tensors.items()}
+            made.ledger.add(round, "down", clients, wire.roundtrip(together, self.shared)[1])
+
+    def _downloads(self, round: int, clients: Sequence[int], made: _Round) -> None:
+        reported = self.reported.clients
+        sent, start = self._stacked(reported, self._held), None
+        if self.exchange.clip is not None:
+            start = self._stacked(reported, self.started.__getitem__)
+        uploads = self.exchange.uploads(self.reported, sent, start, made.server_state, Shard(Group(), self.k))
+        downloads = server_round(self.exchange, uploads, round, made.ledger, self.samples.__getitem__)
+
+        def of_guests(rows: list[int]) -> tuple[State, Sizes]:
+            # What they hold is what they uploaded last: nothing travels.
+            return self._stacked([clients[row] for row in rows], self._held), Sizes()
+
+        for k in clients:
+            made.asked[k] = _Asked(self._held(k))
+        for download in downloads.of(clients, of_guests):
+            for at, row in enumerate(download.rows):
+                asked = made.asked[clients[row]]
+                asked.sources = download.sources
+                each = range(len(download.sources)) if download.sources is not None else [at]
+                for one in each:
+                    tensors = {name: tensor[one] for name, tensor in download.tensors.items()}
+                    asked.messages.append(self.wire.encode(tensors, download.masks))
+                if download.sources is None:
+                    asked.start = self._received(asked.start, tensors, download.masks)
+
+    def _received(self, held: State, tensors: State, masks: State) -> State:
+        """What a client has of what it uploads after a download."""
+        arrived = dict(tensors)
+        for name, mask in masks.items():
+            arrived[name] = torch.where(mask.view(-1, *[1] * (arrived[name].dim() - 1)), arrived[name], held[name])
+        state = self.initial | {name: tensor[None] for name, tensor in held.items() if name in self.infos}
+        changed = self.method.receive(state, {name: tensor[None] for name, tensor in arrived.items()})
+        return held | {name: tensor[0] for name, tensor in changed.items() if name in held}
+
+    def _held(self, client: int) -> State:
+        return self.held.get(client, self.at_start)
+
+    def _stacked(self, clients: Sequence[int], of: Callable[[int], State]) -> State:
+        states = [of(k) for k in clients]
+        return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+    def packet(self, round: int, clients: Sequence[int]) -> Packet:
+        """What a node with these clients is sent in a round that has begun."""
+        made = self._rounds[round]
+        masks = {
+            name: [np.packbits(mask.cpu().numpy()).tobytes().hex(), len(mask)] for name, mask in made.masks.items()
+        }
+        told, messages = [], []
+        for k in clients:
+            asked = made.asked[k]
+            messages += asked.messages
+            lengths = [len(message) for message in asked.messages]
+            told.append({"client": k, "held": self.trained.get(k, 0), "lengths": lengths, "sources": asked.sources})
+        facts = {"kind": "train", "config": self.config(), "run": self.run, "round": round, "first": made.first}
+        return Packet.of({**facts, "masks": masks, "clients": told}, messages)
+
+    @torch.no_grad()
+    def accept(self, packet: Packet) -> list[int]:
+        """Take what a node sends of a round; the clients it is of. What comes of a round that has ended is kept as what
+        the clients hold, and not mixed.
+
+        Raises RefusedError for what does not fit; nothing of it is kept.
+        """
+        facts = packet.facts
+        try:
+            round, clients = facts["round"], facts["clients"]
+            if facts["run"] != self.run:
+                raise RefusedError(f"answers in run {facts['run']!r}, this is {self.run!r}")
+            made = self._rounds.get(round)
+            if made is None:
+                raise RefusedError(f"answers in round {round}, which is not under way")
+            groups = packet.messages([client["lengths"] for client in clients])
+            uploads = {}
+            for client, group in zip(clients, groups, strict=True):
+                k = client["row"]["client"]
+                if k not in made.asked or k in uploads:
+                    raise RefusedError(f"answers for client {k!r}, which was not asked")
+                uploads[k] = self._upload(round, client, group, made)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RefusedError(f"its answer is incomplete ({error!r})") from error
+        if round <= self.round:
+            for k, upload in uploads.items():
+                if upload.sent and self.trained.get(k, 0) < round:
+                    self.held[k], self.trained[k] = upload.sent, round
+        else:
+            made.uploads |= uploads
+        return sorted(uploads)
+
+    def _upload(self, round: int, client: Mapping[str, Any], group: list[bytes], made: _Round) -> _Upload:
+        k = client["row"]["client"]
+        asked, row = made.asked[k], {"round": round, "client": k}
+        for name in ("loss", "accuracy", "accuracy_before", "density", "seconds"):
+            value = client["row"][name]
+            if type_error(value, float | None):
+                raise RefusedError(f"client {k}: {name} is {value!r}")
+            row[name] = value
+        row |= {"bytes_up": 0, "bytes_down": 0, "left_out": None}
+        if client["row"]["left_out"] is not None:
+            return _Upload(row | {"left_out": str(client["row"]["left_out"])[:200]}, {})
+        if len(group) != bool(self.uploaded):
+            raise RefusedError(f"client {k}: {len(group)} messages, must be {int(bool(self.uploaded))}")
+        sent: State = {}
+        for message in group:
+            try:
+                sent = {n: t.to(self.device) for n, t in self.wire.decode(message, onto=asked.start).items()}
+            except ValueError as error:
+                raise RefusedError(f"client {k}: {error}") from error
+            if set(sent) != set(self.uploaded):
+                raise RefusedError(f"client {k}: uploads {sorted(sent)}, must be {sorted(self.uploaded)}")
+        answer = None
+        if asked.sources is not None and client.get("answer") is not None:
+            answer = torch.tensor(client["answer"], dtype=torch.float64).flatten()
+            if not answer.isfinite().all() or len(answer) != len(asked.sources):
+                raise RefusedError(f"client {k}: answers {len(answer)} numbers to an offer of {len(asked.sources)}")
+        if bad := [name for name, t in sent.items() if t.is_floating_point() and not t.isfinite().all()]:
+            return _Upload(row | {"left_out": f"{bad[0]} has NaN or inf"}, {})
+        return _Upload(row, sent, answer)
+
+    @torch.no_grad()
+    def end(self, round: int) -> list[dict]:
+        """End a round with what has been accepted: the rows of its clients. With `out` it is on the disk."""
+        made = self._rounds[round]
+        uploads = dict(sorted(made.uploads.items()))
+        sent = {k: upload.sent for k, upload in uploads.items() if upload.sent}
+        left_out = self._too_far(sent, made)
+        for k, reason in left_out.items():
+            uploads[k].row["left_out"] = reason
+        answers = {k: (made.asked[k].sources, up.answer) for k, up in uploads.items() if up.answer is not None}
+        if answers:
+            self.method.answered(answers, made.server_state)
+            for k, (_, answer) in answers.items():
+                made.ledger.add(round, "up", [k], reply(answer.numel()))
+        if sent:
+            together = {name: torch.stack([state[name] for state in sent.values()]) for name in self.uploaded}
+            made.ledger.add(round, "up", list(sent), self.wire.roundtrip(together, self.uploaded, made.masks)[1])
+        rows = [upload.row for upload in uploads.values()]
+        there = [row["client"] for row in rows if row["left_out"] is None]
+        losses = [uploads[k].row["loss"] for k in there]
+        losses = [math.nan if loss is None else loss for loss in losses]
+        up, down = made.ledger.by_client("up"), made.ledger.by_client("down")
+        for row in rows:
+            row["bytes_up"], row["bytes_down"] = up.get(row["client"], 0), down.get(row["client"], 0)
+        if there:
+            self.reported = Uploads(round, there, [self.samples[k] for k in there], losses)
+            self.server_state = made.server_state
+        for k, state in sent.items():
+            self.held[k], self.trained[k] = state, round
+            if self.exchange.clip is not None:
+                self.started[k] = {name: made.asked[k].start[name] for name in self.exchange.bounded}
+        for k in uploads:
+            if not self.uploaded:
+                self.trained[k] = round
+        self.round = round
+        self.history.extend(rows)
+        self.ledger.entries += made.ledger.entries
+        made.uploads = {}
+        if self._files is not None:
+            self._save(rows, made.ledger)
+        return rows
+
+    def _too_far(self, sent: Mapping[int, State], made: _Round) -> dict[int, str]:
+        limit, names = self.exchange.max_norm, self.exchange.bounded
+        if limit is None or not names or not sent:
+            return {}
+        norms = {}
+        for k, state in sent.items():
+            start = {name: made.asked[k].start[name][None] for name in names}
+            norms[k] = float(robust.norms({name: state[name][None] for name in names}, start))
+        known = {} if is_relative(limit) else too_far(norms, limit)
+        return known or too_far(norms, limit)
+
+    def _open(self, run: str | None) -> None:
+        """Hold `out`, and go on from what is there."""
+        self._holding.enter_context(files.locked(self.out))
+        path = self.out / SAVED
+        if path.exists():
+            self._load(path, run)
+        elif not files.is_vacant(self.out):
+            raise RunDirectoryError(f"{self.out}: is not empty and holds no server ({SAVED} is missing)")
+        self._files = Rows(self.out / METRICS, self.history), Rows(self.out / LEDGER, self.ledger.rows())
+
+    def _save(self, rows: list[dict], ledger: Ledger) -> None:
+        for file, new in zip(self._files, (rows, ledger.rows()), strict=True):
+            file.append(new, sync=True)
+        tensors = {f"memory/{name}": tensor for name, tensor in self.server_state.items()}
+        for kind, states in (("held", self.held), ("started", self.started)):
+            tensors |= {f"{kind}/{k}/{name}": x for k, state in states.items() for name, x in state.items()}
+        about = {
+            "run": self.run,
+            "round": self.round,
+            "config": self.config(),
+            "reported": None if self.reported is None else self.reported.report(),
+            "trained": self.trained,
+            "samples": self.samples,
+            "rows": [file.position() for file in self._files],
+        }
+        run_directory.save_tensors(self.out / SAVED, tensors, {"server": json.dumps(about)})
+
+    def _load(self, path: Path, run: str | None) -> None:
+        tensors, metadata = run_directory.load_tensors(path, {}, also=("memory/", "held/", "started/"))
+        try:
+            about = json.loads(metadata["server"])
+            there, here = about["config"], json.loads(json.dumps(self.config()))
+            if there != here:
+                raise RunDirectoryError(f"{self.out}: holds another run (its {_difference(there, here)} differs)")
+            if run not in (None, about["run"]):
+                raise RunDirectoryError(f"{self.out}: holds run {about['run']!r}, not {run!r}")
+            self.run, self.round = about["run"], about["round"]
+            rows = (
+                run_directory.read_rows(self.out / name, self.round, position)
+                for name, position in zip((METRICS, LEDGER), about["rows"], strict=True)
+            )
+            self.history, self.ledger = History(next(rows)), Ledger.from_rows(next(rows))
+            self.reported = None if about["reported"] is None else Uploads(**about["reported"])
+            self.trained = {int(k): round for k, round in about["trained"].items()}
+            self.samples = {int(k): n for k, n in about["samples"].items()}
+            for name, tensor in tensors.items():
+                kind, _, rest = name.partition("/")
+                if kind == "memory":
+                    self.server_state[rest] = tensor.to(self.device)
+                else:
+                    k, _, rest = rest.partition("/")
+                    (self.held if kind == "held" else self.started).setdefault(int(k), {})[rest] = tensor.to(
+                        self.device
+                    )
+        except RunDirectoryError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunDirectoryError(f"{path}: {error!r}") from error
+
+    def close(self) -> None:
+        """Let go of `out`."""
+        self._holding.close()
+
+
+def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """The first setting in which two configurations differ."""
+    for part in ("clients", "method", "settings"):
+        if a.get(part) != b.get(part):
+            if not isinstance(b[part], Mapping) or not isinstance(a.get(part), Mapping):
+                return part
+            names = {**a[part], **b[part]}
+            inner = next(name for name in names if a[part].get(name, ...) != b[part].get(name, ...))
+            return _difference_in(inner, a[part].get(inner), b[part].get(inner))
+    return "configuration"
+
+
+def _difference_in(name: str, a: Any, b: Any) -> str:
+    return f"{name}, {a!r} there and {b!r} now,"
