@@ -2,7 +2,7 @@
 
 from fastfact import data, methods, models, nn, ops
 from fastfact.federation import Client, Federation, History, Phase, Strategy
-from fastfact.nn import optim, sparsity
+from fastfact.nn import adapters, optim, sparsity
 from fastfact.nn.compress import compress
 from fastfact.nn.convert import densify, factorize, factorized_layers
 from fastfact.nn.files import load_into, save
@@ -23,6 +23,7 @@ __all__ = [
     "Schedule",
     "Spec",
     "Strategy",
+    "adapters",
     "backends",
     "compress",
     "data",

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -332,7 +333,6 @@ def test_settings_of_before_are_read():
 
 @pytest.mark.parametrize("name", ["vit_b_16", "swin_t"])
 def test_networks_of_torchvision(name):
-    torchvision = pytest.importorskip("torchvision")
     torch.manual_seed(0)
     if name == "vit_b_16":
         model = torchvision.models.VisionTransformer(
