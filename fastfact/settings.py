@@ -98,9 +98,23 @@ class FederationSettings:
         group="Method and training",
         check=_bound,
     )
+    noise: float = setting(
+        0.0,
+        "Gaussian noise on the mean of the updates that everybody downloads: its standard deviation on their sum, in"
+        " units of --clip, a number. User-level differential privacy; ε comes with the results. 0 is none.",
+        group="Differential privacy",
+        at_least=0,
+    )
+    delta: float | None = setting(
+        None,
+        "δ of the (ε, δ) that is reported [default: 1 / clients^1.1].",
+        group="Differential privacy",
+        above=0,
+        below=1,
+    )
 
 
-LATER = {"rule": "mean", "hostile": 0.2, "clip": None}
+LATER = {"rule": "mean", "hostile": 0.2, "clip": None, "noise": 0.0, "delta": None}
 """What config.json of an older run does not say, and what it was: it is said only where it is something else."""
 
 

@@ -92,6 +92,7 @@ def comparison_table(rows: list[dict[str, Any]], title: str) -> Table:
 
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
+    private = ["ε"] if any(row["epsilon"] is not None for row in rows) else []
     for column in (
         "accuracy [%]",
         "as downloaded [%]",
@@ -99,6 +100,7 @@ def comparison_table(rows: list[dict[str, Any]], title: str) -> Table:
         "uplink",
         "downlink",
         "density of μ",
+        *private,
         "seconds",
     ):
         table.add_column(column, justify="right", no_wrap=True)
@@ -116,6 +118,7 @@ def comparison_table(rows: list[dict[str, Any]], title: str) -> Table:
             size(row["uplink"]),
             size(row["downlink"]),
             "–" if row["density"] is None else f"{row['density']:.2f}",
+            *("–" if row["epsilon"] is None else f"{row['epsilon']:.3g}" for _ in private),
             f"{row['seconds']:.1f}",
         )
     return table

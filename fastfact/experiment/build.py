@@ -71,6 +71,8 @@ class Parts:
 def parts(config: Config) -> Parts:
     """Raises ValueError for what does not fit together."""
     method = strategy(config)
+    if config.pretrain and config.noise:
+        raise ValueError(f"pretrain={config.pretrain}: the model it makes of all clients' samples has no noise in it")
     if config.dataset == SIMULATION:
         clients, method = _simulated(config, method)
         augment = None

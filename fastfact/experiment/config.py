@@ -115,6 +115,8 @@ class Config:
     hostile: float = like(FederationSettings, "hostile", 0.2)
     clip: str | None = like(FederationSettings, "clip", None)
     max_norm: str = like(FederationSettings, "max_norm", "1000x")
+    noise: float = like(FederationSettings, "noise", 0.0)
+    delta: float | None = like(FederationSettings, "delta", None)
     model: str = setting("resnet9", "Network, see `fastfact info`.", group="Network", choices=_models)
     width: float = setting(0.25, "Width multiplier of the network.", group="Network", above=0)
     init_from: str | None = setting(

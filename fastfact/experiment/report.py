@@ -102,7 +102,8 @@ def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     same of what they had downloaded, before they trained it, None where nothing was;
     `client_std`: standard deviation over clients, mean over seeds; `uplink`, `downlink`: bytes of all clients and
     rounds, mean over seeds; `formula`: the papers' count, four bytes a number both ways; `density`: share of nonzero μ,
-    None where there is no μ; `seconds`: local training of all clients and rounds, mean over seeds.
+    None where there is no μ; `epsilon`: of all rounds, None without noise; `seconds`: local training of all clients and
+    rounds, mean over seeds.
     """
     rows = []
     for method, runs in by_method(cells).items():
@@ -121,6 +122,7 @@ def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                     for name in ("uplink", "downlink", "formula", "seconds")
                 },
                 "density": float(np.mean(densities)) if densities else None,
+                "epsilon": max((s["epsilon"] for s in summaries if "epsilon" in s), default=None),
             }
         )
     return rows

@@ -173,6 +173,7 @@ def _train(
         "config": asdict(config),
         "summary": {
             **{key: mean(key) for key in ("accuracy", "accuracy_before", "density")},
+            **({"epsilon": fed.epsilon()} if config.noise else {}),
             "parameters": _parameters(fed),
             "client_std": float(np.std([row["accuracy"] for row in last])),
             "uplink": fed.ledger.up,

@@ -29,7 +29,7 @@ from fastfact.federation.config import name_of, record, resolve
 from fastfact.federation.history import History
 from fastfact.federation.local import Local
 from fastfact.federation.newcomers import Newcomers
-from fastfact.federation.server import strategy
+from fastfact.federation.server import privacy, strategy
 from fastfact.federation.server.exchange import (
     START,
     Downloads,
@@ -49,10 +49,11 @@ from fastfact.federation.wire.ledger import Ledger
 from fastfact.kinds import type_error
 from fastfact.nn.choice import choices, set_choices
 from fastfact.nn.schedule import Schedule
-from fastfact.settings import LATER
+from fastfact.settings import LATER, FederationSettings
 
 log = logging.getLogger("fastfact")
 
+MAX_NORM = FederationSettings.max_norm
 BLOCK_BYTES = 1 << 28
 """At most about so many bytes of a round's clients' states are in memory at once (the uploads come on top)."""
 
@@ -107,6 +108,10 @@ class Federation(Local):
         twice the median of the round's norms. None for no limit.
     max_norm: clients whose upload a round changed by more are left out of it, a bound as `clip`. One that is relative
         is known at the end of the round: what is left out then stays with the client, but is not mixed.
+    noise, delta: differential privacy of what is downloaded, for the clients: the mean of the updates, clipped to the
+        number `clip` and counted alike, gets Gaussian noise, on their sum of standard deviation noise · clip. The rows
+        have ε at δ (by default 1 / K^1.1), see `server.privacy`. Only for methods whose download is one such mean
+        (`Strategy.constant_mixing`). The noise repeats with the seed: who knows it can take it off.
     device: where the model, the data and the states at work are, as "cpu" or "cuda"; by default where `model` puts
         itself.
     graphs: record the step of clients that train together and replay it, on a GPU as a CUDA graph, on the CPU as a list
@@ -146,7 +151,9 @@ class Federation(Local):
         rule: str = "mean",
         hostile: float = 0.2,
         clip: float | str | None = None,
-        max_norm: float | str | None = "1000x",
+        max_norm: float | str | None = MAX_NORM,
+        noise: float = 0.0,
+        delta: float | None = None,
         sparsity: Schedule | None = None,
         device: str | torch.device | None = None,
         graphs: bool = True,
@@ -154,6 +161,9 @@ class Federation(Local):
         group: Group | None = None,
         _recorded: Recorded | None = None,
     ):
+        if noise and max_norm == MAX_NORM:
+            # A multiple of the median depends on everybody's data, and `clip` bounds what one client can do.
+            max_norm = None
         made = {
             "epochs": epochs,
             "batch_size": batch_size,
@@ -171,6 +181,8 @@ class Federation(Local):
             "hostile": hostile,
             "clip": clip,
             "max_norm": max_norm,
+            "noise": noise,
+            "delta": delta,
             "sparsity": dataclasses.asdict(sparsity) if isinstance(sparsity, Schedule) else sparsity,
         }
         super().__init__(method, settings, made, l1=l1, augment=augment, graphs=graphs, group=group)
@@ -240,7 +252,10 @@ class Federation(Local):
     def _setup_states(self, k: int) -> None:
         """The state of everything before the first round of k clients."""
         self._setup_exchange(self.identity["sample"])
+        self.exchange.expected = self._taking_part(k)
         setup.check_rule(self.exchange, self._taking_part(k))
+        if self.exchange.noise:
+            setup.check_noise(self.exchange, self.settings)
         self.states, self._shard = self._make_states(k), Shard(self.group, k)
         self.round = 0
         self.history, self.ledger = History(), Ledger()
@@ -411,7 +426,7 @@ class Federation(Local):
         done.ledger = Ledger(entry for _, entries, *_ in parts for entry in entries)
         report = Uploads.joined([part for _, _, part, _ in parts])
         norms = {k: norm for *_, norms in parts for k, norm in norms.items()}
-        limit = self.settings["max_norm"]
+        limit = self.exchange.max_norm
         if norms and limit is not None and is_relative(limit):
             left_out = too_far(norms, limit)
             report = report.without(left_out)
@@ -419,6 +434,10 @@ class Federation(Local):
                 if reason := left_out.get(row["client"]):
                     log.warning("round %d: client %d is left out and not mixed: %s", round, row["client"], reason)
                     row["left_out"] = reason
+        if self.exchange.noise:
+            spent = self.epsilon(round)
+            for row in done.rows:
+                row["epsilon"] = spent
         if report.clients:
             done.reported = report
         else:
@@ -497,6 +516,14 @@ class Federation(Local):
         state = self.states.read(self._shard.mine(self.reported.clients), names)
         start = None if exchange.clip is None else {name: state[START + name] for name in exchange.bounded}
         return exchange.uploads(self.reported, exchange.sent(state)[0], start, server_state, self._shard)
+
+    def epsilon(self, rounds: int | None = None) -> float:
+        """ε of so many rounds (by default those there were), at `delta`; infinite without noise."""
+        if not self.exchange.noise:
+            return math.inf
+        k, delta = len(self), self.settings["delta"]
+        rounds = self.round if rounds is None else rounds
+        return privacy.epsilon(self.exchange.noise, delta or privacy.default_delta(k), rounds, k, self._taking_part(k))
 
     def of_all(self, state: State) -> State:
         """The tensors [K, …] of all clients, of which `state` has those of this process's."""

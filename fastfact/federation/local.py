@@ -28,8 +28,12 @@ from fastfact.federation.tensors import describe, tensors_of
 from fastfact.federation.wire.format import Wire
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.sparsity import penalized
+from fastfact.settings import LATER
 
 log = logging.getLogger("fastfact")
+
+MIXED = ("rule", "hostile", "clip", "max_norm", "noise")
+"""The settings that say how the server mixes."""
 
 
 class Local:
@@ -127,7 +131,7 @@ class Local:
             train.Encoder(self.trainer, shape, getattr(torch, dtype)),
             self.settings["wire"],
             self.settings["seed"],
-            **{name: self.settings[name] for name in ("rule", "hostile", "clip", "max_norm")},
+            **{name: self.settings.get(name, LATER.get(name)) for name in MIXED},
         )
 
     def _initial(self) -> State:

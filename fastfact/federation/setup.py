@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from fastfact.federation.client.compact import mu_layers
 from fastfact.federation.client.dropout import Streams
 from fastfact.federation.client.placement import Placement, channels_last
-from fastfact.federation.server.exchange import Exchange
+from fastfact.federation.server import privacy
+from fastfact.federation.server.exchange import Exchange, is_relative
 from fastfact.federation.server.strategy import Strategy
 from fastfact.federation.state import State, seed_for, seeded
 from fastfact.nn.schedule import Schedule
@@ -122,6 +124,38 @@ def check_sparsity(schedule: Schedule, method: Strategy, model: nn.Module, initi
         raise ValueError(
             f"Federation(sparsity=): {method.name} keeps tensors of its own ({extra[0]}), which may follow a dense μ"
         )
+
+
+def check_noise(exchange: Exchange, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where noise on the mean of the updates would not make private what clients download."""
+    method = exchange.method
+
+    def require(holds: bool, why: str) -> None:
+        if not holds:
+            raise ValueError(f"Federation(noise={exchange.noise:g}): {why}")
+
+    clip = exchange.clip
+    require(clip is not None, "needs clip, a number: the noise is in units of it")
+    fixed = not (isinstance(clip, str) and clip.endswith("x"))
+    require(fixed, f"clip={clip!r} depends on all updates of the round, must be a number")
+    rule = f"rule={exchange.rule!r} takes no mean, how far one client can move it is not bounded; must be mean"
+    require(exchange.rule == "mean", rule)
+    limit = settings["max_norm"]
+    require(limit is None or not is_relative(limit), f"max_norm={limit!r} depends on all updates, must be a number")
+    require(bool(exchange.shared), f"{method.name} shares nothing")
+    keys = f", and by keys ({', '.join(exchange.keys)})" if exchange.keys else ""
+    how = f"{method.name} mixes each client's download by what the others uploaded{keys}: noise on it hides neither"
+    require(method.constant_mixing, how)
+    whole = type(method).channel_masks is Strategy.channel_masks and type(method).receive is Strategy.receive
+    require(whole, f"{method.name} keeps parts of shared tensors personal, which are not clipped")
+    for name in exchange.shared:
+        info = exchange.infos[name]
+        statistic = "share_norm_statistics must be False: noise would make variances negative, and counts are exact"
+        require(not info.statistic, f"{name} is a running statistic; {statistic}")
+        require(info.dtype.is_floating_point, f"{name} is {info.dtype}, must be of a floating-point type")
+    mu = [name for name in exchange.sparse if name in exchange.shared]
+    require(not (mu and settings.get("sparsity")), f"{', '.join(mu[:1])} is pruned by each client, must not be shared")
+    privacy.accountant()
 
 
 def check_rule(exchange: Exchange, clients: int) -> None:

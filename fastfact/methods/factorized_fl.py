@@ -96,10 +96,10 @@ class _Matched(_Factorized, Matched):
         return info.role == "v" and info.layer == info.layers - 1 and not info.norm
 
     def compares(self, info: TensorInfo) -> bool:
-        return self._is_key(info) and not (self.sketch and self.sketches_at_client)
+        return self._is_key(info) and not self.constant_mixing and not (self.sketch and self.sketches_at_client)
 
     def key(self, state: State, encoder: Encoder) -> State:
-        if not (self.sketch and self.sketches_at_client):
+        if self.constant_mixing or not (self.sketch and self.sketches_at_client):
             return {}
         return {SKETCH: self.sketched(torch.cat([state[info.name].flatten(1) for info in self._keys], dim=1))}
 

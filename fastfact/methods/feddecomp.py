@@ -88,5 +88,9 @@ class FedDecomp(Strategy):
         self._require("lora_epochs", first <= epochs, f"must be at most the {epochs} local epochs")
         return [Phase(first, trains=_low_rank), Phase(epochs - first, trains=_full_rank)]
 
+    @property
+    def constant_mixing(self) -> bool:
+        return self.after_mix != "support"
+
     def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
         return mixing.fedavg_matrix([1] * len(uploads.clients), rows=len((guests or uploads).clients))

@@ -231,6 +231,11 @@ class _FedFac(_Split):
         # The analysis needs all channels of the upload; once the split is fixed, the shared ones do.
         return {} if direction == "up" and self.dynamic else super().channel_masks(direction, server_state)
 
+    @property
+    def constant_mixing(self) -> bool:
+        # The analysis looks at every client's weights, a draw at none.
+        return self.random and self.after_mix != "support"
+
     def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
         for e in self._elements if guests is None else ():
             if self.dynamic or SPLIT + e.name not in uploads.server_state:

@@ -30,6 +30,8 @@ class Matched(Strategy):
     (1 − σ_ki²) / √m. A key that is uploaded for nothing else is sketched at the client, and m bytes travel in its
     place; the server sketches what it has anyway.
 
+    Where τ = −1 and the scale is 0 all clients count alike: no key is uploaded.
+
     A client that missed the last round is matched with those that were in it by the key it has (the algorithms match
     within F^(r), for which the server would have to keep every client's last upload).
     """
@@ -49,6 +51,12 @@ class Matched(Strategy):
     def least(self) -> int:
         """How many clients are matched at least, the client itself counted."""
         return 1
+
+    @property
+    def constant_mixing(self) -> bool:
+        """Where all match all and count alike, whatever their keys."""
+        alike = self.matching == "best" and self.scale == 0 and self.tau == -1 and self.max_weight == 1
+        return alike and self.after_mix != "support"
 
     def check(self) -> None:
         super().check()
@@ -83,6 +91,8 @@ class Matched(Strategy):
         return ops.srht(key, self.sketch)[0]
 
     def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
+        if self.constant_mixing:
+            return mixing.fedavg_matrix([1] * len(uploads.clients), rows=len((guests or uploads).clients))
         if guests is None:
             return self.matrix(mixing.cosine(self.sketched(uploads.key())), uploads.clients, uploads)
         keys, own = self.sketched(uploads.key()), self.sketched(guests.key())
@@ -91,7 +101,7 @@ class Matched(Strategy):
         return torch.cat([self.matrix(row, [k], uploads) for row, k in zip(each, guests.clients, strict=True)])
 
     def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
-        if self.matching != "best" or uploads.rule != "mean" or self.max_weight < 1:
+        if self.constant_mixing or self.matching != "best" or uploads.rule != "mean" or self.max_weight < 1:
             return super().mix(uploads, names, guests)
         keys, stacked = uploads.key(), {name: uploads.state[name] for name in names}
         valid, rows = None, uploads.here

@@ -75,6 +75,8 @@ class SimFed(Matched):
             raise ValueError(f"{self.name}: the model has no layer with a weight that could be its classifier")
 
     def key(self, state: State, encoder: Encoder) -> State:
+        if self.constant_mixing:
+            return {}
         draw, shape = generator_for(0, 0, -1, "criteria"), (self.inputs, *encoder.shape)
         if encoder.dtype.is_floating_point:
             x = torch.randn(shape, generator=draw, dtype=torch.float64)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import robust
+from fastfact.federation.server.privacy import Noise
 from fastfact.federation.server.processes import Shard
 from fastfact.federation.server.strategy import Offer, Strategy, Uploads
 from fastfact.federation.state import State, index_of
@@ -40,9 +41,12 @@ class Exchange:
         hostile: float = 0.0,
         clip: float | str | None = None,
         max_norm: float | str | None = None,
+        noise: float = 0.0,
     ):
         self.method, self.infos, self.sparse, self.encoder, self.seed = method, infos, sparse, encoder, seed
-        self.rule, self.hostile, self.clip, self.max_norm = rule, hostile, clip, max_norm
+        self.rule, self.hostile, self.clip, self.max_norm, self.noise = rule, hostile, clip, max_norm, noise
+        self.expected = 0
+        """How many clients take part in a round."""
         self.bounded = [] if clip is None and max_norm is None else bounded(method, infos)
         """The tensors of which it counts how far a round moves them."""
         self.device = encoder.device
@@ -84,7 +88,12 @@ class Exchange:
             norms = robust.norms(sent, start)
             of_all = shard.stacked({"norm": norms}, reported.clients)["norm"].tolist()
             sent = robust.clipped(sent, start, norms, bound_of(self.clip, of_all))
-        sent = shard.stacked(sent, reported.clients)
+        sent, noise = shard.stacked(sent, reported.clients), None
+        if self.noise:
+            # All had the same download: of which client it is read does not matter.
+            first = {name: tensor[:1] for name, tensor in shard.stacked(start, reported.clients).items()}
+            deviation = self.noise * bound_of(self.clip, []) / self.expected
+            noise = Noise(deviation, self.expected, first, self.seed, reported.round)
         return Uploads(
             **reported.report(),
             state=sent,
@@ -92,6 +101,7 @@ class Exchange:
             server_state=server_state,
             rule=self.rule,
             hostile=self.hostile,
+            noise=noise,
             seed=self.seed,
             here=shard.places(reported.clients),
         )

@@ -12,6 +12,7 @@ from fastfact.federation.client import batchnorm as statistics
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import mixing, robust
+from fastfact.federation.server.privacy import Noise
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
 from fastfact.kinds import check_kinds
@@ -42,6 +43,8 @@ class Uploads:
     rule: str = "mean"
     hostile: float = 0.0
     """How the server mixes, see `robust.mix`."""
+    noise: Noise | None = None
+    """What everybody gets in place of a weighted mean, where it is to be differentially private."""
     seed: int = 0
     """The federation's, for random draws: see `state.generator_for`."""
     here: range = range(0)
@@ -75,6 +78,9 @@ class Uploads:
         has itself.
         """
         stacked = {name: self.state[name] for name in names}
+        if self.noise is not None:
+            released = self.noise.released(stacked)
+            return {name: tensor.expand(len(matrix), *tensor.shape[1:]) for name, tensor in released.items()}
         if guests is None or matrix.shape[1] == len(self.clients):
             return robust.mix(matrix, stacked, self.rule, self.hostile)
         each = [
@@ -157,6 +163,17 @@ class Strategy:
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
             raise ValueError(f"{self.name}({name}={getattr(self, name)!r}): {rule}")
+
+    @property
+    def constant_mixing(self) -> bool:
+        """Whether all download one weighted mean of the uploads, with weights that are known before anybody trains.
+
+        The server of such a method needs no upload, only their sum: this is what secure aggregation can give it, and
+        what noise can be added to. By default of a method that answers neither `weights` nor `mix`.
+        """
+        cls = type(self)
+        plain = cls.weights is Strategy.weights and cls.mix is Strategy.mix and cls.key is Strategy.key
+        return plain and not self.clients_mix and self.after_mix != "support"
 
     def settings(self) -> dict[str, Any]:
         """The fields by name, as JSON can hold them."""
