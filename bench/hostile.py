@@ -214,7 +214,7 @@ def cells():
     """(method, rule, name of the attack, attack) of every cell of the tables."""
     for method in METHODS:
         for rule in RULES:
-            if rule.startswith("max_weight") and not matches(method) or rule == "no bound" and method != "fedavg":
+            if (rule.startswith("max_weight") and not matches(method)) or (rule == "no bound" and method != "fedavg"):
                 continue
             for name, attack in ATTACKS.items():
                 # The key of SimFed is computed from the model by the simulation: it cannot be another's.

@@ -163,8 +163,12 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
 
 def outcome(result: dict[str, Any]) -> str:
     """What a finished cell says in a line."""
+    from fastfact.experiment.report import left_out_line
+
     summary = result["summary"]
-    return f"accuracy {100 * summary['accuracy']:.1f} %, {summary['seconds']:.1f} s of training"
+    found = summary.get("left_out")
+    line = f"accuracy {100 * summary['accuracy']:.1f} %, {summary['seconds']:.1f} s of training"
+    return f"{line}; left out: {left_out_line(found)}" if found else line
 
 
 def show(directory: Path, cells: "list[Cell]") -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ under `cells/`. Everything here is read from those files.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,23 @@ def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def left_out(rows: Iterable[Mapping[str, Any]]) -> dict[str, list]:
+    """client → in how many rounds it was left out, of how many, and why the last time; of those that ever were."""
+    took, out = Counter(row["client"] for row in rows), {}
+    for row in rows:
+        if row["left_out"]:
+            before = out.get(str(row["client"]), [0])[0]
+            out[str(row["client"])] = [before + 1, took[row["client"]], row["left_out"]]
+    return out
+
+
+def left_out_line(found: Mapping[str, list], most: int = 3) -> str:
+    """The same for people, the first few by name; empty if there are none."""
+    named = [f"client {k} in {n} of {of} rounds: {why}" for k, (n, of, why) in list(found.items())[:most]]
+    more = [f"and {len(found) - most} more"] if len(found) > most else []
+    return "; ".join(named + more)
 
 
 def size(count: float) -> str:

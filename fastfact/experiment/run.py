@@ -154,10 +154,9 @@ def _train(
 
     keep()
     fed.fit(config.rounds - fed.round, directory, checkpoint_every=-(-config.rounds // 10), on_round=after_round)
-    if fed.reported is None and fed.history:
-        row = fed.history[-1]
+    if fed.history and all(row["left_out"] for row in fed.history.last()):
         raise ValueError(
-            f"no client could report in {fed.round} rounds (client {row['client']}: {row['left_out']}):"
+            f"no client could report when it last took part ({report.left_out_line(report.left_out(fed.history))}):"
             f" lr={config.lr:g} may be too high"
         )
     similarity = _similarity(fed)
@@ -180,6 +179,7 @@ def _train(
             "downlink": fed.ledger.down,
             "formula": fed.ledger.formula(),
             "seconds": fed.history.total("seconds"),
+            "left_out": report.left_out(fed.history),
         },
         "downloaded": fed.accuracies_as_downloaded() if len(fed) <= report.MOST_CLIENTS else None,
         "newcomers": _join(fed, parts.newcomers),

@@ -121,8 +121,8 @@ class Federation(Local):
         arguments and calls the same methods in the same order. `states`, `models`, `mixed` and `encode` know only the
         training of its own clients (`here`), all else is everybody's.
 
-    A client whose new state has NaN or inf, or whose upload is too large, is left out of the round: it keeps its
-    previous state, its row says why (`left_out`), the log warns.
+    A client whose new state has NaN or inf, whose training diverged or whose upload is too large, is left out of the
+    round: it keeps its previous state, its row says why (`left_out`), the log warns.
 
     Raises ValueError, before any work, for settings out of range, clients that do not fit together or the model.
     """

@@ -20,7 +20,7 @@ from fastfact.federation.client.placement import Placement, formatted
 from fastfact.federation.client.step import Settings
 from fastfact.federation.config import check_settings, taking_part
 from fastfact.federation.server import strategy
-from fastfact.federation.server.exchange import START, ClientRound, Download, Exchange, bounded, client_round
+from fastfact.federation.server.exchange import START, ClientRound, Download, Exchange, bounded, client_round, diverged
 from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import Strategy
 from fastfact.federation.state import State, generator_for, stack, take
@@ -284,6 +284,7 @@ class Local:
             None if downloads is None else functools.partial(self._evaluate, round, clients),
         )
         left_out = done.broken
+        left_out |= diverged(clients, done.losses, left_out)
         if self.uploaded:
             left_out |= self.exchange.unusable(clients, done.sent, done.norms, left_out)
         for row, k in enumerate(clients):

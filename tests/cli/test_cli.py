@@ -385,6 +385,26 @@ def test_ctrl_c_leaves_a_directory_that_goes_on(tmp_path, no_pictures):
     assert rows_without_time(cells[0]) == rows_without_time(cells[1])
 
 
+@pytest.mark.parametrize(("lr", "rounds"), [("1e30", "1"), ("1e30", "20"), ("1e6", "3")])
+def test_training_that_diverges_is_an_error_that_names_clients(tmp_path, no_pictures, lr, rounds):
+    options = ["--clients", "2", "--samples", "20", "--epochs", "1", "--model", "mlp1", "--width", "0.1"]
+    code, _, err = call("run", *options, "--lr", lr, "--rounds", rounds, "--out", tmp_path / "a")
+    assert code == 2 and "Traceback" not in err
+    assert "no client could report when it last took part (client 0 in " in err and "; client 1 in " in err
+    assert f"lr={float(lr):g} may be too high" in err
+
+
+def test_a_client_that_was_left_out_is_named_with_the_results(tmp_path, no_pictures, monkeypatch):
+    from fastfact.federation import local
+
+    plain = local.diverged
+    monkeypatch.setattr(local, "diverged", lambda clients, *rest: plain(clients, *rest) | {1: "of its own accord"})
+    code, out, err = call("run", *SMALL, "--out", tmp_path / "a")
+    assert code == 0, err
+    assert "left out: client 1 in 2 of 2 rounds: of its own accord" in " ".join(out.split())
+    assert report.read_cell(tmp_path / "a").result["summary"]["left_out"] == {"1": [2, 2, "of its own accord"]}
+
+
 def test_report_prints_the_table_again(comparison, tmp_path):
     directory, _, _ = comparison
     (directory / "c" / "density.png").unlink()

@@ -367,13 +367,40 @@ class Downloads:
 
 
 def not_finite(clients: list[int], state: State) -> dict[int, str]:
-    """client → which of its tensors in `state` [k, …] has NaN or inf, for those that have one."""
+    """client → which of its tensors in `state` [k, …] has numbers that are not finite, or nearly so: nothing can be
+    computed any more where the square of a number overflows."""
     names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
-    # A sum is finite only if all its numbers are, and takes one fast pass. One that is not may have overflowed.
-    fine = torch.stack([state[name].flatten(1).sum(1).isfinite() for name in names]).all(0).tolist()
+    # A norm is finite only if all its numbers are, and takes one fast pass. One that is not may have overflowed.
+    fine = [torch.linalg.vector_norm(state[name].flatten(1), dim=1).isfinite() for name in names]
     reasons = {}
-    for row in (row for row, is_fine in enumerate(fine) if not is_fine):
-        bad = [name for name in names if not state[name][row].isfinite().all()]
-        if bad:
-            reasons[clients[row]] = f"{bad[0]} has NaN or inf"
+    for row in (row for row, is_fine in enumerate(torch.stack(fine).all(0).tolist()) if not is_fine):
+        for name in names:
+            limit = _largest(state[name].dtype)
+            # What is not finite first: NaN is not above anything.
+            if not state[name][row].isfinite().all():
+                reasons[clients[row]] = f"{name} has NaN or inf"
+            elif (largest := state[name][row].abs().max().item()) > limit:
+                reasons[clients[row]] = f"{name} has {largest:.3g}, above {limit:.3g}, whose square overflows"
+            else:
+                continue
+            break
     return reasons
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """Half precision is narrow: a norm may well pass 256 there."""
+    most = torch.finfo(dtype).max
+    return most if dtype == torch.float16 else math.sqrt(most)
+
+
+LARGEST_LOSS = 1e6
+"""A client whose mean loss in a round is larger has diverged: guessing among a million classes costs 14."""
+
+
+def diverged(clients: Sequence[int], losses: Sequence[float], known: Mapping[int, str]) -> dict[int, str]:
+    """client → what its loss says, of those not `known` whose training went nowhere."""
+    return {
+        k: f"its training diverged: the mean loss was {loss:.3g}"
+        for k, loss in zip(clients, losses, strict=True)
+        if k not in known and not loss <= LARGEST_LOSS
+    }

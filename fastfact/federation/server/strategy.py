@@ -173,7 +173,8 @@ class Strategy:
         """
         cls = type(self)
         plain = cls.weights is Strategy.weights and cls.mix is Strategy.mix and cls.key is Strategy.key
-        return plain and not self.clients_mix and self.after_mix != "support"
+        plain &= cls.offer is Strategy.offer and not self.clients_mix
+        return plain and self.after_mix != "support"
 
     def settings(self) -> dict[str, Any]:
         """The fields by name, as JSON can hold them."""

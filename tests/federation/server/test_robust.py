@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fastfact as ff
+from fastfact.federation import local
 from fastfact.federation.server import mixing, robust
 
 F64 = torch.float64
@@ -116,7 +117,9 @@ def fit(hostile, scale=1e30, method="fedavg", **options):
     return fed
 
 
-def test_one_client_with_1e30_does_not_stop_the_others():
+def test_one_client_with_1e30_does_not_stop_the_others(monkeypatch):
+    # Its loss is its own word.
+    monkeypatch.setattr(local, "diverged", lambda *_: {})
     good, _ = honest(fit(0), 0)
     accuracy, left_out = honest(fit(1))
     assert accuracy > good - 0.05 and left_out == [None] * 9

@@ -322,6 +322,13 @@ def test_not_finite_names_the_tensor_and_passes_over_empty_ones():
     assert not_finite([4, 5, 6], state) == {5: "w has NaN or inf", 6: "b has NaN or inf"}
 
 
+def test_numbers_whose_squares_overflow_are_none_to_go_on_with():
+    state = {"w": torch.full((3, 2), 1e19), "h": torch.full((3, 2), 6e4, dtype=torch.float16)}
+    assert not_finite([4, 5, 6], state) == {}
+    state["w"][1, 0] = -1e30
+    assert not_finite([4, 5, 6], state) == {5: "w has 1e+30, above 1.84e+19, whose square overflows"}
+
+
 def die(directory, threads):
     loop.BLOCK_BYTES = 1
     torch.set_num_threads(threads)
