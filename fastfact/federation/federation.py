@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
