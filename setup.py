@@ -101,7 +101,8 @@ class Build(BuildExtension):
         extension.libraries += ["torch_cpu", "c10", "cudart_static", "rt", "dl", "pthread"]
         extension.define_macros += [("USE_CUDA", None)]
         extension.extra_link_args += ["-Wl,--no-as-needed", "-ltorch_cuda"]
-        extension.extra_compile_args = {"cxx": CXX, "nvcc": ["-O3"]}
+        strict = ["-Werror", "all-warnings"] if MODE == "must" else []
+        extension.extra_compile_args = {"cxx": CXX, "nvcc": ["-O3", *strict]}
 
 
 def cuda_home():

@@ -43,7 +43,7 @@ def supported(level):
 CONV_TYPE = {"x86-64": "double", "x86-64-v3": "fastfact::BFloat16"}
 
 
-@pytest.mark.parametrize("march", LEVELS)
+@pytest.mark.parametrize("march", filter(supported, LEVELS))
 def test_kernels_on_buffers_of_exactly_the_right_size(march, tmp_path):
     def compile_one(source):
         flags = [*FLAGS, f"-march={march}", f"-DFF_CONV_TYPE={CONV_TYPE.get(march, 'float')}"]
@@ -55,8 +55,6 @@ def test_kernels_on_buffers_of_exactly_the_right_size(march, tmp_path):
         list(pool.map(compile_one, SOURCES))
     program = str(tmp_path / "driver")
     subprocess.run(["c++", *FLAGS, *map(str, tmp_path.glob("*.o")), "-pthread", "-o", program], check=True)
-    if not supported(march):
-        return
     for seed in ("1", "2"):
         done = subprocess.run([program, seed, "60"], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
