@@ -12,16 +12,24 @@ class Client:
     x may be float (cast to the model's dtype) or integer (tokens); y are labels from 0. Sizes and label sets may differ
     from client to client. A dataset is read once, here; augmentation belongs into `Federation(augment=)`.
     num_classes: how many labels the client's classifier tells apart; vocabulary: how many different tokens there are,
-    where x are tokens. `make_clients` sets both, for whoever builds the model; a federation needs neither.
+    where x are tokens. group: which of the groups of clients that a scenario makes. `make_clients` sets the three, for
+    whoever builds the model or asks who belongs together; a federation is told none of them.
 
     Raises ValueError for an empty set, lengths that differ, labels that are no integers or negative, NaN or inf in x.
     """
 
     def __init__(
-        self, train, test, name: str | None = None, *, num_classes: int | None = None, vocabulary: int | None = None
+        self,
+        train,
+        test,
+        name: str | None = None,
+        *,
+        num_classes: int | None = None,
+        vocabulary: int | None = None,
+        group: int | None = None,
     ):
         label = "Client" if name is None else f"Client {name}"
-        self.name, self.num_classes, self.vocabulary = name, num_classes, vocabulary
+        self.name, self.num_classes, self.vocabulary, self.group = name, num_classes, vocabulary, group
         self.train = _samples(f"{label}: train", train)
         self.test = _samples(f"{label}: test", test)
         if self.train[0].shape[1:] != self.test[0].shape[1:]:

@@ -4,9 +4,13 @@ Nothing is downloaded here. A data set that is not there is an error that says w
 """
 
 import csv
+import gzip
 import json
+import math
 import os
 import re
+import struct
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -85,7 +89,13 @@ def _torchvision(name: str, read: Callable[[Any], list]) -> list:
 
 
 def _by_torchvision(name: str, root: Path) -> str:
-    kind = {"mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}[name]
+    kind = {
+        "mnist": "MNIST",
+        "fashion-mnist": "FashionMNIST",
+        "svhn": "SVHN",
+        "cifar10": "CIFAR10",
+        "cifar100": "CIFAR100",
+    }[name]
     folder = root / "svhn" if name == "svhn" else root
     first, second = ("split='train'", "split='test'") if name == "svhn" else ("train=True", "train=False")
     return (
@@ -106,17 +116,76 @@ def _digits(root: Path) -> Dataset:
 
 
 PAIRS = {f"{first} and {first + 1}": (first, first + 1) for first in range(0, 10, 2)}
-"""Five domains of two digits."""
+"""Five domains of two classes."""
+
+
+DEBIAN = Path("/usr/share/datasets")
+"""Where Debian's packages of data sets put them."""
+
+
+def _idx(path: Path, dimensions: int) -> Tensor:
+    """A file of unsigned bytes in the idx format (MNIST's), gzipped or not: uint8 of so many dimensions.
+
+    Raises ValueError for a file that is none, or is shorter or longer than its header says.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: {error}") from error
+    header = 4 + 4 * dimensions
+    magic = bytes((0, 0, 8, dimensions))
+    if len(content) < header or content[:4] != magic:
+        raise ValueError(
+            f"{path} begins with {content[:4].hex()}, must be {magic.hex()}: bytes, {dimensions} dimensions"
+        )
+    shape = struct.unpack(f">{dimensions}I", content[4:header])
+    if len(content) - header != math.prod(shape):
+        raise ValueError(f"{path} has {len(content) - header} bytes of data, must be {math.prod(shape)} ({shape})")
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy())
+
+
+def _by_idx(name: str, folders: Sequence[Path], get: str) -> tuple[Tensor, Tensor]:
+    """(x uint8 [n, 1, h, w], y) of the four idx files of MNIST and what is made like it, training set first."""
+    files = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+
+    def found(folder: Path) -> list[Path] | None:
+        paths = [next((p for p in (folder / file, folder / f"{file}.gz") if p.is_file()), None) for file in files]
+        return None if None in paths else paths
+
+    paths = next(filter(None, map(found, folders)), None)
+    if paths is None:
+        _require(name, folders[0], files, get)
+    assert paths is not None
+    try:
+        parts = [_idx(path, 3 if "images" in path.name else 1) for path in paths]
+    except ValueError as error:
+        raise ValueError(f"dataset={name!r}: {error}") from error
+    x, y = parts[::2], parts[1::2]
+    for images, labels, path in zip(x, y, paths[::2], strict=True):
+        if len(images) != len(labels):
+            raise ValueError(f"dataset={name!r}: {path} has {len(images)} images, its labels are {len(labels)}")
+        if len(labels) and int(labels.max()) > 9:
+            raise ValueError(f"dataset={name!r}: label {int(labels.max())} beside {path}, must be 0 … 9")
+    if x[0].shape[1:] != x[1].shape[1:]:
+        raise ValueError(f"dataset={name!r}: images of {list(x[0].shape[1:])} and {list(x[1].shape[1:])} pixels")
+    return torch.cat(x).unsqueeze(1), torch.cat(y).long()
 
 
 def _mnist(root: Path) -> Dataset:
     """MNIST (LeCun et al., 1998): 70,000 handwritten digits, 28×28, one channel."""
-    files = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    _require("mnist", root, [f"MNIST/raw/{file}" for file in files], _by_torchvision("mnist", root))
-    parts = _torchvision("mnist", lambda datasets: [datasets.MNIST(root, train=train) for train in (True, False)])
-    x = torch.cat([part.data for part in parts]).unsqueeze(1)
-    y = torch.cat([part.targets for part in parts]).long()
+    x, y = _by_idx("mnist", [root / "MNIST" / "raw", root / "mnist"], _by_torchvision("mnist", root))
     return Dataset("mnist", x, y, tuple("0123456789"), scale=((0.1307,), (0.3081,)), domains=PAIRS)
+
+
+CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+
+
+def _fashion_mnist(root: Path) -> Dataset:
+    """Fashion-MNIST (Xiao et al., 2017): 70,000 photographs of clothes, 28×28, one channel."""
+    folders = [root / "FashionMNIST" / "raw", root / "fashion-mnist", DEBIAN / "fashion-mnist"]
+    get = f"On Debian, apt-get install dataset-fashion-mnist; or {_by_torchvision('fashion-mnist', root)}"
+    x, y = _by_idx("fashion-mnist", folders, get)
+    return Dataset("fashion-mnist", x, y, CLOTHES, scale=((0.2860,), (0.3530,)), domains=PAIRS)
 
 
 def _svhn(root: Path) -> Dataset:
@@ -363,6 +432,7 @@ def _ag_news(root: Path) -> Dataset:
 DATASETS: dict[str, Callable[[Path], Dataset]] = {
     "digits": _digits,
     "mnist": _mnist,
+    "fashion-mnist": _fashion_mnist,
     "svhn": _svhn,
     "cifar10": _cifar10,
     "cifar100": _cifar100,

@@ -143,6 +143,7 @@ class Scenario:
 
     groups: "domains" or "superclasses" of the data set; each group has as many clients as the others, one after
     another, is dealt out evenly to them, and its labels are numbered within it. "halves": the twins, see `_twins`.
+    "views": the groups have all labels, and see the images each in its own way, see `VIEWS`.
     owned: the data set must say whose each sample is; the test samples are drawn regardless of class.
     """
 
@@ -157,6 +158,10 @@ class Scenario:
         """Whether one label means different classes with different clients."""
         return self.permutes or self.groups is not None
 
+    def group(self, client: int, clients: int, groups: int) -> int | None:
+        """Which of so many groups client (from 0) of so many is in."""
+        return None if self.groups in (None, "halves") else client // (clients // groups)
+
 
 SCENARIOS = {
     "iid": Scenario(iid, "every class dealt out evenly"),
@@ -170,8 +175,32 @@ SCENARIOS = {
     "twins": Scenario(
         iid, "1 and 2: partitions of half of the labels; 3: 2 with labels permuted; 4: the other half", groups="halves"
     ),
+    "conflicting": Scenario(iid, "groups of clients that see the images in ways of their own", True, "views"),
     "natural": Scenario(natural, "every client one writer or speaker", owned=True),
 }
+
+
+def _shuffled(seed: int) -> Callable[[Dataset, torch.Tensor], torch.Tensor]:
+    def view(data: Dataset, x: torch.Tensor) -> torch.Tensor:
+        order = torch.randperm(x[0, 0].numel(), generator=torch.Generator().manual_seed(seed))
+        return x.flatten(2)[:, :, order].view_as(x)
+
+    return view
+
+
+def _negative(data: Dataset, x: torch.Tensor) -> torch.Tensor:
+    return 255 - x if x.dtype == torch.uint8 else data.x.min() + data.x.max() - x
+
+
+VIEWS: dict[str, Callable[[Dataset, torch.Tensor], torch.Tensor]] = {
+    "as they are": lambda data, x: x,
+    "negative": _negative,
+    "rotated by 90°": lambda data, x: x.rot90(1, (2, 3)),
+    "pixels shuffled": _shuffled(1),
+    "pixels shuffled otherwise": _shuffled(2),
+}
+"""The domains of the scenario "conflicting": name → view(data, x [n, c, h, w] of it), as the clients of a group see x.
+One network that is to serve two of them serves neither well."""
 
 
 def groups_of(data: Dataset, scenario: str) -> Groups | None:
@@ -186,6 +215,10 @@ def groups_of(data: Dataset, scenario: str) -> Groups | None:
     if kind == "halves":
         half = len(data.classes) // 2
         return {"first half": tuple(range(half)), "second half": tuple(range(half, 2 * half))}
+    if kind == "views":
+        if data.vocabulary is not None or data.x.dim() != 4 or data.x.shape[2] != data.x.shape[3]:
+            raise ValueError(f"scenario={scenario!r}: {data.name} has no square images")
+        return {name: tuple(range(len(data.classes))) for name in VIEWS}
     groups: Groups = getattr(data, kind)
     if not groups:
         raise ValueError(f"scenario={scenario!r}: the data set {data.name} has no {kind}")
@@ -231,6 +264,8 @@ def _shares(
     each, rest = divmod(clients, len(groups))
     if rest or not each:
         raise ValueError(f"clients={clients}, must be a multiple of {len(groups)}, the {chosen.groups} of {data.name}")
+    if chosen.groups == "views":
+        return chosen.partition(data, clients, rng, options), [tuple(range(len(data.classes)))] * clients
     y, shares = data.y.numpy(), []
     for labels in groups.values():
         members = np.flatnonzero(np.isin(y, labels))
@@ -284,7 +319,8 @@ def make_clients(
     tested on all split-off samples of the classes that the scenario gives it, labelled as its own are.
 
     In the scenarios "domains" and "superclasses" labels are places in the group's list of classes, for "domains"
-    permuted by `label_permutation` as Table 4 of Factorized-FL lists them. "natural" draws a client's test samples
+    permuted by `label_permutation` as Table 4 of Factorized-FL lists them. In "conflicting" the images, dealt out
+    evenly, look different to each of five groups of clients, see `VIEWS`. "natural" draws a client's test samples
     regardless of class, as FedFac does; as neighbouring texts of Shakespeare overlap, it tests on much it has seen.
 
     Raises ValueError for an unknown data set or scenario or one without what the scenario needs, fewer than one client,
@@ -320,7 +356,8 @@ def make_clients(
     options = Options(alpha, classes_per_client, samples)
     shares, names = _shares(data, scenario, clients, np.random.default_rng([seed, 0]), options)
     outputs = max(map(len, names))
-    tests: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+    groups = len(groups_of(data, scenario) or ())
+    tests: dict[tuple[int | None, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
     made = []
     for client, (share, labels) in enumerate(zip(shares, names, strict=True)):
         share = np.sort(share)
@@ -330,6 +367,8 @@ def make_clients(
             raise ValueError(
                 f"clients={clients}: client {client} has {len(share)} samples, needs two; use fewer clients"
             )
+        group = chosen.group(client, clients, groups)
+        view = list(VIEWS.values())[group] if chosen.groups == "views" and group is not None else None
         new = torch.zeros(len(data.classes), dtype=torch.int64)
         new[list(labels)] = torch.tensor(
             label_permutation(client, len(labels))
@@ -342,22 +381,30 @@ def make_clients(
             stratum = np.zeros(len(share)) if chosen.owned else y[share]
             parts = hold_out(stratum, test_fraction, np.random.default_rng([seed, 1, client]))
             train, test = (torch.from_numpy(share[part]) for part in parts)
-            x, of = data.inputs(test), data.y[test]
+            x, of = _inputs(data, test, view), data.y[test]
         else:
             train = torch.from_numpy(share)
-            if labels not in tests:
+            if (group, labels) not in tests:
                 known = torch.isin(common.y, torch.tensor(labels)).nonzero().flatten()
-                tests[labels] = common.inputs(known), common.y[known]
-            x, of = tests[labels]
+                tests[group, labels] = _inputs(common, known, view), common.y[known]
+            x, of = tests[group, labels]
         made.append(
             Client(
-                (data.inputs(train), new[data.y[train]]),
+                (_inputs(data, train, view), new[data.y[train]]),
                 (x, new[of]),
                 num_classes=outputs,
                 vocabulary=data.vocabulary,
+                group=group,
             )
         )
     return made
+
+
+def _inputs(data: Dataset, index: torch.Tensor, view) -> torch.Tensor:
+    """The samples of these indices as a model takes them, in a view of the images (see `VIEWS`)."""
+    if view is None:
+        return data.inputs(index)
+    return replace(data, x=view(data, data.x[index]).contiguous()).inputs(torch.arange(len(index)))
 
 
 def _part(data: Dataset, index: np.ndarray) -> Dataset:

@@ -1,6 +1,7 @@
 """The loaders, on small files in the format of the real ones."""
 
 import csv
+import gzip
 import hashlib
 import json
 import pickle
@@ -24,11 +25,12 @@ def md5(path):
     return hashlib.md5(path.read_bytes()).hexdigest()
 
 
-def write_idx(path, array):
+def write_idx(path, array, zipped=False):
     """The IDX format of MNIST: two zeros, type 8 (unsigned byte), the number of dimensions, the sizes, the bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
+    content = header + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if zipped else content)
 
 
 def test_mnist(tmp_path):
@@ -43,6 +45,71 @@ def test_mnist(tmp_path):
     assert torch.equal(mnist.x[:, 0].long(), expected) and mnist.y.tolist() == [*labels["train"], *labels["t10k"]]
     torch.testing.assert_close(mnist.inputs(torch.tensor([2]))[0, 0], (expected[2].float() / 255 - 0.1307) / 0.3081)
     assert len(mnist.classes) == 10 and list(mnist.domains.values())[1] == (2, 3)
+
+
+def write_clothes(folder, n=4, zipped=False):
+    end = ".gz" if zipped else ""
+    for part, count in (("train", 2 * n), ("t10k", n)):
+        write_idx(folder / f"{part}-images-idx3-ubyte{end}", RNG.integers(0, 256, (count, 28, 28)), zipped)
+        write_idx(folder / f"{part}-labels-idx1-ubyte{end}", np.arange(count) % 10, zipped)
+
+
+@pytest.mark.parametrize("folder, zipped", [("fashion-mnist", True), ("FashionMNIST/raw", False)])
+def test_fashion_mnist(tmp_path, monkeypatch, folder, zipped):
+    monkeypatch.setattr(datasets, "DEBIAN", tmp_path / "usr")
+    write_clothes(tmp_path / folder, zipped=zipped)
+    clothes = data.load("fashion-mnist", tmp_path)
+    assert clothes.x.shape == (12, 1, 28, 28) and clothes.x.dtype == torch.uint8
+    assert clothes.y.tolist() == [*range(8), *range(4)] and clothes.classes[9] == "Ankle boot"
+
+
+def test_fashion_mnist_is_found_where_debian_puts_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "DEBIAN", tmp_path / "usr")
+    with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist"):
+        data.load("fashion-mnist", tmp_path / "empty")
+    write_clothes(tmp_path / "usr" / "fashion-mnist", zipped=True)
+    assert len(data.load("fashion-mnist", tmp_path / "empty")) == 12
+
+
+@pytest.mark.parametrize(
+    "damage, told",
+    [
+        (lambda content: content[:-1], "bytes of data, must be 6272"),
+        (lambda content: content + b"0", "bytes of data, must be 6272"),
+        (lambda content: b"\0\0\x0d" + content[3:], "must be 00000803"),
+        (lambda content: b"", "must be 00000803"),
+    ],
+)
+def test_a_damaged_idx_file_is_named(tmp_path, damage, told):
+    write_clothes(tmp_path / "fashion-mnist")
+    path = tmp_path / "fashion-mnist" / "train-images-idx3-ubyte"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"train-images-idx3-ubyte.*{told}"):
+        data.load("fashion-mnist", tmp_path)
+
+
+def test_damaged_gzip_more_labels_than_images_and_unknown_labels_are_errors(tmp_path):
+    folder = tmp_path / "fashion-mnist"
+    write_clothes(folder, zipped=True)
+    whole = (folder / "train-images-idx3-ubyte.gz").read_bytes()
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz"):
+        data.load("fashion-mnist", tmp_path)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(whole)
+    write_idx(folder / "train-labels-idx1-ubyte.gz", np.arange(3), zipped=True)
+    with pytest.raises(ValueError, match="8 images, its labels are 3"):
+        data.load("fashion-mnist", tmp_path)
+    write_idx(folder / "train-labels-idx1-ubyte.gz", np.full(8, 10), zipped=True)
+    with pytest.raises(ValueError, match="label 10 "):
+        data.load("fashion-mnist", tmp_path)
+
+
+@pytest.mark.skipif(not (datasets.DEBIAN / "fashion-mnist").is_dir(), reason="apt-get install dataset-fashion-mnist")
+def test_fashion_mnist_itself(tmp_path):
+    clothes = data.load("fashion-mnist", tmp_path)
+    assert clothes.x.shape == (70_000, 1, 28, 28) and clothes.y.bincount().tolist() == [7000] * 10
+    x = clothes.x[:60_000].double() / 255
+    assert abs(float(x.mean()) - clothes.scale[0][0]) < 1e-4 and abs(float(x.std()) - clothes.scale[1][0]) < 1e-4
 
 
 def test_svhn(tmp_path, monkeypatch):
@@ -312,8 +379,10 @@ def test_leaf_names_a_bad_file(tmp_path, name, content, message):
 
 @pytest.mark.parametrize("name", [name for name in data.DATASETS if name != "digits"])
 def test_a_missing_data_set_says_what_to_get_and_where_to_put_it(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(datasets, "DEBIAN", tmp_path / "usr")
     project = {
         "mnist": "torchvision.datasets.MNIST",
+        "fashion-mnist": "apt-get install dataset-fashion-mnist",
         "svhn": "ufldl.stanford.edu",
         "cifar10": "cs.toronto.edu",
         "cifar100": "torchvision.datasets.CIFAR100",
@@ -341,12 +410,12 @@ def test_an_empty_leaf_folder_is_missing(tmp_path):
 
 
 def test_without_torchvision_the_error_says_what_to_install(tmp_path, monkeypatch):
-    for part in ("train", "t10k"):
-        write_idx(tmp_path / "MNIST/raw" / f"{part}-images-idx3-ubyte", np.zeros((1, 28, 28)))
-        write_idx(tmp_path / "MNIST/raw" / f"{part}-labels-idx1-ubyte", np.zeros(1))
+    (tmp_path / "svhn").mkdir()
+    for part in ("train", "test"):
+        (tmp_path / "svhn" / f"{part}_32x32.mat").touch()
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(ValueError, match=r"read by torchvision, which cannot be imported.*pip install torchvision"):
-        data.load("mnist", tmp_path)
+        data.load("svhn", tmp_path)
 
 
 def test_data_knows_nothing_of_federations_nor_imports_torchvision():

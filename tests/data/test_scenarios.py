@@ -391,3 +391,36 @@ def test_held_out_fraction_is_a_fifth():
 def test_bad_input(change, message):
     with pytest.raises(ValueError, match=message):
         data.make_clients(**{"dataset": "digits", "scenario": "non-iid", "clients": 4, "seed": 0, **change})
+
+
+@pytest.mark.parametrize("test_set", ["own", "global"])
+def test_in_conflicting_every_group_sees_the_images_in_its_own_way(test_set):
+    """Negative, rotated and shuffled pixels, put right again, are the samples of permuted-iid."""
+    views = data.make_clients("digits", "conflicting", 10, 3, test_set=test_set)
+    plain = data.make_clients("digits", "permuted-iid", 10, 3, test_set=test_set)
+    assert [client.group for client in views] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert all(client.group is None for client in plain)
+    pixels = data.load("digits").x
+    for seen, client in zip(views, plain, strict=True):
+        for (x, y), (whole, label) in ((seen.train, client.train), (seen.test, client.test)):
+            assert torch.equal(y, label)
+            if seen.group == 0:
+                assert torch.equal(x, whole)
+            elif seen.group == 1:
+                torch.testing.assert_close(x, pixels.min() + pixels.max() - whole)
+            elif seen.group == 2:
+                assert torch.equal(x.rot90(-1, (2, 3)), whole)
+            else:
+                assert torch.equal(x.flatten(1).sort(1).values, whole.flatten(1).sort(1).values)
+                assert not torch.equal(x, whole)
+    # each way of shuffling is one, and not the other
+    moved = [tuple((views[k].train[0] - plain[k].train[0]).abs().sum((0, 1)).flatten().tolist()) for k in (6, 8)]
+    assert moved[0] != moved[1]
+
+
+def test_conflicting_needs_square_images_and_as_many_clients_a_group():
+    with pytest.raises(ValueError, match="clients=12, must be a multiple of 5"):
+        data.make_clients("digits", "conflicting", 12, 0)
+    wide = data.Dataset("wide", torch.randn(40, 1, 4, 6), torch.arange(40) % 4, tuple("abcd"))
+    with pytest.raises(ValueError, match="wide has no square images"):
+        data.make_clients(wide, "conflicting", 5, 0)

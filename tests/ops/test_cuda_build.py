@@ -162,7 +162,9 @@ def test_the_library_holds_every_kernel_for_both_architectures(library):
         kernels[re.search(r"arch = (\w+)", part)[1]].update(re.findall(r"Function (\w+):", part))
     assert kernels["sm_80"] == kernels["sm_90a"]
     for source in SOURCES:
-        for kernel in re.findall(r"__global__[^(]*?(\w+)\(", re.sub(r"__launch_bounds__\([^)]*\)", "", source.read_text())):
+        for kernel in re.findall(
+            r"__global__[^(]*?(\w+)\(", re.sub(r"__launch_bounds__\([^)]*\)", "", source.read_text())
+        ):
             assert any(kernel in name for name in kernels["sm_80"]), (source.name, kernel)
     # What registers do not hold goes to the stack: at most 16 bytes of it, besides 8 of the frame.
     assert max(map(int, re.findall(r"STACK:(\d+)", report))) <= 24
