@@ -165,7 +165,7 @@ Sizes rank1_size(const Tensor& u, const Tensor& v, int64_t layout) {
 
 // A support as the kernels take it, made from its positions [k, count].
 struct HeldSupport {
-  Tensor bits, starts;
+  Tensor words;
   fastfact_cuda::Support support;
 };
 
@@ -173,11 +173,10 @@ HeldSupport support_of(const char* op, const Tensor& index_, int64_t n, void* st
   STD_TORCH_CHECK(index_.scalar_type() == ScalarType::Int, op, ": index must be int32");
   const Held index = slices(index_);
   const int64_t clients = index.slices.client == 0 ? 1 : index_.size(0), words = fastfact_cuda::support_words(n);
-  Tensor bits = empty(index_, {clients, words}), starts = empty(index_, {clients, words});
-  auto* set = static_cast<uint32_t*>(bits.mutable_data_ptr());
-  auto* before = static_cast<uint32_t*>(starts.mutable_data_ptr());
-  check_error(op, fastfact_cuda::support(index.slices, index_.size(1), set, before, clients, n, stream));
-  return {bits, starts, {set, before, index.slices.client == 0 ? 0 : words}};
+  Tensor made = empty(index_, {clients, words}, ScalarType::Long);
+  auto* data = static_cast<fastfact_cuda::SupportWord*>(made.mutable_data_ptr());
+  check_error(op, fastfact_cuda::support(index.slices, index_.size(1), data, clients, n, stream));
+  return {made, {data, index.slices.client == 0 ? 0 : words}};
 }
 
 // `mu` dense, or values on the support `index`.
@@ -428,6 +427,19 @@ void prox_sgd_step(std::vector<Tensor> params, std::vector<Tensor> grads, std::v
   for (auto& [target, source] : written_back) torch::stable::copy_(target, source);
 }
 
+// Of `count` chunks of a bitmap: their nonzeros, and where these begin.
+struct Chunks {
+  int64_t count;
+  Tensor numbers, segments;
+
+  Chunks(const Tensor& like, int64_t count)
+      : count(count),
+        numbers(empty(like, {2, count}, ScalarType::Int)),
+        segments(empty(like, {fastfact_cuda::bitmap_segments(count) + 1}, ScalarType::Long)) {}
+  int32_t* counts() { return static_cast<int32_t*>(numbers.mutable_data_ptr()); }
+  fastfact_cuda::Offsets offsets() { return {counts() + count, static_cast<int64_t*>(segments.mutable_data_ptr())}; }
+};
+
 constexpr ScalarType kValueTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Char};
 
 std::tuple<Tensor, Tensor, Tensor> pack_bitmap(const Tensor& x, int64_t value_type) {
@@ -445,21 +457,21 @@ std::tuple<Tensor, Tensor, Tensor> pack_bitmap(const Tensor& x, int64_t value_ty
   const On on(x);
   const Tensor dense = torch::stable::contiguous(x);
   const auto type = type_of(x);
-  Tensor counts = empty(x, {rows * chunks}, ScalarType::Int), offsets = empty(x, {rows * chunks + 1}, ScalarType::Long);
+  Chunks some(x, rows * chunks);
   Tensor maxima = empty(x, {quantized ? rows * chunks : 0}, ScalarType::Float);
-  auto* count = static_cast<int32_t*>(counts.mutable_data_ptr());
-  auto* offset = static_cast<int64_t*>(offsets.mutable_data_ptr());
   auto* largest = quantized ? static_cast<float*>(maxima.mutable_data_ptr()) : nullptr;
   auto* factor = quantized ? static_cast<float*>(scale.mutable_data_ptr()) : nullptr;
   check_error(op,
               fastfact_cuda::bitmap_count(type, dense.const_data_ptr(), static_cast<uint8_t*>(bits.mutable_data_ptr()),
-                                          count, largest, rows, n, on.stream()));
+                                          some.counts(), largest, rows, n, on.stream()));
   int64_t total = 0;
-  check_error(op, fastfact_cuda::bitmap_scan(count, offset, rows * chunks, &total, on.stream()));
+  check_error(op, fastfact_cuda::bitmap_scan(some.counts(), some.offsets(), some.count, on.stream()));
+  check_error(op, fastfact_cuda::bitmap_total(some.offsets(), some.count, &total, on.stream()));
   if (quantized) check_error(op, fastfact_cuda::bitmap_scale(largest, factor, rows, chunks, on.stream()));
   Tensor values = empty(x, {total}, kValueTypes[value_type]);
-  check_error(op, fastfact_cuda::bitmap_write(type, dense.const_data_ptr(), offset, factor, values.mutable_data_ptr(),
-                                              static_cast<int>(value_type), rows, n, on.stream()));
+  check_error(
+      op, fastfact_cuda::bitmap_write(type, dense.const_data_ptr(), some.offsets(), factor, values.mutable_data_ptr(),
+                                      static_cast<int>(value_type), rows, n, on.stream()));
   return {bits, values, scale};
 }
 
@@ -477,19 +489,17 @@ Tensor unpack_bitmap(const Tensor& bits, const Tensor& values, const Tensor& sca
   const Tensor b = torch::stable::contiguous(bits), v = torch::stable::contiguous(values),
                s = torch::stable::contiguous(scale);
   const auto* bytes = static_cast<const uint8_t*>(b.const_data_ptr());
-  Tensor counts = empty(bits, {rows * chunks}, ScalarType::Int),
-         offsets = empty(bits, {rows * chunks + 1}, ScalarType::Long);
-  auto* count = static_cast<int32_t*>(counts.mutable_data_ptr());
-  auto* offset = static_cast<int64_t*>(offsets.mutable_data_ptr());
-  int64_t total = 0;
-  check_error(op, fastfact_cuda::bitmap_popcount(bytes, count, rows, n, on.stream()));
-  check_error(op, fastfact_cuda::bitmap_scan(count, offset, rows * chunks, &total, on.stream()));
-  STD_TORCH_CHECK(total == values.numel(), op, ": values has ", values.numel(), " elements, must have ", total,
-                  ", the bits set");
+  Chunks some(bits, rows * chunks);
   const auto* factor = scale.numel() ? static_cast<const float*>(s.const_data_ptr()) : nullptr;
-  check_error(op, fastfact_cuda::bitmap_read(bytes, offset, v.const_data_ptr(),
+  check_error(op, fastfact_cuda::bitmap_popcount(bytes, some.counts(), rows, n, on.stream()));
+  check_error(op, fastfact_cuda::bitmap_scan(some.counts(), some.offsets(), some.count, on.stream()));
+  check_error(op, fastfact_cuda::bitmap_read(bytes, some.offsets(), v.const_data_ptr(), values.numel(),
                                              static_cast<int>(found - std::begin(kValueTypes)), factor,
                                              static_cast<float*>(x.mutable_data_ptr()), rows, n, on.stream()));
+  int64_t total = 0;
+  check_error(op, fastfact_cuda::bitmap_total(some.offsets(), some.count, &total, on.stream()));
+  STD_TORCH_CHECK(total == values.numel(), op, ": values has ", values.numel(), " elements, must have ", total,
+                  ", the bits set");
   return x;
 }
 

@@ -1,4 +1,5 @@
-// Bitmap and values: bits and counts of each chunk of a row, their running sum, then the values at their places.
+// Bitmap and values: bits and counts of each chunk of a row, their running sum within segments of chunks and over the
+// segments, then the values at their places.
 #include "common.cuh"
 
 namespace fastfact_cuda {
@@ -7,7 +8,12 @@ namespace {
 // a thread takes the 8 elements of one byte
 constexpr int kThreads = kChunk / 8;
 constexpr int kWarps = kThreads / 32;
-constexpr int kScanThreads = 1024;
+constexpr int kScanThreads = kSegment;
+
+// The values before a chunk.
+__device__ __forceinline__ int64_t values_before(const Offsets& offsets, int64_t chunk) {
+  return offsets.of_segment[chunk / kSegment] + offsets.in_segment[chunk];
+}
 
 // The sum of `value` over the threads before this one, and over all of them in `total`.
 template <int kCount>
@@ -90,16 +96,28 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) counts[blockIdx.x] = total;
 }
 
-__global__ void __launch_bounds__(kScanThreads) scan_kernel(const int32_t* counts, int64_t* offsets, int64_t count) {
+// In each segment the running sum of the counts, and their sum.
+__global__ void __launch_bounds__(kScanThreads)
+    scan_segment_kernel(const int32_t* counts, Offsets offsets, int64_t count) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kSegment + threadIdx.x;
+  int total;
+  const int before = block_scan<kScanThreads>(at < count ? counts[at] : 0, &total);
+  if (at < count) offsets.in_segment[at] = before;
+  if (threadIdx.x == 0) offsets.of_segment[blockIdx.x] = total;
+}
+
+// The running sum of the segments' sums, in place; the last is the number of all values.
+__global__ void __launch_bounds__(kScanThreads) scan_kernel(int64_t* of_segment, int64_t count) {
   int64_t before = 0;
   for (int64_t first = 0; first < count; first += kScanThreads) {
     const int64_t at = first + threadIdx.x;
     int total;
-    const int place = block_scan<kScanThreads>(at < count ? counts[at] : 0, &total);
-    if (at < count) offsets[at] = before + place;
+    // a segment has at most 2²⁰ elements, so that the sum of a thousand is an int
+    const int sum = block_scan<kScanThreads>(at < count ? static_cast<int>(of_segment[at]) : 0, &total);
+    if (at < count) of_segment[at] = before + sum;
     before += total;
   }
-  if (threadIdx.x == 0) offsets[count] = before;
+  if (threadIdx.x == 0) of_segment[count] = before;
 }
 
 // NaN where one of the maxima is.
@@ -124,7 +142,7 @@ __device__ __forceinline__ int8_t quantize(T x, float inverse) {
 
 template <typename T, typename V>
 __global__ void __launch_bounds__(kThreads)
-    write_kernel(const T* x, const int64_t* offsets, const float* scale, V* values, int64_t n, int64_t chunks) {
+    write_kernel(const T* x, Offsets offsets, const float* scale, V* values, int64_t n, int64_t chunks) {
   const int64_t row = blockIdx.x / chunks;
   const int64_t first = (blockIdx.x % chunks * kThreads + threadIdx.x) * 8;
   T element[8];
@@ -137,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
   float inverse = 0;
   if constexpr (std::is_same_v<V, int8_t>) inverse = scale[row] > 0 ? 1 / scale[row] : 0;
   int total;
-  int64_t at = offsets[blockIdx.x] + block_scan<kThreads>(__popc(set), &total);
+  int64_t at = values_before(offsets, blockIdx.x) + block_scan<kThreads>(__popc(set), &total);
   for (int j = 0; j < 8; ++j) {
     if (!(set >> j & 1)) continue;
     if constexpr (std::is_same_v<V, int8_t>) {
@@ -148,27 +166,45 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A lane has one of the 32 words of a chunk; then each warp takes a quarter of the words, a lane an element of each, so
+// that neighbouring lanes write neighbouring elements. What is read past the values, where there are fewer than bits,
+// is NaN.
 template <typename V>
 __global__ void __launch_bounds__(kThreads)
-    read_kernel(const uint8_t* bits, const int64_t* offsets, const V* values, const float* scale, float* x, int64_t n,
-                int64_t row_bytes, int64_t chunks) {
-  const int64_t row = blockIdx.x / chunks;
-  const int64_t byte = blockIdx.x % chunks * kThreads + threadIdx.x;
-  const unsigned set = byte_of(bits, row, byte, row_bytes, n);
+    read_kernel(const uint8_t* bits, Offsets offsets, const V* values, int64_t value_count, const float* scale,
+                float* x, int64_t n, int64_t row_bytes, int64_t chunks) {
+  const int64_t row = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+  const int lane = threadIdx.x % 32;
+  unsigned mine = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    mine |= byte_of(bits, row, chunk * (kChunk / 8) + 4 * lane + j, row_bytes, n) << 8 * j;
+  }
+  int sum = __popc(mine);
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += before;
+  }
+  sum -= __popc(mine);
   const float factor = scale ? scale[row] : 1;
-  int total;
-  int64_t at = offsets[blockIdx.x] + block_scan<kThreads>(__popc(set), &total);
-  for (int j = 0; j < 8; ++j) {
-    if (byte * 8 + j >= n) break;
+  const int64_t first = values_before(offsets, blockIdx.x);
+  x += row * n;
+#pragma unroll
+  for (int j = 0; j < 32 / kWarps; ++j) {
+    const int word = threadIdx.x / 32 * (32 / kWarps) + j;
+    const unsigned set = __shfl_sync(0xffffffffu, mine, word);
+    const int64_t from = first + __shfl_sync(0xffffffffu, sum, word) + __popc(set & ((1u << lane) - 1));
+    float value = 0;
+    if (set >> lane & 1) value = from < value_count ? convert<float>(values[from]) : nanf("");
+    const int64_t at = chunk * kChunk + 32 * word + lane;
     // zero times a broken scale is not zero, as in the reference
-    x[row * n + byte * 8 + j] = (set >> j & 1 ? convert<float>(values[at++]) : 0.0f) * factor;
+    if (at < n) x[at] = value * factor;
   }
 }
 
 // A block makes the words of 32 kThreads elements.
-__global__ void __launch_bounds__(kThreads)
-    support_kernel(const int32_t* index, int64_t index_client, int64_t count, uint32_t* bits, uint32_t* starts,
-                   int64_t words, int64_t blocks) {
+__global__ void __launch_bounds__(kThreads) support_kernel(const int32_t* index, int64_t index_client, int64_t count,
+                                                           SupportWord* support, int64_t words, int64_t blocks) {
   __shared__ unsigned set[kThreads];
   const int64_t client = blockIdx.x / blocks, word = blockIdx.x % blocks * kThreads + threadIdx.x;
   const int64_t begin = blockIdx.x % blocks * kThreads * 32, end = begin + kThreads * 32;
@@ -193,17 +229,16 @@ __global__ void __launch_bounds__(kThreads)
   int total;
   const int place = block_scan<kThreads>(__popc(set[threadIdx.x]), &total);
   if (word < words) {
-    bits[client * words + word] = set[threadIdx.x];
-    starts[client * words + word] = static_cast<uint32_t>(low + place);
+    support[client * words + word] = {set[threadIdx.x], static_cast<uint32_t>(low + place)};
   }
 }
 
 }  // namespace
 
-int support(Slices index, int64_t count, uint32_t* bits, uint32_t* starts, int64_t clients, int64_t n, void* stream) {
-  const int64_t words = support_words(n), blocks = ceil_div(words, kThreads);
+int support(Slices index, int64_t count, SupportWord* words, int64_t clients, int64_t n, void* stream) {
+  const int64_t each = support_words(n), blocks = ceil_div(each, kThreads);
   return launch(support_kernel, clients * blocks, kThreads, 0, stream, static_cast<const int32_t*>(index.data),
-                index.client, count, bits, starts, words, blocks);
+                index.client, count, words, each, blocks);
 }
 
 int bitmap_count(Type type, const void* x, uint8_t* bits, int32_t* counts, float* maxima, int64_t rows, int64_t n,
@@ -221,12 +256,18 @@ int bitmap_popcount(const uint8_t* bits, int32_t* counts, int64_t rows, int64_t 
   return launch(popcount_kernel, rows * chunks, kThreads, 0, stream, bits, counts, n, ceil_div(n, 8), chunks);
 }
 
-int bitmap_scan(const int32_t* counts, int64_t* offsets, int64_t count, int64_t* total, void* stream) {
-  if (const int error = launch(scan_kernel, 1, kScanThreads, 0, stream, counts, offsets, count)) return error;
-  const auto on = static_cast<cudaStream_t>(stream);
-  if (const int error = cudaMemcpyAsync(total, offsets + count, sizeof(int64_t), cudaMemcpyDeviceToHost, on)) {
+int bitmap_scan(const int32_t* counts, Offsets offsets, int64_t count, void* stream) {
+  const int64_t segments = bitmap_segments(count);
+  if (const int error = launch(scan_segment_kernel, segments, kScanThreads, 0, stream, counts, offsets, count)) {
     return error;
   }
+  return launch(scan_kernel, 1, kScanThreads, 0, stream, offsets.of_segment, segments);
+}
+
+int bitmap_total(Offsets offsets, int64_t count, int64_t* total, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  const int64_t* from = offsets.of_segment + bitmap_segments(count);
+  if (const int error = cudaMemcpyAsync(total, from, sizeof(int64_t), cudaMemcpyDeviceToHost, on)) return error;
   return cudaStreamSynchronize(on);
 }
 
@@ -234,7 +275,7 @@ int bitmap_scale(const float* maxima, float* scale, int64_t rows, int64_t chunks
   return launch(scale_kernel, ceil_div(rows, kThreads), kThreads, 0, stream, maxima, scale, rows, chunks);
 }
 
-int bitmap_write(Type type, const void* x, const int64_t* offsets, const float* scale, void* values, int value_type,
+int bitmap_write(Type type, const void* x, Offsets offsets, const float* scale, void* values, int value_type,
                  int64_t rows, int64_t n, void* stream) {
   const int64_t chunks = bitmap_chunks(n);
   return with_type(type, [&](auto* element) {
@@ -250,13 +291,13 @@ int bitmap_write(Type type, const void* x, const int64_t* offsets, const float* 
   });
 }
 
-int bitmap_read(const uint8_t* bits, const int64_t* offsets, const void* values, int value_type, const float* scale,
-                float* x, int64_t rows, int64_t n, void* stream) {
+int bitmap_read(const uint8_t* bits, Offsets offsets, const void* values, int64_t value_count, int value_type,
+                const float* scale, float* x, int64_t rows, int64_t n, void* stream) {
   const int64_t chunks = bitmap_chunks(n);
   const auto run = [&](auto* value) {
     using V = std::remove_pointer_t<decltype(value)>;
     return launch(read_kernel<V>, rows * chunks, kThreads, 0, stream, bits, offsets, static_cast<const V*>(values),
-                  scale, x, n, ceil_div(n, 8), chunks);
+                  value_count, scale, x, n, ceil_div(n, 8), chunks);
   };
   if (value_type == 0) return run(static_cast<float*>(nullptr));
   if (value_type == 1) return run(static_cast<__nv_bfloat16*>(nullptr));

@@ -58,23 +58,66 @@ struct alignas(sizeof(T) * N) Pack {
   T x[N];
 };
 
+// What a pack is loaded as.
+template <typename T, int N>
+struct RawPack {
+  using type = Pack<T, N>;
+};
+template <typename T, int N>
+__device__ __forceinline__ void widen(Acc<T> (&x)[N], const Pack<T, N>& pack) {
+#pragma unroll
+  for (int l = 0; l < N; ++l) x[l] = convert<Acc<T>>(pack.x[l]);
+}
+#ifndef FASTFACT_EMULATED
+template <>
+struct RawPack<__nv_bfloat16, 8> {
+  using type = Pack<uint32_t, 4>;
+};
+// Of two in a word the second has its bits where those of a float are.
+template <typename T>
+__device__ __forceinline__ void widen(float (&x)[8], const Pack<uint32_t, 4>& words) {
+#pragma unroll
+  for (int l = 0; l < 4; ++l) {
+    x[2 * l] = __uint_as_float(words.x[l] << 16);
+    x[2 * l + 1] = __uint_as_float(words.x[l] & 0xffff0000u);
+  }
+}
+#endif
+
+template <typename T, int N>
+__device__ __forceinline__ Pack<T, N> narrow(const Acc<T> (&x)[N]) {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int l = 0; l < N; ++l) pack.x[l] = convert<T>(x[l]);
+  return pack;
+}
+
 // Elements in 16 bytes.
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
-// x / d for 0 ≤ x < 2³¹ by a multiplication: with 2^(s-1) < d ≤ 2^s and m = ceil(2^(31+s) / d), x / d = x m >> (31 +
-// s).
+#ifndef FASTFACT_EMULATED
+// A pack from shared memory, and to it; the tests count the banks that the threads of a warp meet in.
+template <typename P, typename T>
+__device__ __forceinline__ P load_shared(const T* at) {
+  return *reinterpret_cast<const P*>(at);
+}
+template <typename P, typename T>
+__device__ __forceinline__ void store_shared(T* at, const P& pack) {
+  *reinterpret_cast<P*>(at) = pack;
+}
+#endif
+
+// x / d for 0 ≤ x < 2³¹, d ≥ 1 by a multiplication: with 2^(s-1) < d ≤ 2^s and m = ceil(2^(31+s) / d), x / d = x m >>
+// (31 + s).
 struct Divisor {
   uint32_t d, multiplier, shift;
 
   explicit Divisor(int64_t by = 1) : d(static_cast<uint32_t>(by)), multiplier(0), shift(0) {
-    if (d > 1) {
-      while ((uint64_t{1} << shift) < d) ++shift;
-      multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + d - 1) / d);
-    }
+    while ((uint64_t{1} << shift) < d) ++shift;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + d - 1) / d);
   }
   __host__ __device__ __forceinline__ uint32_t divide(uint32_t x) const {
-    if (d == 1) return x;
     return static_cast<uint32_t>((static_cast<uint64_t>(x) * multiplier) >> 31) >> shift;
   }
   __host__ __device__ __forceinline__ uint32_t divide(uint32_t x, uint32_t* rest) const {

@@ -60,24 +60,27 @@ inline View hadamard_view(const Size& n, const int64_t strides[4]) {
           make_side(n.i, n.kh * n.kw, strides[1], n.kw > 1 ? strides[3] : strides[2])};
 }
 
-// Where mu is not zero: bit j of word w is set where element 32 w + j of a client's W [o, i, kh, kw] is, starts[w] is
-// the number of those before word w. The client stride counts words; it is 0 where the clients share it.
+// Where mu is not zero: bit j of word w is set where element 32 w + j of a client's W [o, i, kh, kw] is, `start` is the
+// number of those before word w. The client stride counts words; it is 0 where the clients share it.
+struct alignas(8) SupportWord {
+  uint32_t set, start;
+};
 struct Support {
-  const uint32_t *bits, *starts;
+  const SupportWord* words;
   int64_t client;
 };
 inline int64_t support_words(int64_t n) { return (n + 31) / 32; }
 // The support of ascending positions [count] of each client in a W of n elements.
-int support(Slices index, int64_t count, uint32_t* bits, uint32_t* starts, int64_t clients, int64_t n, void* stream);
+int support(Slices index, int64_t count, SupportWord* words, int64_t clients, int64_t n, void* stream);
 
 // W = sum_r u v + mu into `out` (dense slices, contiguous or channels_last); `mu` lies like `out`, or its data is null,
-// or where `support.bits` is set it has the values there.
+// or where `support.words` is set it has the values there.
 int rank1_weight(Type type, void* out, Slices mu, Support support, Slices u, Slices v, int64_t layout,
                  bool channels_last, Size size, int64_t rank, int64_t clients, void* stream);
 
 // Bytes that rank1_weight_backward needs for its partial sums.
 int64_t rank1_workspace(Type type, const View& view, int64_t rank, int64_t clients, bool need_u, bool need_v);
-// `du`, `dv` (each may be null) from dW laid out as `view` says, and dW on the support where `support.bits` is set.
+// `du`, `dv` (each may be null) from dW laid out as `view` says, and dW on the support where `support.words` is set.
 int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, void* dv, Slices dmu, Support support,
                           void* workspace, const View& view, int64_t layout, const Size& size, int64_t rank,
                           int64_t clients, void* stream);
@@ -128,20 +131,30 @@ int prox_sgd_step(Type type, const Group* groups, int64_t count, Step step, void
 
 constexpr int64_t kChunk = 1024;
 inline int64_t bitmap_chunks(int64_t n) { return (n + kChunk - 1) / kChunk; }
+constexpr int kSegment = 1024;
+inline int64_t bitmap_segments(int64_t chunks) { return (chunks + kSegment - 1) / kSegment; }
+// Where the values of a chunk begin: [chunks] within its segment of `kSegment` chunks, [segments + 1] that of the
+// segment.
+struct Offsets {
+  int32_t* in_segment;
+  int64_t* of_segment;
+};
 
 // Bits and nonzeros of each chunk of each row; with `maxima` also the largest magnitude, NaN where one is.
 int bitmap_count(Type type, const void* x, uint8_t* bits, int32_t* counts, float* maxima, int64_t rows, int64_t n,
                  void* stream);
 int bitmap_popcount(const uint8_t* bits, int32_t* counts, int64_t rows, int64_t n, void* stream);
-// offsets[0 … count] = exclusive running sum of `counts`; the last one is also read back into `total` (waits).
-int bitmap_scan(const int32_t* counts, int64_t* offsets, int64_t count, int64_t* total, void* stream);
+// The offsets of `count` chunks, and how many values there are in all (waits).
+int bitmap_scan(const int32_t* counts, Offsets offsets, int64_t count, void* stream);
+int bitmap_total(Offsets offsets, int64_t count, int64_t* total, void* stream);
 // scale = max / 127 of each row from its chunks' `maxima`.
 int bitmap_scale(const float* maxima, float* scale, int64_t rows, int64_t chunks, void* stream);
 // `value_type` 0 float32, 1 bfloat16, 2 int8 (with `scale`).
-int bitmap_write(Type type, const void* x, const int64_t* offsets, const float* scale, void* values, int value_type,
+int bitmap_write(Type type, const void* x, Offsets offsets, const float* scale, void* values, int value_type,
                  int64_t rows, int64_t n, void* stream);
-int bitmap_read(const uint8_t* bits, const int64_t* offsets, const void* values, int value_type, const float* scale,
-                float* x, int64_t rows, int64_t n, void* stream);
+// Values that are missing are read as NaN.
+int bitmap_read(const uint8_t* bits, Offsets offsets, const void* values, int64_t value_count, int value_type,
+                const float* scale, float* x, int64_t rows, int64_t n, void* stream);
 
 // unit = keys [m, d] divided by their norms (float or double).
 int unit_keys(Type type, const void* keys, void* unit, int64_t m, int64_t d, void* stream);

@@ -4,6 +4,8 @@
 #include <mma.h>
 #endif
 
+#include <utility>
+
 #include "tile.cuh"
 
 namespace fastfact_cuda {
@@ -11,21 +13,26 @@ namespace {
 
 namespace wmma = nvcuda::wmma;
 
-// A tile of sums over r of a[row, r] b[column, r]; a and b lie in shared memory as [kTile][kLead], r last.
+// A tile of sums over r of a[row, r] b[column, r]; a and b lie in shared memory as [kTile][kLead], r last, or turned, r
+// first: `place` says where. Operands are turned where that lets neighbouring threads write neighbouring memory; float
+// and double have an odd lead instead.
 template <typename T>
 struct Tile {
   using A = Acc<T>;
   static constexpr int kTile = kTileOf<T>, kLead = kTile + 1, kLeadOut = kLead;
   static constexpr int kRows = kTile / 8, kColumns = kTile / 16;
   // the sums can be written over a
-  static constexpr bool kInPlace = true;
+  static constexpr bool kInPlace = true, kTurns = false;
   A sum[kRows][kColumns];
+
+  static __device__ __forceinline__ int place(int position, int r, bool) { return position * kLead + r; }
+  static __device__ __forceinline__ int place_out(int row, int column, bool) { return row * kLeadOut + column; }
 
   __device__ __forceinline__ void clear() {
     for (int i = 0; i < kRows; ++i)
       for (int j = 0; j < kColumns; ++j) sum[i][j] = 0;
   }
-  __device__ __forceinline__ void multiply(const T* a, const T* b, int extent) {
+  __device__ __forceinline__ void multiply(const T* a, bool, const T* b, bool, int extent) {
     const int row = threadIdx.x / 16 * kRows, column = threadIdx.x % 16;
     for (int r = 0; r < extent; ++r) {
       A left[kRows], right[kColumns];
@@ -45,7 +52,7 @@ struct Tile {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) sum[i][j] *= other.sum[i][j] + plus;
   }
-  __device__ __forceinline__ void store(A* out) const {
+  __device__ __forceinline__ void store(A* out, bool) const {
     const int row = threadIdx.x / 16 * kRows, column = threadIdx.x % 16;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
@@ -58,28 +65,44 @@ struct Tile {
 template <typename T>
 struct TensorCoreTile {
   using A = float;
-  static constexpr int kTile = 64, kLead = kTile + 8, kLeadOut = kTile + 4;
-  static constexpr bool kInPlace = false;
+  static constexpr int kTile = 64, kLead = kTile + 8, kLeadOut = kTile + 8;
+  static constexpr bool kInPlace = false, kTurns = true;
   wmma::fragment<wmma::accumulator, 16, 16, 16, float> sum[2][2];
 
+  static __device__ __forceinline__ int place(int position, int r, bool turned) {
+    return turned ? r * kLead + position : position * kLead + r;
+  }
+  static __device__ __forceinline__ int place_out(int row, int column, bool turned) {
+    return turned ? column * kLeadOut + row : row * kLeadOut + column;
+  }
   __device__ __forceinline__ void clear() {
     for (int i = 0; i < 2; ++i)
       for (int j = 0; j < 2; ++j) wmma::fill_fragment(sum[i][j], 0.0f);
   }
+  template <bool kTurnedA, bool kTurnedB>
   __device__ __forceinline__ void multiply(const T* a, const T* b, int extent) {
     const int row = threadIdx.x / 64 * 32, column = threadIdx.x / 32 % 2 * 32;
-    wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> left[2];
-    wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::col_major> right[2];
+    using LayoutA = std::conditional_t<kTurnedA, wmma::col_major, wmma::row_major>;
+    using LayoutB = std::conditional_t<kTurnedB, wmma::row_major, wmma::col_major>;
+    wmma::fragment<wmma::matrix_a, 16, 16, 16, T, LayoutA> left[2];
+    wmma::fragment<wmma::matrix_b, 16, 16, 16, T, LayoutB> right[2];
     for (int r = 0; r < extent; r += 16) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        wmma::load_matrix_sync(left[i], a + (row + 16 * i) * kLead + r, kLead);
-        wmma::load_matrix_sync(right[i], b + (column + 16 * i) * kLead + r, kLead);
+        wmma::load_matrix_sync(left[i], a + place(row + 16 * i, r, kTurnedA), kLead);
+        wmma::load_matrix_sync(right[i], b + place(column + 16 * i, r, kTurnedB), kLead);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j) wmma::mma_sync(sum[i][j], left[i], right[j], sum[i][j]);
+    }
+  }
+  __device__ __forceinline__ void multiply(const T* a, bool turned_a, const T* b, bool turned_b, int extent) {
+    if (turned_a) {
+      turned_b ? multiply<true, true>(a, b, extent) : multiply<true, false>(a, b, extent);
+    } else {
+      turned_b ? multiply<false, true>(a, b, extent) : multiply<false, false>(a, b, extent);
     }
   }
   __device__ __forceinline__ void combine(const TensorCoreTile& other, float plus) {
@@ -89,14 +112,14 @@ struct TensorCoreTile {
       for (int j = 0; j < 2; ++j)
         for (int l = 0; l < sum[i][j].num_elements; ++l) sum[i][j].x[l] *= other.sum[i][j].x[l] + plus;
   }
-  __device__ __forceinline__ void store(float* out) const {
+  __device__ __forceinline__ void store(float* out, bool turned) const {
     const int row = threadIdx.x / 64 * 32, column = threadIdx.x / 32 % 2 * 32;
+    const auto layout = turned ? wmma::mem_col_major : wmma::mem_row_major;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        wmma::store_matrix_sync(out + (row + 16 * i) * kLeadOut + column + 16 * j, sum[i][j], kLeadOut,
-                                wmma::mem_row_major);
+        wmma::store_matrix_sync(out + place_out(row + 16 * i, column + 16 * j, turned), sum[i][j], kLeadOut, layout);
       }
   }
 };
@@ -112,18 +135,24 @@ struct Positions {
   int64_t m_offset[kTile], n_offset[kTile];
 };
 
-// shared[position][r] for the next `1 << shift` of r, zero outside.
+// Whether the neighbours in memory are neighbouring positions, so that r comes first in shared memory too.
+template <typename T>
+__device__ __forceinline__ bool is_turned(const Operand<T>& x) {
+  return Tile<T>::kTurns && x.rank_stride != 1;
+}
+
+// The operand for the next `1 << shift` of r, zero outside.
 template <typename T>
 __device__ __forceinline__ void load_operand(T* shared, const T* data, const Operand<T>& x, const int32_t* index,
                                              int first, int shift) {
-  constexpr int kTile = Tile<T>::kTile, kLead = Tile<T>::kLead;
+  constexpr int kTile = Tile<T>::kTile;
   const int extent = 1 << shift;
   for (int e = threadIdx.x; e < kTile << shift; e += kThreads) {
     const int position = x.rank_stride == 1 ? e >> shift : e % kTile;
     const int r = x.rank_stride == 1 ? e & (extent - 1) : e / kTile;
     const bool inside = index[position] >= 0 && first + r < x.rank;
-    shared[position * kLead + r] =
-        inside ? data[index[position] * x.row + (first + r) * x.rank_stride] : convert<T>(0.0f);
+    store_shared(shared + Tile<T>::place(position, r, is_turned(x)),
+                 inside ? data[index[position] * x.row + (first + r) * x.rank_stride] : convert<T>(0.0f));
   }
 }
 
@@ -137,7 +166,7 @@ __device__ __forceinline__ void add_product(Tile<T>& tile, T* a, T* b, const Ope
     load_operand(a, x.data + client * x.client, x, m_index, first, shift);
     load_operand(b, y.data + client * y.client, y, n_index, first, shift);
     __syncthreads();
-    tile.multiply(a, b, 1 << shift);
+    tile.multiply(a, is_turned(x), b, is_turned(y), 1 << shift);
     __syncthreads();
   }
 }
@@ -186,12 +215,18 @@ __device__ __forceinline__ void write_weight(const Product<T>& p, const Shared<T
     const int64_t at = s.at->m_offset[m] + s.at->n_offset[n];
     Pack<T, N> before, after;
     if (dense) before = *reinterpret_cast<const Pack<T, N>*>(dense + at);
+    Acc<T> made[N];
+    if constexpr (G::kTurns) {
+      read_row(made, s.out + m * G::kLeadOut + n);
+    } else {
+#pragma unroll
+      for (int l = 0; l < N; ++l) made[l] = s.out[m * G::kLeadOut + n + l];
+    }
 #pragma unroll
     for (int l = 0; l < N; ++l) {
-      Acc<T> sum = p.scaling * s.out[m * G::kLeadOut + n];
+      Acc<T> sum = p.scaling * made[l];
       if (dense) sum += convert<Acc<T>>(before.x[l]);
       after.x[l] = convert<T>(sum);
-      ++(p.walk.fast_columns ? n : m);
     }
     *reinterpret_cast<Pack<T, N>*>(out + at) = after;
   }
@@ -216,7 +251,7 @@ __global__ void __launch_bounds__(kThreads) product_kernel(Product<T> p) {
     add_product(second, s.a, s.b, p.x2, p.y2, client, s.at->m_index, s.at->n_index);
     tile.combine(second, p.plus);
   }
-  tile.store(s.out);
+  tile.store(s.out, false);
   __syncthreads();
   T* out = p.out + client * p.out_client;
   const T* dense = p.dense ? p.dense + client * p.dense_client : nullptr;
@@ -240,24 +275,44 @@ struct Contract {
   uint32_t m_blocks, c_blocks, splits, width;
 };
 
-// a[m][n] = dW[m, n] (q[m, n] + plus), or dW[m, n].
+// a = dW[m, n] (q[m, n] + plus), or dW[m, n], both turned where the rows are the fast side.
 template <typename T, int N, bool kOther>
 __device__ __forceinline__ void load_packs(const Walk& walk, T* a, const Acc<T>* q, Acc<T> plus, const int32_t* m_index,
                                            const int64_t* m_offset, const int32_t* n_index, const int64_t* n_offset,
                                            const T* grad) {
   using G = Tile<T>;
+  const bool turned = G::kTurns && !walk.fast_columns;
   for (uint32_t e = threadIdx.x * N; e < walk.count(G::kTile); e += kThreads * N) {
     uint32_t m, n;
     walk.at(e, G::kTile, &m, &n);
     const bool inside = m_index[m] >= 0 && n_index[n] >= 0;
     Pack<T, N> pack;
-    if (inside) pack = *reinterpret_cast<const Pack<T, N>*>(grad + m_offset[m] + n_offset[n]);
+    if (inside) {
+      pack = *reinterpret_cast<const Pack<T, N>*>(grad + m_offset[m] + n_offset[n]);
+    } else {
 #pragma unroll
-    for (int l = 0; l < N; ++l) {
-      Acc<T> g = inside ? convert<Acc<T>>(pack.x[l]) : Acc<T>(0);
-      if (kOther && inside) g *= q[m * G::kLeadOut + n] + plus;
-      a[m * G::kLead + n] = convert<T>(g);
-      ++(walk.fast_columns ? n : m);
+      for (int l = 0; l < N; ++l) pack.x[l] = convert<T>(0.0f);
+    }
+    if constexpr (G::kTurns) {
+      if constexpr (kOther) {
+        float other[N];
+        read_row(other, q + G::place_out(m, n, turned));
+#pragma unroll
+        for (int l = 0; l < N; ++l) {
+          // zero times a product that overflowed is not zero
+          if (inside) pack.x[l] = convert<T>(convert<float>(pack.x[l]) * (other[l] + plus));
+        }
+      }
+      store_shared(a + G::place(m, n, turned), pack);
+    } else {
+#pragma unroll
+      for (int l = 0; l < N; ++l) {
+        Acc<T> g = convert<Acc<T>>(pack.x[l]);
+        if (kOther && inside) g *= q[m * G::kLeadOut + n] + plus;
+        a[m * G::kLead + n] = convert<T>(g);
+        n += walk.fast_columns;
+        m += !walk.fast_columns;
+      }
     }
   }
 }
@@ -270,7 +325,9 @@ __device__ __forceinline__ void load_gradient(const Walk& walk, T* a, const Acc<
   // positions past the block, which the walk leaves out, must count as zero
   for (int e = threadIdx.x; e < G::kTile * G::kTile; e += kThreads) {
     const uint32_t m = e / G::kTile, n = e % G::kTile;
-    if (m >= walk.block_m || n >= walk.block_n) a[m * G::kLead + n] = convert<T>(0.0f);
+    if (m >= walk.block_m || n >= walk.block_n) {
+      a[G::place(m, n, G::kTurns && !walk.fast_columns)] = convert<T>(0.0f);
+    }
   }
   if (walk.packed) {
     load_packs<T, kPack<T>, kOther>(walk, a, q, plus, m_index, m_offset, n_index, n_offset, grad);
@@ -282,8 +339,11 @@ __device__ __forceinline__ void load_gradient(const Walk& walk, T* a, const Acc<
 template <typename T, bool kOther>
 __global__ void __launch_bounds__(kThreads) contract_kernel(Contract<T> p) {
   using G = Tile<T>;
-  constexpr int kTile = G::kTile, kLead = G::kLead;
+  constexpr int kTile = G::kTile;
   const Shared<T> s;
+  const bool turned = G::kTurns && !p.walk.fast_columns, out_turned = G::kTurns && p.out_column != 1;
+  // its positions are what the product sums over
+  const bool factor_turned = G::kTurns && p.factor.rank_stride == 1;
   uint32_t block = blockIdx.x;
   const uint32_t mb = block % p.m_blocks;
   block /= p.m_blocks;
@@ -304,7 +364,7 @@ __global__ void __launch_bounds__(kThreads) contract_kernel(Contract<T> p) {
       G other;
       other.clear();
       add_product(other, s.a, s.b, p.x, p.y, client, s.at->m_index, s.at->n_index);
-      other.store(s.out);
+      other.store(s.out, turned);
       __syncthreads();
     }
     load_gradient<T, kOther>(p.walk, s.a, s.out, p.plus, s.at->m_index, s.at->m_offset, s.at->n_index, s.at->n_offset,
@@ -313,21 +373,22 @@ __global__ void __launch_bounds__(kThreads) contract_kernel(Contract<T> p) {
       const uint32_t n = p.factor.rank_stride == 1 ? e / kTile : e % kTile;
       const uint32_t c = p.factor.rank_stride == 1 ? e % kTile : e / kTile;
       const bool inside = s.at->n_index[n] >= 0 && c0 + c < p.width;
-      s.b[c * kLead + n] =
-          inside ? factor[s.at->n_index[n] * p.factor.row + (c0 + c) * p.factor.rank_stride] : convert<T>(0.0f);
+      store_shared(
+          s.b + G::place(c, n, factor_turned),
+          inside ? factor[s.at->n_index[n] * p.factor.row + (c0 + c) * p.factor.rank_stride] : convert<T>(0.0f));
     }
     __syncthreads();
-    sum.multiply(s.a, s.b, kTile);
+    sum.multiply(s.a, turned, s.b, factor_turned, kTile);
     __syncthreads();
   }
-  sum.store(s.out);
+  sum.store(s.out, out_turned);
   __syncthreads();
   const int64_t base = (client * p.splits + split) * p.m.size * p.width;
   for (int e = threadIdx.x; e < kTile * kTile; e += kThreads) {
     const uint32_t m = p.out_column == 1 ? e / kTile : e % kTile;
     const uint32_t c = p.out_column == 1 ? e % kTile : e / kTile;
     if (s.at->m_index[m] < 0 || c0 + c >= p.width) continue;
-    const Acc<T> value = p.scaling * s.out[m * G::kLeadOut + c];
+    const Acc<T> value = p.scaling * load_shared<Acc<T>>(s.out + G::place_out(m, c, out_turned));
     const int64_t at = base + s.at->m_index[m] * p.out_row + (c0 + c) * p.out_column;
     if (p.splits == 1) {
       p.out[at] = convert<T>(value);
@@ -347,7 +408,14 @@ int64_t count_splits(int64_t tile, const View& view, int64_t width, int64_t clie
 }  // namespace
 
 int product(Type type, Slices out, Slices dense, Factor x1, Factor y1, Factor x2, Factor y2, double scaling,
-            double plus, const View& view, int64_t clients, void* stream) {
+            double plus, const View& view_, int64_t clients, void* stream) {
+  // columns are the fast side of W, transposed if need be
+  View view = view_;
+  if (!has_fast_columns(view)) {
+    std::swap(view.rows, view.columns);
+    std::swap(x1, y1);
+    std::swap(x2, y2);
+  }
   if (view.rows.size >= kLimit || view.columns.size >= kLimit) return cudaErrorInvalidValue;
   return with_type(type, [&](auto* element) -> int {
     using T = std::remove_pointer_t<decltype(element)>;

@@ -6,50 +6,73 @@ namespace {
 
 constexpr int kThreads = 256;
 // Packs a thread makes; with a support one, whose reads wait for each other in any case.
-__host__ __device__ constexpr int unroll(bool support) { return support ? 1 : 2; }
+__host__ __device__ constexpr int packs_of(int support) { return support ? 1 : 2; }
 
-// The digits (d0, d1, d2, d3) of a position in W in memory order, and their weights in the positions in u and v.
+// Where the memory order of W has position p: up to four digits, e3 the fastest, below d1, d2 and d3 (e0 without end),
+// and what each adds to the position in u, in v and in W [o, i, kh, kw].
+struct Place {
+  uint32_t u, v, flat;
+
+  __device__ __forceinline__ void add(uint32_t times, const Place& step) {
+    u += times * step.u;
+    v += times * step.v;
+    flat += times * step.flat;
+  }
+};
 struct Digits {
   Divisor d1, d2, d3;
-  uint32_t u0 = 0, u1 = 0, u2 = 0, u3 = 0, v0 = 0, v2 = 0, v3 = 0;
+  Place of0{}, of1{}, of2{}, of3{};
+  int count = 4;  // of digits; the first of fewer has no end
 
-  __device__ __forceinline__ void locate(uint32_t p, uint32_t* u, uint32_t* v) const {
-    uint32_t e1, e2, e3;
-    const uint32_t e0 = d1.divide(d2.divide(d3.divide(p, &e3), &e2), &e1);
-    *u = e0 * u0 + e1 * u1 + e2 * u2 + e3 * u3;
-    *v = e0 * v0 + e2 * v2 + e3 * v3;
+  __device__ __forceinline__ Place locate(uint32_t p, uint32_t* e1, uint32_t* e2, uint32_t* e3) const {
+    Place at{};
+    *e1 = 0;
+    *e2 = d3.divide(p, e3);
+    at.add(*e3, of3);
+    if (count > 2) *e1 = d2.divide(*e2, e2);
+    if (count > 3) at.add(d1.divide(*e1, e1), of0);
+    if (count > 2) at.add(*e1, of1);
+    at.add(*e2, of2);
+    return at;
   }
 };
 
 Digits make_digits(int64_t layout, bool channels_last, const Size& n) {
+  const auto small = [](int64_t x) { return static_cast<uint32_t>(x); };
   Digits x;
   const int64_t taps = n.kh * n.kw;
-  if (layout == kLinear) {
+  if (layout == kSpatial && taps > 1 && channels_last) {
+    x.count = 3;
     x.d3 = Divisor(n.i);
-    x.u3 = x.v0 = 1;
-  } else if (layout == kView) {
-    x.d3 = Divisor(n.o * n.i);
-    x.u0 = x.v3 = 1;
-  } else if (layout == kSpatial && channels_last) {
     x.d2 = Divisor(taps);
+    x.of3 = {0, 1, small(taps)};
+    x.of2 = {1, 0, 1};
+    x.of1 = {0, small(n.i), small(n.i * taps)};
+  } else if (layout == kKernel && channels_last) {
     x.d3 = Divisor(n.i);
-    x.u2 = x.v3 = 1;
-    x.v0 = static_cast<uint32_t>(n.i);
-  } else if (layout == kSpatial) {
-    x.d3 = Divisor(taps);
-    x.u3 = x.v0 = 1;
-  } else if (channels_last) {
-    x.d1 = Divisor(n.kh);
     x.d2 = Divisor(n.kw);
-    x.d3 = Divisor(n.i);
-    x.u1 = x.v2 = 1;
-    x.u3 = static_cast<uint32_t>(n.kh);
-    x.v0 = static_cast<uint32_t>(n.kw);
-  } else {
-    x.d2 = Divisor(n.i * n.kh);
+    x.d1 = Divisor(n.kh);
+    x.of3 = {small(n.kh), 0, small(taps)};
+    x.of2 = {0, 1, 1};
+    x.of1 = {1, 0, small(n.kw)};
+    x.of0 = {0, small(n.kw), small(n.i * taps)};
+  } else if (layout == kKernel) {
+    x.count = 3;
     x.d3 = Divisor(n.kw);
-    x.u2 = x.v3 = 1;
-    x.v0 = static_cast<uint32_t>(n.kw);
+    x.d2 = Divisor(n.i * n.kh);
+    x.of3 = {0, 1, 1};
+    x.of2 = {1, 0, small(n.kw)};
+    x.of1 = {0, small(n.kw), small(n.i * taps)};
+  } else if (layout == kView || (layout == kSpatial && taps == 1)) {
+    x.count = 2;
+    x.d3 = Divisor(n.o * n.i);
+    x.of3 = {0, 1, 1};
+    x.of2 = {1, 0, small(n.o * n.i)};
+  } else {
+    x.count = 2;
+    x.d3 = Divisor(layout == kLinear ? n.i : taps);
+    x.of3 = {1, 0, 1};
+    x.of2 = {0, 1, x.d3.d};
   }
   return x;
 }
@@ -86,63 +109,173 @@ Flat make_flat(int64_t layout, const Size& n) {
   return x;
 }
 
-// A client's support, one word of it at a time.
-struct Word {
-  const uint32_t *bits, *starts;
-  uint32_t at = ~0u, set = 0, start = 0;
+// Whether `flat` is on a client's support, and the place of its value.
+__device__ __forceinline__ bool find(const SupportWord* words, uint32_t flat, uint32_t* place) {
+  const SupportWord word = words[flat / 32];
+  const uint32_t up_to = word.set << (31 - flat % 32);
+  *place = word.start + __popc(up_to << 1);
+  return up_to >> 31;
+}
 
-  // The place of the value at `flat`, -1 off the support.
-  __device__ __forceinline__ int64_t place(uint32_t flat) {
-    if (flat / 32 != at) {
-      at = flat / 32;
-      set = bits[at];
-      start = starts[at];
-    }
-    const uint32_t bit = 1u << flat % 32;
-    return set & bit ? static_cast<int64_t>(start) + __popc(set & (bit - 1)) : -1;
-  }
+template <typename T>
+struct Weight {
+  T* out;
+  const T *mu, *u, *v;
+  int64_t mu_client, u_client, v_client;
+  Support support;
+  Digits digits;
+  Divisor blocks;
+  uint32_t n, u_size, v_size;
+  int rank;
 };
 
-template <typename T, int N, bool kSupport>
-__global__ void __launch_bounds__(kThreads)
-    rank1_weight_kernel(T* __restrict__ out, const T* __restrict__ mu, const T* __restrict__ u, const T* __restrict__ v,
-                        int64_t mu_client, int64_t u_client, int64_t v_client, Support support, Flat flat,
-                        Digits digits, uint32_t n, uint32_t blocks, int rank, uint32_t u_size, uint32_t v_size) {
-  constexpr int kSteps = unroll(kSupport);
-  const int64_t client = blockIdx.x / blocks;
-  const uint32_t first = (blockIdx.x % blocks) * (kThreads * kSteps) + threadIdx.x;
-  out += client * n;
-  if (mu) mu += client * mu_client;
-  u += client * u_client;
-  v += client * v_client;
-  Word word{support.bits + client * support.client, support.starts + client * support.client};
-  Pack<T, N> dense[kSteps];
+// What the elements of a pack have in common.
+enum Run : int {
+  kSteps,    // nothing
+  kPackU,    // one v, neighbours in u
+  kPackV,    // one u, neighbours in v
+  kStrideU,  // one v, elements of u at equal distances
+  kTwoRuns,  // neighbours in u up to its end, then from its start on with the next v
+};
+// μ: dense or none; on a support that a pack sees 8 bits or less of one word of; on one that it sees bits here and
+// there.
+enum Sparse : int { kDense, kSupport, kScattered };
+
+// sum += Σ_r u_r v_r for a pack.
+template <typename T, int N, int kRun>
+__device__ __forceinline__ void add_factors(Acc<T> (&sum)[N], const Weight<T>& a, const T* u, const T* v,
+                                            const Place (&at)[N], const Place& step) {
+  using A = Acc<T>;
+#pragma unroll 1
+  for (int r = 0; r < a.rank; ++r, u += a.u_size, v += a.v_size) {
+    if constexpr (kRun == kPackU || kRun == kPackV) {
+      const A one = convert<A>(kRun == kPackV ? u[at[0].u] : v[at[0].v]);
+      A others[N];
+      using Raw = typename RawPack<T, N>::type;
+      widen<T>(others, *reinterpret_cast<const Raw*>(kRun == kPackV ? v + at[0].v : u + at[0].u));
 #pragma unroll
-  for (int j = 0; j < kSteps; ++j) {
-    const uint32_t p = (first + j * kThreads) * N;
-    if (!kSupport && mu && p < n) dense[j] = *reinterpret_cast<const Pack<T, N>*>(mu + p);
-  }
+      for (int l = 0; l < N; ++l) sum[l] += one * others[l];
+    } else if constexpr (kRun == kStrideU) {
+      const A one = convert<A>(v[at[0].v]);
 #pragma unroll
-  for (int j = 0; j < kSteps; ++j) {
-    const uint32_t p = (first + j * kThreads) * N;
-    if (p >= n) return;
-    Pack<T, N> result;
+      for (int l = 0; l < N; ++l) sum[l] += one * convert<A>(u[at[0].u + l * step.u]);
+    } else if constexpr (kRun == kTwoRuns) {
+      const uint32_t left = a.u_size - at[0].u;
+      const A first = convert<A>(v[at[0].v]), second = left < N ? convert<A>(v[at[0].v + 1]) : first;
 #pragma unroll
-    for (int l = 0; l < N; ++l) {
-      uint32_t iu, iv;
-      digits.locate(p + l, &iu, &iv);
-      Acc<T> sum = 0;
-      for (int r = 0; r < rank; ++r) sum += convert<Acc<T>>(u[r * u_size + iu]) * convert<Acc<T>>(v[r * v_size + iv]);
-      if constexpr (kSupport) {
-        const int64_t at = word.place(flat.of_u(iu) + flat.of_v(iv));
-        if (at >= 0) sum += convert<Acc<T>>(mu[at]);
-      } else {
-        if (mu) sum += convert<Acc<T>>(dense[j].x[l]);
+      for (uint32_t l = 0; l < N; ++l) {
+        const uint32_t from = at[0].u + l - (l < left ? 0 : a.u_size);
+        sum[l] += (l < left ? first : second) * convert<A>(u[from]);
       }
-      result.x[l] = convert<T>(sum);
+    } else {
+#pragma unroll
+      for (int l = 0; l < N; ++l) sum[l] += convert<A>(u[at[l].u]) * convert<A>(v[at[l].v]);
     }
-    *reinterpret_cast<Pack<T, N>*>(out + p) = result;
   }
+}
+
+template <typename T, int N, int kRun, int kSparse>
+__global__ void __launch_bounds__(kThreads) rank1_weight_kernel(Weight<T> a) {
+  using A = Acc<T>;
+  constexpr int kPacks = packs_of(kSparse);
+  uint32_t block;
+  const int64_t client = a.blocks.divide(blockIdx.x, &block);
+  const uint32_t first = block * (kThreads * kPacks) + threadIdx.x;
+  const T* const mu = a.mu ? a.mu + client * a.mu_client : nullptr;
+  const T *const u = a.u + client * a.u_client, *const v = a.v + client * a.v_client;
+  const SupportWord* const words = a.support.words + client * a.support.client;
+  using Raw = typename RawPack<T, N>::type;
+  Raw dense[kPacks];
+#pragma unroll
+  for (int j = 0; j < kPacks; ++j) {
+    const uint32_t p = (first + j * kThreads) * N;
+    dense[j] = !kSparse && mu && p < a.n ? *reinterpret_cast<const Raw*>(mu + p) : Raw{};
+  }
+#pragma unroll
+  for (int j = 0; j < kPacks; ++j) {
+    const uint32_t p = (first + j * kThreads) * N;
+    if (p >= a.n) return;
+    A sum[N];
+    widen<T>(sum, dense[j]);
+    Place at[N];
+    uint32_t e1, e2, e3;
+    at[0] = a.digits.locate(p, &e1, &e2, &e3);
+#pragma unroll
+    for (int l = 1; l < N; ++l) {
+      at[l] = at[l - 1];
+      if constexpr (kRun != kSteps) {
+        at[l].flat += a.digits.of3.flat;
+      } else {
+        // the next in memory, digit by digit
+        at[l].add(1, a.digits.of3);
+        if (++e3 == a.digits.d3.d) {
+          e3 = 0;
+          at[l].add(-a.digits.d3.d, a.digits.of3);
+          at[l].add(1, a.digits.of2);
+          if (a.digits.count > 2 && ++e2 == a.digits.d2.d) {
+            e2 = 0;
+            at[l].add(-a.digits.d2.d, a.digits.of2);
+            at[l].add(1, a.digits.of1);
+            if (a.digits.count > 3 && ++e1 == a.digits.d1.d) {
+              e1 = 0;
+              at[l].add(-a.digits.d1.d, a.digits.of1);
+              at[l].add(1, a.digits.of0);
+            }
+          }
+        }
+      }
+    }
+    add_factors<T, N, kRun>(sum, a, u, v, at, a.digits.of3);
+    if constexpr (kSparse == kSupport) {
+      const SupportWord word = words[p / 32];
+      const T* next = mu + word.start + __popc(word.set & ((1u << p % 32) - 1));
+      const uint32_t set = word.set >> p % 32;
+#pragma unroll
+      for (int l = 0; l < N; ++l) {
+        if (set >> l & 1) sum[l] += convert<A>(*next++);
+      }
+    } else if constexpr (kSparse == kScattered) {
+#pragma unroll
+      for (int l = 0; l < N; ++l) {
+        uint32_t from;
+        if (find(words, at[l].flat, &from)) sum[l] += convert<A>(mu[from]);
+      }
+    }
+    *reinterpret_cast<Pack<T, N>*>(a.out + client * a.n + p) = narrow<T>(sum);
+  }
+}
+
+// What packs of N elements of W have in common.
+template <typename T, int N>
+Run run_of(const Weight<T>& a) {
+  const Digits& d = a.digits;
+  const auto in_packs = [](const T* data, int64_t client, uint32_t size, uint32_t step0, uint32_t step1,
+                           uint32_t step2) {
+    return reinterpret_cast<uintptr_t>(data) % (N * sizeof(T)) == 0 && client % N == 0 && size % N == 0 &&
+           step0 % N == 0 && step1 % N == 0 && step2 % N == 0;
+  };
+  if (d.d3.d % N == 0) {
+    if (d.of3.v == 1 && d.of3.u == 0 && in_packs(a.v, a.v_client, a.v_size, d.of0.v, d.of1.v, d.of2.v)) return kPackV;
+    if (d.of3.u == 1 && d.of3.v == 0 && in_packs(a.u, a.u_client, a.u_size, d.of0.u, d.of1.u, d.of2.u)) return kPackU;
+    if (d.of3.v == 0) return kStrideU;
+  }
+  if (d.count == 2 && d.of3.u == 1 && d.d3.d >= N) return kTwoRuns;
+  return kSteps;
+}
+
+template <typename T, int N, int kSparse>
+auto weight_kernel(Run run) {
+  if constexpr (N > 1) {
+    if (run == kPackV) return rank1_weight_kernel<T, N, kPackV, kSparse>;
+    if constexpr (kSparse != kSupport) {
+      if (run == kStrideU) return rank1_weight_kernel<T, N, kStrideU, kSparse>;
+    }
+    if constexpr (kSparse != kScattered) {
+      if (run == kPackU) return rank1_weight_kernel<T, N, kPackU, kSparse>;
+      if (run == kTwoRuns) return rank1_weight_kernel<T, N, kTwoRuns, kSparse>;
+    }
+  }
+  return rank1_weight_kernel<T, N, kSteps, kSparse>;
 }
 
 // How a block reads its tile of dW: `flat` as one stretch of memory, else along the axis whose neighbours are closest.
@@ -212,7 +345,7 @@ __global__ void __launch_bounds__(kThreads, 4) rank1_backward_kernel(Backward<T>
     }
   }
   if (kSupport) __syncthreads();
-  Word word{a.support.bits + client * a.support.client, a.support.starts + client * a.support.client};
+  const SupportWord* const words = a.support.words + client * a.support.client;
   for (uint32_t e = threadIdx.x * N; e < bu * bv; e += kThreads * N) {
     uint32_t eu, ev;
     if (kReading == kAlongV) {
@@ -232,8 +365,8 @@ __global__ void __launch_bounds__(kThreads, 4) rank1_backward_kernel(Backward<T>
     for (int l = 0; l < N; ++l) {
       tile[eu * ld + ev] = inside ? convert<A>(pack.x[l]) : A(0);
       if (kSupport && inside) {
-        const int64_t at = word.place(u_flat[eu] + v_flat[ev]);
-        if (at >= 0) a.dmu[client * a.dmu_client + at] = pack.x[l];
+        uint32_t at;
+        if (find(words, u_flat[eu] + v_flat[ev], &at)) a.dmu[client * a.dmu_client + at] = pack.x[l];
       }
       if (kReading == kAlongV) {
         ++ev;
@@ -323,23 +456,41 @@ template int reduce_parts<__half>(const float*, __half*, int64_t, int64_t, int64
 int rank1_weight(Type type, void* out, Slices mu, Support support, Slices u, Slices v, int64_t layout,
                  bool channels_last, Size size, int64_t rank, int64_t clients, void* stream) {
   const int64_t n = size.numel();
-  const Digits digits = make_digits(layout, channels_last, size);
   const int64_t unused[4] = {};
   const View sizes = rank1_view(layout, size, unused);
   const int64_t u_size = sizes.rows.size, v_size = sizes.columns.size;
   if (n >= kLimit || rank * u_size >= kLimit || rank * v_size >= kLimit) return cudaErrorInvalidValue;
-  return with_type(type, [&](auto* element) {
+  return with_type(type, [&](auto* element) -> int {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int N = kPack<T>;
-    const bool on_support = support.bits != nullptr;
+    Weight<T> a;
+    a.out = static_cast<T*>(out);
+    a.mu = static_cast<const T*>(mu.data);
+    a.u = static_cast<const T*>(u.data);
+    a.v = static_cast<const T*>(v.data);
+    a.mu_client = mu.client;
+    a.u_client = u.client;
+    a.v_client = v.client;
+    a.support = support;
+    a.digits = make_digits(layout, channels_last, size);
+    a.n = static_cast<uint32_t>(n);
+    a.u_size = static_cast<uint32_t>(u_size);
+    a.v_size = static_cast<uint32_t>(v_size);
+    a.rank = static_cast<int>(rank);
+    const bool on_support = support.words != nullptr;
     const bool aligned = mu.client % N == 0 && reinterpret_cast<uintptr_t>(mu.data) % 16 == 0;
     const bool packed = n % N == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0 && (on_support || aligned);
-    const int64_t blocks = ceil_div(n, (packed ? N : 1) * kThreads * unroll(on_support));
-    const auto kernel = on_support ? (packed ? rank1_weight_kernel<T, N, true> : rank1_weight_kernel<T, 1, true>)
-                                   : (packed ? rank1_weight_kernel<T, N, false> : rank1_weight_kernel<T, 1, false>);
-    return launch(kernel, clients * blocks, kThreads, 0, stream, static_cast<T*>(out), static_cast<const T*>(mu.data),
-                  static_cast<const T*>(u.data), static_cast<const T*>(v.data), mu.client, u.client, v.client, support,
-                  make_flat(layout, size), digits, n, blocks, rank, u_size, v_size);
+    // contiguous W has its own order
+    const bool in_order = packed && a.digits.of3.flat == 1;
+    const Run run = packed ? run_of<T, N>(a) : kSteps;
+    auto kernel = packed ? weight_kernel<T, N, kDense>(run) : weight_kernel<T, 1, kDense>(run);
+    if (on_support && !packed) kernel = weight_kernel<T, 1, kScattered>(run);
+    if (on_support && packed) {
+      kernel = in_order ? weight_kernel<T, N, kSupport>(run) : weight_kernel<T, N, kScattered>(run);
+    }
+    const int64_t blocks = ceil_div(n, (packed ? N : 1) * kThreads * packs_of(on_support));
+    a.blocks = Divisor(blocks);
+    return launch(kernel, clients * blocks, kThreads, 0, stream, a);
   });
 }
 
@@ -401,8 +552,8 @@ int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, 
     const bool along_v = columns.stride0 < rows.stride0;
     const bool packed = along_v ? packs(columns, rows, grad, N, sizeof(T)) && t.block_v % N == 0
                                 : packs(rows, columns, grad, N, sizeof(T)) && t.block_u % N == 0;
-    const auto kernel = support.bits ? backward_kernel<T, true>(flat, along_v, packed)
-                                     : backward_kernel<T, false>(flat, along_v, packed);
+    const auto kernel = support.words ? backward_kernel<T, true>(flat, along_v, packed)
+                                      : backward_kernel<T, false>(flat, along_v, packed);
     int error = launch(kernel, clients * t.blocks_u * t.blocks_v, kThreads, t.shared, stream, a);
     if (!error && a.need_u && t.blocks_v > 1) {
       error = reduce_parts<T>(a.du_parts, a.du, clients, t.blocks_v, rank * rows.size, stream);

@@ -1,10 +1,13 @@
 // All gradients of one product of thin factors, or of two multiplied with each other, from one reading of dW: a block
 // takes a stripe of tiles of rows through all columns (or each splits-th tile of them). The sums of its rows stay in
 // registers; those of a tile of columns are a part for each stripe, and the parts are summed in a fixed order. Each
-// product has four warps, and a warp 16 rows of a tile.
+// product has four warps, and a warp 16 rows of a tile. Columns are the fast side of W, transposed if need be, so that
+// packs from memory are packs in shared memory.
 #ifndef FASTFACT_EMULATED
 #include <mma.h>
 #endif
+
+#include <utility>
 
 #include "tile.cuh"
 
@@ -126,10 +129,14 @@ constexpr int kTile = 64;
 // Tiles of rows in a stripe.
 constexpr int kStripe = 4, kRows = kStripe * kTile;
 
+// Of sums on their way out.
+template <int kWidth>
+constexpr int kLeadSumsOf = kWidth + 4;
+
 template <typename T, int kWidth, int kProducts>
 struct ThinShared {
-  static constexpr int kPad = 16 / sizeof(T), kLead = kTile + kPad, kLeadThin = kWidth + kPad;
-  static constexpr int kLeadOut = kTile + 4, kLeadSums = kWidth + 4;
+  static constexpr int kLead = kTile + 8, kLeadThin = kWidth + 16 / sizeof(T);
+  static constexpr int kLeadOut = kTile + 8, kLeadSums = kLeadSumsOf<kWidth>;
   static constexpr bool kTwo = kProducts == 2, kInPlace = kTwo && sizeof(T) == 4;
   int64_t m_offset[kRows], n_offset[2][kTile];
   int32_t m_index[kRows], n_index[2][kTile];
@@ -149,16 +156,30 @@ struct ThinShared {
   }
 };
 
+// The element of a thin operand that comes at e: neighbours in memory first. Where these are positions they come by
+// eights, for four of c, which lie in different banks.
+template <int kWidth, int kPositions, typename T>
+__device__ __forceinline__ void order_thin(int e, const Operand<T>& x, int* position, int* c) {
+  if (x.rank_stride == 1) {
+    *position = e / kWidth;
+    *c = e % kWidth;
+  } else {
+    *position = e / 32 % (kPositions / 8) * 8 + e % 8;
+    *c = e / (4 * kPositions) * 4 + e / 8 % 4;
+  }
+}
+
 // shared[position][c] for c below kWidth, zero outside.
 template <typename T, int kWidth, int kPositions>
 __device__ __forceinline__ void load_thin(T* shared, int lead, const Operand<T>& x, int64_t client,
                                           const int32_t* index) {
   const T* data = x.data + client * x.client;
   for (int e = threadIdx.x % kThreads; e < kPositions * kWidth; e += kThreads) {
-    const int position = x.rank_stride == 1 ? e / kWidth : e % kPositions;
-    const int c = x.rank_stride == 1 ? e % kWidth : e / kPositions;
+    int position, c;
+    order_thin<kWidth, kPositions>(e, x, &position, &c);
     const bool inside = index[position] >= 0 && c < x.rank;
-    shared[position * lead + c] = inside ? data[index[position] * x.row + c * x.rank_stride] : convert<T>(0.0f);
+    store_shared(shared + position * lead + c,
+                 inside ? data[index[position] * x.row + c * x.rank_stride] : convert<T>(0.0f));
   }
 }
 
@@ -166,14 +187,15 @@ __device__ __forceinline__ void load_thin(T* shared, int lead, const Operand<T>&
 template <typename T, int kWidth, typename Held>
 __device__ __forceinline__ void write_thin(const Held& sums, float* staged, const int32_t* index, const Operand<T>& x,
                                            T* out, float* part, float scaling) {
-  constexpr int kLead = kWidth + 4;
+  constexpr int kLead = kLeadSumsOf<kWidth>;
   __syncthreads();
   sums.store(staged + threadIdx.x % kThreads / 32 * 16 * kLead, kLead);
   __syncthreads();
   for (int e = threadIdx.x % kThreads; e < kTile * kWidth; e += kThreads) {
-    const int position = x.rank_stride == 1 ? e / kWidth : e % kTile, c = x.rank_stride == 1 ? e % kWidth : e / kTile;
+    int position, c;
+    order_thin<kWidth, kTile>(e, x, &position, &c);
     if (index[position] < 0 || c >= x.rank) continue;
-    const float value = scaling * staged[position * kLead + c];
+    const float value = scaling * load_shared<float>(staged + position * kLead + c);
     const int64_t at = index[position] * x.row + c * x.rank_stride;
     if (part) {
       part[at] = value;
@@ -206,7 +228,7 @@ struct Arriving {
       }
     }
   }
-  // put(m, n, pack of dW from [m, n] along n, whether inside W) for all of the tile, outside with zeros.
+  // put(m, n, pack of dW from [m, n] on, whether inside W) for all of the tile, outside with zeros.
   template <typename Put>
   __device__ __forceinline__ void deliver(const Walk& walk, const T* grad, const int32_t* m_index,
                                           const int64_t* m_offset, const int32_t* n_index, const int64_t* n_offset,
@@ -216,13 +238,7 @@ struct Arriving {
       for (int j = 0; j < kCount; ++j) {
         uint32_t m, n;
         walk.at((threadIdx.x + j * kBlock) * N, kTile, &m, &n);
-        const bool inside = m_index[m] >= 0 && n_index[n] >= 0;
-        if (walk.fast_columns) {
-          put(m, n, packs[j], inside);
-        } else {
-#pragma unroll
-          for (int l = 0; l < N; ++l) put(m + l, n, Pack<T, 1>{packs[j].x[l]}, inside);
-        }
+        put(m, n, packs[j], m_index[m] >= 0 && n_index[n] >= 0);
       }
       return;
     }
@@ -244,22 +260,19 @@ struct Arriving {
 template <typename T, int N>
 __device__ __forceinline__ void multiply_into(T* a1, T* a2, const float* first, const float* second, float plus,
                                               const Pack<T, N>& pack, bool inside) {
-  constexpr int kSome = N < 4 ? N : 4;
+  float p1[N], p2[N];
+  read_row(p1, first);
+  read_row(p2, second);
+  Pack<T, N> g1, g2;
 #pragma unroll
-  for (int l = 0; l < N; l += kSome) {
-    const auto p1 = *reinterpret_cast<const Pack<float, kSome>*>(first + l);
-    const auto p2 = *reinterpret_cast<const Pack<float, kSome>*>(second + l);
-    Pack<T, kSome> g1, g2;
-#pragma unroll
-    for (int j = 0; j < kSome; ++j) {
-      const float g = convert<float>(pack.x[l + j]);
-      // zero times a product that overflowed is not zero
-      g1.x[j] = convert<T>(inside ? g * (p2.x[j] + plus) : 0.0f);
-      g2.x[j] = convert<T>(inside ? g * p1.x[j] : 0.0f);
-    }
-    *reinterpret_cast<Pack<T, kSome>*>(a1 + l) = g1;
-    *reinterpret_cast<Pack<T, kSome>*>(a2 + l) = g2;
+  for (int l = 0; l < N; ++l) {
+    const float g = convert<float>(pack.x[l]);
+    // zero times a product that overflowed is not zero
+    g1.x[l] = convert<T>(inside ? g * (p2[l] + plus) : 0.0f);
+    g2.x[l] = convert<T>(inside ? g * p1[l] : 0.0f);
   }
+  store_shared(a1, g1);
+  store_shared(a2, g2);
 }
 
 // Blocks for which a multiprocessor must have registers.
@@ -326,7 +339,7 @@ __global__ void __launch_bounds__(kThreads* kProducts, blocks(sizeof(T), kWidth,
                        multiply_into<T>(s.a(0) + m * kLead + n, s.a(1) + m * kLead + n, s.out + m * kLeadOut + n,
                                         s.out + (kTile + m) * kLeadOut + n, p.plus, pack, inside);
                      } else {
-                       *reinterpret_cast<std::decay_t<decltype(pack)>*>(s.a(0) + m * kLead + n) = pack;
+                       store_shared(s.a(0) + m * kLead + n, pack);
                      }
                    });
       if (t + 1 < tiles) {
@@ -353,6 +366,22 @@ __global__ void __launch_bounds__(kThreads* kProducts, blocks(sizeof(T), kWidth,
                           to.m_parts ? to.m_parts + part * size : nullptr, p.scaling);
   }
 }
+
+// W and its products with columns as the fast side, transposed if need be.
+struct Oriented {
+  View view;
+  Outer products[2];
+
+  Oriented(const View& from, const Outer* some, int count) : view(from) {
+    for (int q = 0; q < count; ++q) products[q] = some[q];
+    if (has_fast_columns(from)) return;
+    std::swap(view.rows, view.columns);
+    for (int q = 0; q < count; ++q) {
+      std::swap(products[q].m, products[q].n);
+      std::swap(products[q].m_out, products[q].n_out);
+    }
+  }
+};
 
 int64_t widest(const Outer* products, int count) {
   int64_t rank = 0;
@@ -431,13 +460,14 @@ bool thin_pays(Type type, int64_t rank, int count) {
 }
 
 int64_t thin_workspace(Type type, Slices grad, const View& view, const Outer* products, int count, int64_t clients) {
+  const Oriented w(view, products, count);
   int64_t floats = 0;
   with_type(type, [&](auto* element) -> int {
     using T = std::remove_pointer_t<decltype(element)>;
-    const Grid grid = make_grid(make_walk<T>(view, grad), view, clients);
+    const Grid grid = make_grid(make_walk<T>(w.view, grad), w.view, clients);
     for (int q = 0; q < count; ++q) {
-      if (grid.splits > 1) floats += grid.splits * view.rows.size * products[q].m.rank;
-      if (grid.stripes > 1) floats += grid.stripes * view.columns.size * products[q].n.rank;
+      if (grid.splits > 1) floats += grid.splits * w.view.rows.size * w.products[q].m.rank;
+      if (grid.stripes > 1) floats += grid.stripes * w.view.columns.size * w.products[q].n.rank;
     }
     return cudaSuccess;
   });
@@ -446,6 +476,7 @@ int64_t thin_workspace(Type type, Slices grad, const View& view, const Outer* pr
 
 int thin_backward(Type type, Slices grad, const Outer* products, int count, double scaling, double plus,
                   const View& view, void* workspace, int64_t clients, void* stream) {
+  const Oriented w(view, products, count);
   const int64_t rank = widest(products, count);
   if (view.rows.size >= kLimit || view.columns.size >= kLimit || rank > 32) return cudaErrorInvalidValue;
   return with_type(type, [&](auto* element) -> int {
@@ -455,7 +486,7 @@ int thin_backward(Type type, Slices grad, const Outer* products, int count, doub
     } else {
       const auto kernel =
           count == 1 ? (rank <= 16 ? run<T, 16, 1> : run<T, 32, 1>) : (rank <= 16 ? run<T, 16, 2> : run<T, 32, 2>);
-      return kernel(products, grad, scaling, plus, view, workspace, clients, stream);
+      return kernel(w.products, grad, scaling, plus, w.view, workspace, clients, stream);
     }
   });
 }

@@ -48,17 +48,43 @@ struct Walk {
   __device__ __forceinline__ void at(uint32_t e, uint32_t tile, uint32_t* m, uint32_t* n) const {
     uint32_t low;
     const uint32_t rest = inner.divide(e, &low);
-    *(fast_columns ? m : n) = rest % tile;
-    *(fast_columns ? n : m) = rest / tile * inner.d + low;
+    // values are chosen, not places to write to, which would be in memory
+    const uint32_t slow = rest % tile, fast = rest / tile * inner.d + low;
+    *m = fast_columns ? slow : fast;
+    *n = fast_columns ? fast : slow;
   }
   __device__ __forceinline__ uint32_t count(uint32_t tile) const { return tile * (fast_columns ? block_n : block_m); }
 };
+
+inline bool has_fast_columns(const View& view) { return view.columns.stride0 <= view.rows.stride0; }
+
+// N neighbours in a row of a tile that the lanes of a warp read one beside the other. 32 bytes are read by halves, half
+// of the lanes beginning with the second, so that no two meet in a bank.
+template <int N>
+__device__ __forceinline__ void read_row(float (&x)[N], const float* at) {
+  constexpr int kHalf = N < 4 ? N : 4;
+  if constexpr (N <= kHalf) {
+    const auto pack = load_shared<Pack<float, N>>(at);
+#pragma unroll
+    for (int l = 0; l < N; ++l) x[l] = pack.x[l];
+  } else {
+    static_assert(N == 2 * kHalf);
+    const bool turned = threadIdx.x & 4;
+    const auto first = load_shared<Pack<float, kHalf>>(at + (turned ? kHalf : 0));
+    const auto second = load_shared<Pack<float, kHalf>>(at + (turned ? 0 : kHalf));
+#pragma unroll
+    for (int l = 0; l < kHalf; ++l) {
+      x[l] = turned ? second.x[l] : first.x[l];
+      x[kHalf + l] = turned ? first.x[l] : second.x[l];
+    }
+  }
+}
 
 template <typename T>
 Walk make_walk(const View& view, Slices data) {
   constexpr int64_t kTile = kTileOf<T>;
   Walk w;
-  w.fast_columns = view.columns.stride0 <= view.rows.stride0;
+  w.fast_columns = has_fast_columns(view);
   const Side& fast = w.fast_columns ? view.columns : view.rows;
   const Side& slow = w.fast_columns ? view.rows : view.columns;
   const int64_t inner = fast.radix < fast.size && fast.radix < 16 ? fast.radix : kTile;

@@ -2,11 +2,12 @@
 //
 // A block is a set of fibers, switched at barriers and warp shuffles, so that shared memory, barriers and collectives
 // behave as on the device; blocks run one after the other. Shared memory starts as NaN. A fragment of wmma is the whole
-// 16 x 16 matrix in every thread.
+// 16 x 16 matrix in every thread. On request the banks of shared memory are counted that each warp meets in.
 #pragma once
 #define FASTFACT_EMULATED
 #include <ucontext.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -14,7 +15,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <source_location>
+#include <string>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -36,6 +41,47 @@ struct Fiber {
   State state;
 };
 
+// What a thread does for the n-th time at a place in the source, its warp does at once.
+struct Access {
+  std::string where;
+  unsigned warp, turn;
+  auto operator<=>(const Access&) const = default;
+};
+struct Lane {
+  unsigned lane;
+  size_t at, bytes;
+};
+struct Banks {
+  bool counted = false;
+  std::map<std::pair<std::string, unsigned>, unsigned> turns;
+  std::map<Access, std::vector<Lane>> block;
+  // by place: the most times longer than without conflicts that an access took
+  std::map<std::string, double> worst;
+};
+inline Banks banks;
+
+// 32 banks of 4 bytes: lanes with 8 bytes go by halves of a warp, with 16 by quarters; each goes once for the most
+// different words of a bank.
+inline double conflicts(const std::vector<Lane>& lanes) {
+  const size_t bytes = lanes[0].bytes, at_once = bytes <= 4 ? 32 : 128 / bytes;
+  double cycles = 0, least = 0;
+  for (size_t first = 0; first < 32; first += at_once) {
+    std::vector<size_t> words[32];
+    size_t most = 0;
+    for (const Lane& one : lanes) {
+      if (one.lane < first || one.lane >= first + at_once) continue;
+      for (size_t word = one.at / 4; word * 4 < one.at + bytes; ++word) {
+        auto& bank = words[word % 32];
+        if (std::find(bank.begin(), bank.end(), word) == bank.end()) bank.push_back(word);
+        most = std::max(most, bank.size());
+      }
+    }
+    cycles += most;
+    least += most > 0;
+  }
+  return cycles / least;
+}
+
 struct Block {
   std::vector<Fiber> fibers;
   std::function<void()> body;
@@ -45,6 +91,24 @@ struct Block {
   alignas(32) unsigned char shared[kSharedBytes];
 };
 inline Block block;
+
+inline void note(const void* pointer, size_t bytes, const char* what, const std::source_location& here) {
+  const size_t at = static_cast<const unsigned char*>(pointer) - block.shared;
+  if (!banks.counted || at >= kSharedBytes) return;
+  const std::string file = here.file_name();
+  const std::string where =
+      file.substr(file.rfind('/') + 1) + ":" + std::to_string(here.line()) + " " + what + " " + std::to_string(bytes);
+  const unsigned turn = banks.turns[{where, block.thread}]++;
+  banks.block[{where, block.thread / 32, turn}].push_back({block.thread % 32, at, bytes});
+}
+inline void count_banks() {
+  for (const auto& [access, lanes] : banks.block) {
+    double& worst = banks.worst[access.where];
+    worst = std::max(worst, conflicts(lanes));
+  }
+  banks.block.clear();
+  banks.turns.clear();
+}
 
 inline void enter() {
   block.body();
@@ -101,6 +165,7 @@ inline void run(unsigned index, size_t threads, size_t shared, std::function<voi
     for (size_t j = 0; j < threads; j += 32) going |= release(j, j + 32 < threads ? j + 32 : threads, kAtWarp);
     going |= release(0, threads, kAtBlock);
   }
+  if (banks.counted) count_banks();
   for (size_t j = 0; j < threads; ++j) {
     if (block.fibers[j].state != kDone) {
       std::fprintf(stderr, "thread %zu of block %u waits for ever\n", j, index);
@@ -177,6 +242,10 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return emulation::exchange(value, static_cast<int>(threadIdx.x % 32) ^ mask);
 }
 template <typename T>
+T __shfl_sync(unsigned, T value, int source) {
+  return emulation::exchange(value, source);
+}
+template <typename T>
 T __shfl_up_sync(unsigned, T value, int delta) {
   return emulation::exchange(value, static_cast<int>(threadIdx.x % 32) - delta);
 }
@@ -215,7 +284,7 @@ struct matrix_b {};
 struct accumulator {};
 struct row_major {};
 struct col_major {};
-enum layout_t { mem_row_major };
+enum layout_t { mem_row_major, mem_col_major };
 
 template <typename Use, int M, int N, int K, typename T, typename Layout = void>
 struct fragment {
@@ -247,9 +316,9 @@ void mma_sync(D& d, const A& a, const B& b, const D& c) {
   d = sum;
 }
 template <typename D>
-void store_matrix_sync(float* to, const D& d, unsigned lead, layout_t) {
+void store_matrix_sync(float* to, const D& d, unsigned lead, layout_t layout) {
   for (int r = 0; r < 16; ++r)
-    for (int c = 0; c < 16; ++c) to[r * lead + c] = d.x[16 * r + c];
+    for (int c = 0; c < 16; ++c) to[layout == mem_row_major ? r * lead + c : c * lead + r] = d.x[16 * r + c];
 }
 
 }  // namespace nvcuda::wmma
@@ -271,4 +340,35 @@ int allow_shared(K, size_t) {
 inline size_t most_shared() { return emulation::kSharedBytes; }
 inline unsigned char* dynamic_shared() { return emulation::block.shared; }
 
+template <typename P, typename T>
+P load_shared(const T* at, const std::source_location& here = std::source_location::current()) {
+  emulation::note(at, sizeof(P), "load", here);
+  return *reinterpret_cast<const P*>(at);
+}
+template <typename P, typename T>
+void store_shared(T* at, const P& pack, const std::source_location& here = std::source_location::current()) {
+  emulation::note(at, sizeof(P), "store", here);
+  *reinterpret_cast<P*>(at) = pack;
+}
+
 }  // namespace fastfact_cuda
+
+// Begins to count banks; the worst of each access to shared memory since then, a line each.
+extern "C" __attribute__((used)) inline void emulation_count_banks() {
+  emulation::banks.worst.clear(), emulation::banks.counted = true;
+}
+extern "C" __attribute__((used)) inline const char* emulation_worst_banks() {
+  static std::string text;
+  text.clear();
+  for (const auto& [where, ways] : emulation::banks.worst) text += where + " " + std::to_string(ways) + "\n";
+  emulation::banks.counted = false;
+  return text.c_str();
+}
+// Of 32 lanes with `bytes` each at `at`.
+extern "C" __attribute__((used)) inline double emulation_conflicts(const int64_t* at, int64_t bytes) {
+  std::vector<emulation::Lane> lanes;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    lanes.push_back({lane, static_cast<size_t>(at[lane]), static_cast<size_t>(bytes)});
+  }
+  return emulation::conflicts(lanes);
+}

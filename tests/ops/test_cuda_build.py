@@ -1,5 +1,6 @@
 """The CUDA library without a GPU: its kernels run on the CPU, nvcc compiles them, and the library loads."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -10,19 +11,21 @@ from pathlib import Path
 import op_cases
 import pytest
 import torch
+import triton
 from torch.utils import cpp_extension
 
 from fastfact import ops
-from fastfact.formats import VALUE_TYPES
+from fastfact.formats import SEPARABLE, VALUE_TYPES
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 MACROS = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
 NVCC = shutil.which("nvcc")
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def run(*command):
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+def run(*command, **settings):
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, **settings)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout + done.stderr
 
@@ -37,8 +40,8 @@ def compile_all(commands):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    """The whole CUDA library, binding and kernels, built for the CPU (see cuda_emulation.h) as ops of its own."""
+def emulated_library(tmp_path_factory):
+    """The whole CUDA library, binding and kernels, built for the CPU (see cuda_emulation.h)."""
     folder = tmp_path_factory.mktemp("emulated")
     compiler = [os.environ.get("CXX", "c++"), "-std=c++20", "-fPIC", "-O1", "-c"]
     emulation = ["-include", ROOT / "tests" / "ops" / "cuda_emulation.h", "-x", "c++"]
@@ -50,11 +53,26 @@ def emulated(tmp_path_factory):
     library = folder / "library.so"
     paths = [f"-L{path}" for path in cpp_extension.library_paths()]
     run(compiler[0], "-shared", "-o", library, *folder.glob("*.o"), *paths, "-ltorch_cpu", "-lc10")
+    return library
+
+
+@pytest.fixture(scope="module")
+def emulated(emulated_library):
+    """It as ops of its own."""
     emulated.definitions = torch.library.Library("fastfact_emulated", "DEF")
     for name, op in ops.registry.OPS.items():
         emulated.definitions.define(name + op.schema)
-    torch.ops.load_library(str(library))
+    torch.ops.load_library(str(emulated_library))
     return torch.ops.fastfact_emulated
+
+
+@pytest.fixture(scope="module")
+def banks(emulated_library):
+    """What the emulation tells of the banks of shared memory."""
+    functions = ctypes.CDLL(emulated_library)
+    functions.emulation_worst_banks.restype = ctypes.c_char_p
+    functions.emulation_conflicts.restype = ctypes.c_double
+    return functions
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +111,32 @@ def test_thin_factors_emulated(emulated, case):
 def test_thin_pairs_emulated(emulated, case):
     for dtype in DTYPES[1:]:
         op_cases.thin_pair(emulated, case, dtype, "cpu")
+
+
+def test_conflicts_in_the_banks_are_counted(banks):
+    def of(addresses, size):
+        return banks.emulation_conflicts((ctypes.c_int64 * 32)(*addresses), size)
+
+    lanes = range(32)
+    assert of([4 * lane for lane in lanes], 4) == of([16 * lane for lane in lanes], 16) == of([0] * 32, 4) == 1
+    assert of([128 * lane for lane in lanes], 4) == 32 and of([32 * lane for lane in lanes], 16) == 2
+    # half precision through a tile of 72 elements a row: 8 rows a pack, one element of each
+    assert of([2 * (8 * (lane % 8) * 72 + lane // 8) for lane in lanes], 2) == 8
+
+
+@pytest.mark.parametrize("rank", [16, 32, 40])
+@pytest.mark.parametrize(("shape", "how"), [((1, 64, 64, 3, 3), "channels_last"), ((1, 128, 192), "plain")])
+def test_warps_meet_in_no_bank_of_shared_memory(emulated, banks, shape, how, rank):
+    """Tiles of W and their products go through shared memory without conflicts in half precision, whichever side of W
+    is contiguous: thin factors (ranks up to 32) and others, one product and two. Factors are a small part."""
+    banks.emulation_count_banks()
+    channels_last = how == "channels_last"
+    op_cases.lowrank(emulated, shape, SEPARABLE, torch.bfloat16, "cpu", rank, channels_last, how)
+    op_cases.hadamard(emulated, shape, torch.bfloat16, "cpu", rank, channels_last, how, False)
+    lines = [line.rsplit(" ", 2) for line in banks.emulation_worst_banks().decode().splitlines()]
+    tiles = [float(ways) for _, size, ways in lines if size == "16"]
+    assert len(tiles) >= 3 and max(tiles) == 1, lines
+    assert max(float(ways) for *_, ways in lines) <= 2, lines
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -153,10 +197,7 @@ def library():
 
 
 def test_the_library_holds_every_kernel_for_both_architectures(library):
-    import triton
-
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    report = run(cuobjdump, "--dump-resource-usage", library)
+    report = run(TOOLS / "cuobjdump", "--dump-resource-usage", library)
     kernels = {"sm_80": set(), "sm_90a": set()}
     for part in re.split(r"Fatbin elf code:", report)[1:]:
         kernels[re.search(r"arch = (\w+)", part)[1]].update(re.findall(r"Function (\w+):", part))
@@ -168,6 +209,41 @@ def test_the_library_holds_every_kernel_for_both_architectures(library):
             assert any(kernel in name for name in kernels["sm_80"]), (source.name, kernel)
     # What registers do not hold goes to the stack: at most 16 bytes of it, besides 8 of the frame.
     assert max(map(int, re.findall(r"STACK:(\d+)", report))) <= 24
+
+
+def instructions(file):
+    """Names of the kernels of sm_90a in a file → how many instructions each has, loops counted once."""
+    # it looks for nvdisasm
+    text = run(TOOLS / "cuobjdump", "-sass", file, env=os.environ | {"PATH": f"{os.environ['PATH']}:{TOOLS}"})
+    found = {}
+    for function in text.split("Function : ")[1:]:
+        lines = re.findall(r"/\*[0-9a-f]{4,}\*/ +([^;]*);", function)
+        found[function.split()[0]] = sum("NOP" not in line for line in lines)
+    return found
+
+
+def test_instructions_an_element(library, tmp_path):
+    """Half precision leaves about 30 instructions an element before they take longer than memory (bench/NOTES.md). All
+    that a kernel has, on any path, is counted; at rank 1 loops are run once."""
+    run(TOOLS / "cuobjdump", "--extract-elf", "rank1", library, cwd=tmp_path)
+    (cubin,) = [file for file in tmp_path.iterdir() if "sm_90a" in file.name]
+    counts = instructions(cubin)
+    # what packs have in common: kPackU, kPackV, kStrideU, kTwoRuns; μ: kDense, kSupport, kScattered
+    limits = {
+        (1, 0): 18,
+        (2, 0): 18,
+        (3, 0): 21,
+        (4, 0): 27,
+        (1, 1): 32,
+        (2, 1): 32,
+        (4, 1): 40,
+        (2, 2): 40,
+        (3, 2): 46,
+    }
+    for (kind, sparse), most in limits.items():
+        kernel = rf"rank1_weight_kernelI13__nv_bfloat16Li8ELi{kind}ELi{sparse}E"
+        (count,) = [n for name, n in counts.items() if re.search(kernel, name)]
+        assert count / (8 * (1 if sparse else 2)) <= most, kernel
 
 
 def test_the_library_loads_without_a_gpu(library):
