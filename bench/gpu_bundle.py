@@ -4,8 +4,10 @@
 
 Holds the sources, the tests, the compiled libraries (built for PyTorch's stable ABI: one file serves every Python from
 3.11 and PyTorch from 2.11) and, with --python, a cache of the Triton kernels that the benchmarks use first. PYTHON must
-have the versions of Python, PyTorch and triton of that machine: Triton finds what it has compiled by them, and compiles
-anew what it does not find. Raises SystemExit where a library is missing or all is more than 60 MiB.
+have that machine's wheel of triton, so its version of Python up to the second number: Triton finds what it has compiled
+by its own files (libtriton.so among them), the kernel's source and the GPU's architecture, whatever PyTorch's version
+and the path are, and compiles anew what it does not find. Raises SystemExit where a library is missing or all is more
+than 60 MiB.
 """
 
 import argparse
@@ -30,6 +32,13 @@ def copy(folder: Path) -> None:
             shutil.copy2(source, folder / name)
 
 
+def trim(cache: Path) -> None:
+    """Leave what the GPU runs, and what Triton needs to find it."""
+    for file in cache.rglob("*"):
+        if file.suffix in (".ttir", ".ttgir", ".llir", ".ptx", ".source"):
+            file.write_bytes(b"")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -47,10 +56,7 @@ def main() -> None:
         env = os.environ | {"PYTHONPATH": str(folder), "TRITON_CACHE_DIR": str(folder / "triton-cache")}
         command = [args.python, "-m", "bench.gpu_resources", "--arch", str(args.arch), "--fill-cache"]
         subprocess.run(command, cwd=folder, env=env, check=True)
-        # what the GPU runs, and what Triton needs to find it
-        for file in (folder / "triton-cache").rglob("*"):
-            if file.suffix in (".ttir", ".ttgir", ".llir", ".ptx", ".source"):
-                file.write_bytes(b"")
+        trim(folder / "triton-cache")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
     print(f"{folder}: {size / (1 << 20):.1f} MiB")
     if size > MOST:

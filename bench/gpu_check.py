@@ -7,7 +7,8 @@ limits of their steps; each gives figures of its own, even if another never ran.
 fastfact/ (`make gpu-bundle` makes a folder with all that is needed); the step "build" builds them there.
 Each step is a process with a time limit; a benchmark's rows and the tests have processes and limits of their own
 (`gpu_rows`, `gpu_tests`). Leaves DIR/gpu-STEP….jsonl, a line for each row, each test that does not pass and each step,
-written when it ends, and DIR/gpu-STEP….log, what the steps printed. Exits 1 if a step failed.
+written when it ends, and DIR/gpu-STEP….log, what the steps printed, a long one without its middle. Exits 1 if a step
+failed.
 --dry-run runs every step with tiny shapes and without a GPU, the build and the compiled tests left out.
 --rehearse runs the order in its limits with fakes for what needs a device, of which one dies, one hangs and one loses
 its device in each step.
@@ -49,6 +50,8 @@ PARTS: dict[str, dict[str, float]] = {
 """Seconds of each step, by part: in all less than `PART_SECONDS`."""
 PART_SECONDS = 570.0
 SECONDS = {"build": 400.0} | {step: limit for part in PARTS.values() for step, limit in part.items()}
+LOG_BYTES = 8 << 20
+"""Of a log at most, so that both of its ends come back from a machine that returns files of limited size."""
 TEST_SECONDS = 40.0
 TAIL = 3000
 
@@ -135,7 +138,19 @@ def run(command: list[str], limit: float, env: dict[str, str], log: Path) -> tup
         process.wait()
     with log.open("rb") as file:
         file.seek(max(begin, log.stat().st_size - TAIL))
-        return status, file.read().decode(errors="replace")
+        tail = file.read().decode(errors="replace")
+    shorten(log)
+    return status, tail
+
+
+def shorten(log: Path) -> None:
+    """Cut the middle out of a log of more than LOG_BYTES."""
+    size, half = log.stat().st_size, LOG_BYTES // 2
+    if size > LOG_BYTES:
+        with log.open("rb") as file:
+            start = file.read(half)
+            file.seek(size - half)
+            log.write_bytes(start + f"\n[{size - LOG_BYTES} bytes left out]\n".encode() + file.read())
 
 
 def main() -> int:

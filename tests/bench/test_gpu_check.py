@@ -157,6 +157,48 @@ def test_the_sanitizers_choose_tests_that_are_there():
         assert names and all(f"def {name}" in sources[file] for name in names)
 
 
+def test_a_long_log_keeps_its_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "LOG_BYTES", 1000)
+    code = "print('first'); print('x' * 5000); print('last')"
+    status, tail = gpu_check.run([sys.executable, "-c", code], 60, dict(os.environ), tmp_path / "log")
+    text = (tmp_path / "log").read_text()
+    assert status == 0 and tail.endswith("last\n") and len(text) < 1100
+    assert text.startswith("first") and "bytes left out" in text and text.endswith("last\n")
+
+
+FILL = """
+import os, sys
+from unittest import mock
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import driver
+from bench import gpu_resources
+driver.set_active(gpu_resources.Device(90))
+patches = [*gpu_resources.stood_in([], {}, measure=False)]
+if sys.argv[1] == "again":
+    patches.append(mock.patch.object(CUDABackend, "make_cubin", side_effect=AssertionError("compiled again")))
+for patch in patches:
+    patch.start()
+x, grad, u, v, mu, settings = gpu_resources.layer(2, 4, (16, 16, 1, 1, 4))
+gpu_resources.kernels.fused_conv2d(x, None, None, mu, None, None, *settings)
+"""
+
+
+def test_what_was_compiled_beforehand_is_not_compiled_again(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(gpu_check.ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)
+    subprocess.run([sys.executable, "-c", FILL, "first"], env=env, check=True)
+    assert len(list(tmp_path.rglob("*.cubin"))) == 1
+    gpu_bundle.trim(tmp_path)
+    subprocess.run([sys.executable, "-c", FILL, "again"], env=env, check=True)
+    other = subprocess.run(
+        [sys.executable, "-c", FILL, "again"],
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path / "empty")},
+        capture_output=True,
+        text=True,
+    )
+    assert "compiled again" in other.stderr
+
+
 def test_the_bundle_holds_what_a_check_runs(tmp_path):
     gpu_bundle.copy(tmp_path)
     assert (tmp_path / "fastfact" / "kernels").is_symlink() and list((tmp_path / "fastfact").glob("_cpu*.so"))
