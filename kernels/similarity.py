@@ -129,7 +129,7 @@ def similarity_sums(
         "BLOCK_R": size,
         "BLOCK_C": size,
         "BLOCK_D": 64 if integers else 32,
-        "num_warps": 4,
+        "num_warps": 8,
         "num_stages": 2,
     }
     mask = None if valid is None else valid.view(torch.uint8)
@@ -228,7 +228,10 @@ def srht(x: Tensor, signs: Tensor, rows: Tensor, quantize: bool) -> tuple[Tensor
         x, signs, rows = x.contiguous(), signs.to(compute), rows.contiguous()
         work = x.new_empty(k, chunks, side * side, dtype=compute)
         with torch.cuda.device(x.device if x.is_cuda else -1):
-            srht_chunk_kernel[(k * chunks,)](x, signs, work, n, chunks, ACC=TL_DTYPES[compute], SIDE=side, num_warps=4)
+            # by 4 warps a side of 64 spills
+            warps = 8 if side == 64 else 4
+            settings = {"ACC": TL_DTYPES[compute], "SIDE": side, "num_warps": warps}
+            srht_chunk_kernel[(k * chunks,)](x, signs, work, n, chunks, **settings)
             srht_keep_kernel[(k, triton.cdiv(m, 256))](
                 work, rows, out, m, chunks, m**-0.5, ACC=TL_DTYPES[compute], CHUNK=side * side, BLOCK=256, num_warps=4
             )

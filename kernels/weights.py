@@ -818,7 +818,8 @@ def _contract(out, grad, x, y, factor, factor_strides, out_strides, m: Side, n: 
             PRECISION=_precision(out.dtype),
             **tiles,
             BLOCK_C=block_c,
-            num_warps=4,
+            # by 4 warps float32, in registers, spills
+            num_warps=8 if out.dtype == torch.float32 else 4,
         )
     return _gather(parts, out)
 
