@@ -6,9 +6,11 @@
 //   y[o] += μ[o, i] · x[i]        for each nonzero, the sums of an output kept in registers;
 // backward
 //   dh = v dy, dx = uᵀ dh         thin products (du = dhᵀ x and dv = hᵀ dy are left to the caller),
-//   dx[i] += μ[o, i] · dy[o], dμ[o, i] += dy[o] · x[i]    for each nonzero, dy of an output kept in registers.
-// So nonzeros are taken in their own order, both ways, and nothing of the size of W is made. Panels that the second
-// cache does not hold are taken in blocks of inputs. Where there are few units each is split by outputs.
+//   dx[i] += μ[o, i] · dy[o], dμ[o, i] += dy[o] · x[i]    for each nonzero, x and dx of an input kept in registers.
+// So nothing of the size of W is made. Forward the nonzeros are taken in their own order; backward they are sorted by
+// inputs first, unless there are so few rows that this would take longer than the rest: then dy of an output is kept.
+// Panels that the second cache does not hold are taken in blocks. Where there are few units each is split by outputs,
+// backward by inputs.
 #include <atomic>
 
 #include "tiles.h"
@@ -16,12 +18,12 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kRegisters = 8;                       // of rows of a unit
-constexpr int64_t kFirst = 1 << 15, kSecond = 1 << 17;  // bytes of panels, for the caches
-constexpr int64_t kItems = 16;                          // wanted of work, for the threads
-constexpr int64_t kLeastWork = 1 << 16;                 // multiplications of an item
-constexpr int64_t kOutputs = 96;                        // outputs computed before they are written
-constexpr int64_t kFewRows = 16;                        // up to these, factors are read where they lie
+constexpr int64_t kRegisters = 8;        // of rows of a unit
+constexpr int64_t kSecond = 1 << 17;     // bytes of a panel, for the second cache
+constexpr int64_t kItems = 16;           // wanted of work, for the threads
+constexpr int64_t kLeastWork = 1 << 16;  // multiplications of an item
+constexpr int64_t kOutputs = 96;         // outputs computed before they are written
+constexpr int64_t kFewRows = 16;         // up to these, factors are read where they lie
 
 // Rows [n, channels] in memory, see `Matrix`.
 template <class T>
@@ -44,14 +46,17 @@ struct Unit {
   int64_t first, rows;
 };
 
-std::vector<Unit> make_units(int64_t n, int64_t lanes) {
+std::vector<Unit> make_units(int64_t n, int64_t lanes, int64_t most) {
   std::vector<Unit> units;
   for (int64_t first = 0; first < n; first += units.back().rows) {
     const int64_t left = n - first, registers = ceil_div(left, lanes);
-    units.push_back({first, std::min(left, registers == 5 ? 4 * lanes : kRegisters * lanes)});
+    units.push_back({first, std::min(left, registers == 5 ? 4 * lanes : most * lanes)});
   }
   return units;
 }
+
+// Registers of a unit whose nonzeros are taken by inputs: twice as many, x and dx, are held at once.
+int64_t registers_by_inputs() { return register_bytes() == 64 ? 8 : 4; }
 
 // The work of a call, forward and backward.
 template <class C>
@@ -62,12 +67,16 @@ struct Work {
   };
   int64_t i, o, rank, row;  // `row`: elements of a row of a panel, in memory that all items share
   std::vector<Unit> units;
-  int64_t splits, block, blocks;  // of outputs; inputs of a block, blocks
-  const int32_t *index, *bounds;  // bounds [o][blocks + 1]: the first nonzero of each block of an output
+  // By outputs: bounds [o][blocks + 1], the first nonzero of each block of inputs. By inputs: the nonzeros sorted by
+  // block of outputs, then inputs; bounds [blocks][i] and one more, the first of each input; and their outputs.
+  bool by_inputs;
+  int64_t splits, block, blocks;  // of a unit; inputs (outputs) of a block, blocks
+  const int32_t *index, *bounds, *outputs;
   const C* values;
   Factor u_rows, u_columns, v_rows, v_columns;  // u [rank, i], uᵀ, v [rank, o], vᵀ
   int64_t unit_of(int64_t item) const { return item / splits; }
   int64_t first_output(int64_t split) const { return split * o / splits; }
+  int64_t first_input(int64_t split) const { return split * i / splits; }
 };
 
 // Whether positions ascend and are in [0, size).
@@ -94,6 +103,47 @@ void find_bounds(const Work<C>& p, int64_t count, int32_t* bounds, ParallelFor p
       }
     }
   });
+}
+
+// The nonzeros by inputs: `bounds`, `outputs` and `values` of the work, `places` where each comes from.
+template <class T, class C>
+void sort_by_inputs(const Work<C>& p, const Sparse& mu, int32_t* bounds, int32_t* outputs, int32_t* places, C* values,
+                    ParallelFor parallel_for) {
+  const T* const from = static_cast<const T*>(mu.values);
+  std::vector<int32_t> rows(p.o + 1);
+  for (int64_t o = 0; o <= p.o; ++o) {
+    const int32_t* const start = mu.index + (o ? rows[o - 1] : 0);
+    rows[o] = int32_t(std::lower_bound(start, mu.index + mu.count, o * p.i) - mu.index);
+  }
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    const int64_t first = b * p.block, last = std::min(p.o, first + p.block);
+    const int64_t chunks = std::clamp<int64_t>((rows[last] - rows[first]) >> 14, 1, 16);
+    std::vector<int32_t> next(chunks * p.i);  // of each chunk and input: how many, then where the next one goes
+    auto each = [&](const auto& body) {
+      parallel(parallel_for, chunks, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t chunk = begin; chunk < end; ++chunk) {
+          int32_t* const of_chunk = next.data() + chunk * p.i;
+          const int64_t to = first + (last - first) * (chunk + 1) / chunks;
+          for (int64_t o = first + (last - first) * chunk / chunks; o < to; ++o) {
+            for (int32_t nz = rows[o]; nz < rows[o + 1]; ++nz) body(of_chunk[mu.index[nz] - o * p.i], o, nz);
+          }
+        }
+      });
+    };
+    each([](int32_t& count, int64_t, int32_t) { ++count; });
+    int32_t place = rows[first];
+    for (int64_t i = 0; i < p.i; ++i) {
+      bounds[b * p.i + i] = place;
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        place += std::exchange(next[chunk * p.i + i], place);
+      }
+    }
+    each([&](int32_t& to, int64_t o, int32_t nz) {
+      outputs[to] = int32_t(o), places[to] = nz, values[to] = to_compute(from[nz]);
+      ++to;
+    });
+  }
+  bounds[p.blocks * p.i] = int32_t(mu.count);
 }
 
 // f.template operator()<W, N>() for panels that hold so many rows: N registers of W bytes.
@@ -218,7 +268,54 @@ struct Panels {
     });
   }
 
-  // dx[i] += μ[o, i] · dy[o] and grads[nz] += dy[o] · x[i], the second summed over the lanes of L nonzeros at once.
+  // dx[i] += μ[o, i] · dy[o] and grads[nz] += dy[o] · x[i], the second summed over the lanes of L nonzeros at once, for
+  // inputs [first, last) and block b of the outputs.
+  template <bool kInput, bool kValues>
+  FF_INLINE static void add_gradients_by_inputs(const Work<C>& w, int64_t b, int64_t first, int64_t last, const C* x,
+                                                const C* dy, C* dx, C* grads) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      alignas(64) C lanes[L * L];
+      auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<W>(lanes + n * L); };
+      const int32_t* const bounds = w.bounds + b * w.i;
+      int32_t nz = bounds[first], held = 0;
+      for (int64_t i = first; i < last; ++i) {
+        const int32_t end = bounds[i + 1];
+        if (nz == end) continue;
+        V in[N], sums[N];
+#pragma GCC unroll 8
+        for (int p = 0; p < N; ++p) {
+          if constexpr (kValues) in[p] = load<W>(x + i * P + p * L);
+          if constexpr (kInput) sums[p] = load<W>(dx + i * P + p * L);
+        }
+        for (; nz < end; ++nz) {
+          const C* const out = dy + w.outputs[nz] * int64_t(P);
+          const V weight = w.values[nz] - V{};
+          V dots[2]{};
+#pragma GCC unroll 8
+          for (int p = 0; p < N; ++p) {
+            const V gradient = load<W>(out + p * L);
+            if constexpr (kInput) sums[p] += weight * gradient;
+            if constexpr (kValues) dots[p % 2] += in[p] * gradient;
+          }
+          if constexpr (kValues) {
+            store<W>(lanes + held * L, dots[0] + dots[1]);
+            if (++held == L) {
+              C* const to = grads + nz + 1 - L;
+              store<W>(to, load<W>(to) + sums_of_rows<L, V>(waiting, 0));
+              held = 0;
+            }
+          }
+        }
+        if constexpr (kInput) {
+#pragma GCC unroll 8
+          for (int p = 0; p < N; ++p) store<W>(dx + i * P + p * L, sums[p]);
+        }
+      }
+      for (int n = 0; n < held; ++n) grads[nz - held + n] += sum_lanes(waiting(n));
+    });
+  }
+
+  // The same for outputs [first, last) and block b of the inputs, from the nonzeros in their own order.
   template <bool kInput, bool kValues>
   FF_INLINE static void add_gradients(const Work<C>& w, int64_t b, int64_t first, int64_t last, const C* x, const C* dy,
                                       C* dx, C* grads) {
@@ -339,17 +436,18 @@ struct RunBackward {
   // Items are (part, split); to make panels and to sum the parts of dx, units.
   FF_INLINE static void run(const Backward<T>& w, int64_t begin, int64_t end) {
     const bool split = w.gradients;
+    const int64_t copies = w.by_inputs ? 1 : w.splits;  // of dx: by inputs each split has its own part of one
     const Scratch<C> x(split ? 0 : w.i * w.row), dy(split ? 0 : w.o * w.row), dx(split ? 0 : w.i * w.row + kSlack);
     const Scratch<C> h(w.rank * w.row + kSlack);
     for (int64_t item = begin; item < end; ++item) {
       if (split && w.step != Backward<T>::kMultiply) {
         const Unit& unit = w.units[item];
         C *const from = w.panels + item * w.i * w.row, *const out = w.gradients + item * w.o * w.row;
-        C* const in = w.inputs + item * w.splits * w.i * w.row;
+        C* const in = w.inputs + item * copies * w.i * w.row;
         if (w.step == Backward<T>::kTurn) {
           turn(w, unit, from, out, h.get(), in);
         } else {
-          sum(w, unit, in);
+          sum(w, unit, copies, in);
         }
         continue;
       }
@@ -359,17 +457,27 @@ struct RunBackward {
         const Unit& unit = w.units[n];
         C* const from = split ? w.panels + n * w.i * w.row : x.get();
         C* const out = split ? w.gradients + n * w.o * w.row : dy.get();
-        C* const in = split ? w.inputs + (n * w.splits + k) * w.i * w.row : dx.get();
+        C* const in = split ? w.inputs + (n * copies + k % copies) * w.i * w.row : dx.get();
         if (!split) turn(w, unit, from, out, h.get(), in);
         with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
           using P = Panels<C, B, W, N>;
-          const int64_t first = w.first_output(k), last = w.first_output(k + 1);
-          if (w.dx.data && k) std::fill(in, in + w.i * P::P, C(0));
-          for (int64_t b = 0; b < w.blocks; ++b) {
-            if (w.dx.data && grads) P::template add_gradients<true, true>(w, b, first, last, from, out, in, grads);
-            if (w.dx.data && !grads) P::template add_gradients<true, false>(w, b, first, last, from, out, in, grads);
-            if (!w.dx.data && grads) P::template add_gradients<false, true>(w, b, first, last, from, out, in, grads);
-          }
+          if (w.dx.data && k % copies) std::fill(in, in + w.i * P::P, C(0));
+          auto add = [&]<bool kInput, bool kValues>() FF_INLINE_LAMBDA {
+            for (int64_t b = 0; b < w.blocks; ++b) {
+              if (w.by_inputs) {
+                if constexpr (N <= (B == 64 ? 8 : 4)) {
+                  P::template add_gradients_by_inputs<kInput, kValues>(w, b, w.first_input(k), w.first_input(k + 1),
+                                                                       from, out, in, grads);
+                }
+              } else {
+                P::template add_gradients<kInput, kValues>(w, b, w.first_output(k), w.first_output(k + 1), from, out,
+                                                           in, grads);
+              }
+            }
+          };
+          if (w.dx.data && grads) add.template operator()<true, true>();
+          if (w.dx.data && !grads) add.template operator()<true, false>();
+          if (!w.dx.data && grads) add.template operator()<false, true>();
           if (w.dx.data && !split) P::write(in, unit, w.i, w.dx);
         });
       }
@@ -398,10 +506,10 @@ struct RunBackward {
   }
 
   // dx from its parts.
-  FF_INLINE static void sum(const Backward<T>& w, const Unit& unit, C* parts) {
+  FF_INLINE static void sum(const Backward<T>& w, const Unit& unit, int64_t count, C* parts) {
     with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
       using P = Panels<C, B, W, N>;
-      for (int64_t k = 1; k < w.splits; ++k) {
+      for (int64_t k = 1; k < count; ++k) {
         const C* from = parts + k * w.i * w.row;
         for (int64_t j = 0; j < w.i * P::P; ++j) parts[j] += from[j];
       }
@@ -445,24 +553,22 @@ struct Prepared {
   W w;
   Factors<T> u, v;
   Scratch<C> values;
-  Scratch<int32_t> bounds;
+  Scratch<int32_t> bounds, outputs, places;
 
   template <class Op>
   static W plan(const Op& op) {
     W w{};
-    const int64_t lanes = register_bytes() / sizeof(C);
-    w.i = op.i, w.o = op.o, w.rank = op.rank, w.units = make_units(op.n, lanes);
+    const int64_t lanes = register_bytes() / sizeof(C), fewer = registers_by_inputs();
+    w.i = op.i, w.o = op.o, w.rank = op.rank;
+    w.by_inputs = std::is_same_v<W, Backward<T>> && op.n > kRegisters * lanes;
+    w.units = make_units(op.n, lanes, w.by_inputs ? fewer : kRegisters);
     const int64_t registers = ceil_div(w.units[0].rows, lanes);
     w.row = (registers > 4 ? 8 : registers > 2 ? 4 : registers) * lanes;
     const int64_t units = w.units.size(), work = (op.mu.count + op.rank * op.o) * op.n;
     w.splits = std::clamp<int64_t>(std::min(work / (units * kLeastWork), ceil_div(kItems, units)), 1,
                                    std::max<int64_t>(op.o, 1));
-    // Forward an output's sums leave their registers for each block. Backward the parts of dx are stored for each
-    // nonzero: they stay in the first cache, unless a block then had too few to be worth its start.
-    const int64_t least = kSecond / int64_t(w.row * sizeof(C)), two = kFirst / int64_t(2 * w.row * sizeof(C));
-    const int64_t enough = 32 * op.o * op.i / ((op.mu.count + 1) * registers);
-    w.block = std::max<int64_t>(32, std::is_same_v<W, Forward<T>> ? least : std::clamp(enough, two, least));
-    w.blocks = std::max<int64_t>(1, ceil_div(op.i, w.block));
+    w.block = std::max<int64_t>(32, kSecond / int64_t(w.row * sizeof(C)));
+    w.blocks = std::max<int64_t>(1, ceil_div(w.by_inputs ? op.o : op.i, w.block));
     return w;
   }
 
@@ -471,9 +577,17 @@ struct Prepared {
       : w(plan(op)),
         u(op.u, op.rank, op.i, op.n > kFewRows, parallel_for),
         v(op.v, op.rank, op.o, op.n > kFewRows, parallel_for),
-        values(std::is_same_v<T, C> ? 0 : op.mu.count),
-        bounds(op.o * (w.blocks + 1)) {
+        values(std::is_same_v<T, C> && !w.by_inputs ? 0 : op.mu.count),
+        bounds(w.by_inputs ? w.blocks * op.i + 1 : op.o * (w.blocks + 1)),
+        outputs(w.by_inputs ? op.mu.count : 0),
+        places(w.by_inputs ? op.mu.count : 0) {
     w.u_rows = u.rows, w.u_columns = u.columns, w.v_rows = v.rows, w.v_columns = v.columns;
+    w.index = op.mu.index, w.bounds = bounds.get(), w.outputs = outputs.get();
+    if (w.by_inputs) {
+      sort_by_inputs<T>(w, op.mu, bounds.get(), outputs.get(), places.get(), values.get(), parallel_for);
+      w.values = values.get();
+      return;
+    }
     const T* from = static_cast<const T*>(op.mu.values);
     if constexpr (std::is_same_v<T, C>) {
       w.values = from;
@@ -483,7 +597,6 @@ struct Prepared {
       });
       w.values = values.get();
     }
-    w.index = op.mu.index, w.bounds = bounds.get();
     find_bounds(w, op.mu.count, bounds.get(), parallel_for);
   }
 };
@@ -518,10 +631,10 @@ void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   const int64_t units = w.units.size(), count = op.mu.count, shared = w.splits > 1 ? units * w.row : 0;
   // The number of partial sums depends on the shape only, so that results repeat.
   w.parts = std::min(units, op.dvalues ? std::clamp<int64_t>((1 << 20) / (count + 1), 8, 64) : INT64_MAX);
-  const bool in_place = std::is_same_v<T, C> && w.parts == 1;
+  const bool in_place = std::is_same_v<T, C> && w.parts == 1 && !w.by_inputs;
   const Scratch<C> grads(op.dvalues && !in_place ? w.parts * count : 0);
   const Scratch<C> panels(shared * op.i), gradients(shared * op.o),
-      inputs(op.dx.data ? shared * op.i * w.splits + 16 : 0);
+      inputs(op.dx.data ? shared * op.i * (w.by_inputs ? 1 : w.splits) + 16 : 0);
   w.count = count, w.x = rows_of<T>(op.x), w.dy = rows_of<T>(op.dy), w.dx = rows_of<T>(op.dx);
   w.h = {static_cast<T*>(op.h), op.rank, 0}, w.dh = {static_cast<T*>(op.dh), op.rank, 0};
   if (op.dvalues) {
@@ -545,7 +658,7 @@ void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
     for (int64_t nz = begin; nz < end; ++nz) {
       C sum = 0;
       for (int64_t part = 0; part < w.parts; ++part) sum += grads.get()[part * count + nz];
-      static_cast<T*>(op.dvalues)[nz] = from_compute<T>(sum);
+      static_cast<T*>(op.dvalues)[w.by_inputs ? prepared.places.get()[nz] : nz] = from_compute<T>(sum);
     }
   });
 }

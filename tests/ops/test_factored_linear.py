@@ -57,7 +57,7 @@ def compare(t, size):
         close(*(leaves[name].grad for _, leaves in results), dtype)
 
 
-# Few rows and many, sizes that no register divides, more inputs than a block has, one unit of rows and several.
+# Few rows and many, sizes that no register divides, more inputs or outputs than a block has, one unit of rows and several.
 CASES = [
     ((1,), (7, 5), 1, 0.4),
     ((3,), (33, 100), 2, 0.1),
@@ -66,6 +66,8 @@ CASES = [
     ((37,), (130, 1100), 3, 0.02),
     ((300,), (50, 70), 17, 0.1),
     ((1100,), (24, 31), 1, 0.3),
+    ((140,), (2100, 9), 1, 0.1),
+    ((131,), (60, 1100), 0, 0.3),
     ((6,), (5, 4), 2, 1.0),
     ((6,), (5, 4), 2, 0.0),
     ((130,), (1, 1), 0, 1.0),
