@@ -320,6 +320,40 @@ def bench_layers(
     write_json(json_file, {"rows": rows})
 
 
+@bench.command("networks", epilog="Example: fastfact bench networks --only resnet18,vit_b_16 --density 0.1 --no-rivals")
+def bench_networks(
+    json_file: Json = None,
+    quick: Quick = False,
+    threads: Threads = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Networks of torchvision, or ours, separated by commas.")
+    ] = None,
+    sections: Annotated[str | None, typer.Option(help="Of step,evaluation,memory [default: all].")] = None,
+    density: Annotated[
+        str | None, typer.Option(help="Of μ: 0 (none) to 1 (dense), separated by commas [default: 0,.05,.1,.3,.6,1].")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images at once [default: each network's own].")] = None,
+    side: Annotated[int, typer.Option(min=1, help="Pixels of a side of an image.")] = 112,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 5,
+    rivals: Annotated[bool, typer.Option(help="torch.compile of both networks, too.")] = True,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")
+    ] = "wall",
+) -> None:
+    """Whole networks with factorized layers against dense ones; milliseconds, ratio = dense / ours."""
+    from fastfact.bench import networks
+    from fastfact.federation.client.memory import keep_freed
+
+    keep_freed()
+    _use(threads)
+    _in_parts(
+        networks.run(quick, only, sections, density, batch, side, clock, rounds, rivals),
+        lambda name: f"{name}: milliseconds, MiB; ratio = dense / ours",
+        json_file,
+        lambda rows, path: None,
+    )
+
+
 @bench.command("clients", epilog="Example: fastfact bench clients --quick --json clients.json")
 def bench_clients(
     json_file: Json = None,

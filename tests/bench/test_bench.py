@@ -41,6 +41,35 @@ def test_layers_quick(tmp_path):
     assert "forward: milliseconds, medians; ratio" in out and "memory: megabytes; ratio" in out
 
 
+def test_networks_quick(tmp_path):
+    file, threads = tmp_path / "networks.json", torch.get_num_threads()
+    options = ("--only", "squeezenet1_1,resnet9", "--threads", "1", "--side", "32", "--density", "0.1,1")
+    try:
+        code, out, error = call("bench", "networks", "--quick", *options, "--json", file)
+    finally:
+        torch.set_num_threads(threads)
+    assert code == 0, error
+    rows = json.loads(file.read_text())["rows"]
+    measured, means = rows[:12], rows[12:]
+    assert len({(row["shape"], row["op"], row["density"]) for row in measured}) == 12
+    assert all(row["ours"] > 0 and row["dense"] > 0 and row["ratio"] > 0 for row in measured), measured
+    for row in measured:
+        if row["op"] != "memory":
+            assert sum(row["paths"].values()) == {"squeezenet1_1": 26, "resnet9": 9}[row["shape"]]
+    assert [row["shape"] for row in means] == ["all 2"] * 6
+    assert "resnet9: milliseconds, MiB; ratio = dense / ours" in out
+
+
+def test_networks_that_there_are_not():
+    for options, message in (
+        (("--only", "resnet19"), "only='resnet19'"),
+        (("--sections", "steps"), "sections='steps'"),
+        (("--density", "2"), "density='2'"),
+    ):
+        code, _, error = call("bench", "networks", *options)
+        assert code == 2 and message in error
+
+
 def test_a_wrong_side_is_found_before_it_is_timed():
     sides, x = layers.models(0.1, "nchw"), torch.randn(2, 3, 32, 32)
     sides = {name: model.eval() for name, model in sides.items()}
