@@ -59,6 +59,10 @@ void factored_conv_backward_planes(const FactoredConvBackward& op, ParallelFor p
 bool factored_conv_1x1(const FactoredConv& op, ParallelFor parallel_for);
 bool factored_conv_backward_1x1(const FactoredConvBackward& op, ParallelFor parallel_for);
 
+// The same for depthwise convolutions.
+bool factored_conv_depthwise(const FactoredConv& op, ParallelFor parallel_for);
+bool factored_conv_backward_depthwise(const FactoredConvBackward& op, ParallelFor parallel_for);
+
 // Rows [n, channels] in memory: the channels of a row side by side, or, with `plane`, images of so many rows each,
 // [n / plane, channels, plane].
 template <class D>

@@ -240,7 +240,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
 }  // namespace
 
 void factored_conv_backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
-  if (factored_conv_backward_1x1(op, parallel_for)) return;
+  if (factored_conv_backward_depthwise(op, parallel_for) || factored_conv_backward_1x1(op, parallel_for)) return;
   with_conv_type(op.type, [&](auto type) { backward<decltype(type)>(op, parallel_for); });
 }
 

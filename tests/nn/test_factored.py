@@ -96,6 +96,14 @@ CASES = [
     (3, (24, 40, 1, 1), 7, 5, 0, 0.2, {}),
     (70, (9, 12, 1, 1), 2, 1, 0, 0.3, {}),
     (3, (24, 20, 1, 1), 7, 5, 2, 0.2, {"stride": 2, "groups": 3, "padding": 1}),
+    # Depthwise: registers of channels and a rest, zeros on all sides, more than a kernel reaches, a row left over.
+    (3, (17, 1, 3, 3), 7, 6, 1, 0.3, {"groups": 17, "padding": 1}),
+    (18, (40, 1, 5, 5), 9, 4, 2, 0.1, {"groups": 40, "padding": 2, "stride": 2}),
+    (2, (8, 1, 7, 7), 4, 21, 1, 0.3, {"groups": 8, "padding": 3}),
+    (1, (33, 1, 3, 2), 12, 9, 0, 0.5, {"groups": 33, "padding": (0, 1), "stride": (1, 3), "dilation": (2, 1)}),
+    (2, (5, 1, 3, 3), 5, 5, 1, 0.2, {"groups": 5, "padding": 4}),
+    (1, (9, 1, 2, 2), 4, 5, 1, 0.5, {"groups": 9, "stride": 3}),
+    (2, (4, 1, 1, 1), 3, 3, 1, 1.0, {"groups": 4}),
 ]
 
 

@@ -540,6 +540,7 @@ void factored_convolution() {
     c.kh = one_of({1, 3, 5}), c.kw = one_of({1, 3, 5}), c.h = one_of({4, 8, 16, 20}), c.w = one_of({2, 4, 8, 16, 32});
     c.o = one_of({1, 5, 8, 13}), c.n = pick_int(1, 3);
   }
+  if (pick_int(0, 3) == 0) c.groups = one_of({4, 9, 16, 35}), c.i = c.o = 1;  // depthwise
   for (int d : {0, 1}) {
     const int64_t kernel = d ? c.kw : c.kh, size = d ? c.w : c.h;
     c.stride[d] = planes_in_lanes ? 1 : pick_int(1, 3), c.dilation[d] = pick_int(1, 2);

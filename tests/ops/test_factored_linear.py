@@ -57,7 +57,7 @@ def compare(t, size):
         close(*(leaves[name].grad for _, leaves in results), dtype)
 
 
-# Few rows and many, sizes that no register divides, more inputs or outputs than a block has, one unit of rows and several.
+# Few rows and many, sizes that no register divides, more inputs or outputs than a block has, several units of rows.
 CASES = [
     ((1,), (7, 5), 1, 0.4),
     ((3,), (33, 100), 2, 0.1),
