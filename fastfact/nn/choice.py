@@ -1,9 +1,10 @@
 """Which of its compute paths a layer takes: each is timed once, on the tensors at hand, and the answer remembered.
 
 As `torch.backends.cudnn.benchmark` does. The first time that a layer meets a kind of work (`Work`), its paths are run a
-few times each, in turn: once, and then until 0.1 s have passed (a path that is far behind leaves early); a ResNet-50
-spends about three seconds so. Neither gradients nor random numbers are touched. The answer is remembered for this
-processor, build and number of threads (`machine.remembered`), so that the next process need not measure.
+few times each, in turn: once, and then until there are enough or 0.1 s have passed (a path that is far behind leaves
+early); a ResNet-50 spends about three seconds so. Neither gradients nor random numbers are touched. The answer is
+remembered for this processor, build and number of threads (`machine.remembered`), so that the next process need not
+measure.
 
 The paths agree up to rounding only: a run repeats bit for bit if its choices do. `choices()` are those of this process,
 to be written beside a run, and `set_choices` takes them again. $FASTFACT_CHOICE: "fixed" takes the paths that a rule of
@@ -13,6 +14,7 @@ torch.func, and dispatch modes the rule decides.
 """
 
 import functools
+import itertools
 import json
 import logging
 import math
@@ -31,8 +33,11 @@ from fastfact.ops.common import transforming
 log = logging.getLogger("fastfact")
 
 PATHS = ("reconstruct", "factored", "fused")
-BUDGET, ROUNDS, BEHIND = 0.1, 12, 1.5
-"""Seconds and runs of each path for a question, and how much slower than another a path is left out at."""
+BUDGET, SHORT, ROUNDS, BEHIND = 0.1, 0.02, 12, 1.5
+"""Seconds for a question, seconds that short work is repeated for at least, runs of each path within which that is
+enough, and how much slower than another a path is left out at."""
+MARGIN = 1.03
+"""How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads."""
 
 
 class Work(NamedTuple):
@@ -172,7 +177,8 @@ def _find(question: str, work: Work, sides) -> str:
 
     def measure() -> dict[str, object]:
         seconds = times(sides())
-        return {"path": min(seconds, key=seconds.get, default=None), "seconds": seconds}
+        handicap = {path: took * (1 if path == PATHS[0] else MARGIN) for path, took in seconds.items()}
+        return {"path": min(handicap, key=handicap.get, default=None), "seconds": seconds}
 
     found = machine.remembered(question, measure)
     if found is None or found.get("path") not in PATHS:
@@ -225,12 +231,13 @@ def _times(sides: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     # The first run of a path also prepares: it counts only where it is far behind, or long.
     alive = [path for path in shortest if shortest[path] < 4 * BEHIND * min(shortest.values())]
     warm: dict[str, float] = {}
-    for _ in range(ROUNDS):
+    for done in itertools.count(1):
         for path in alive:
             warm[path] = min(warm.get(path, math.inf), _time(sides[path]))
         least = min(warm.values(), default=0)
         alive = [path for path in alive if warm[path] < BEHIND * least]
-        if len(alive) < 2 or time.perf_counter() - began > BUDGET:
+        took = time.perf_counter() - began
+        if len(alive) < 2 or took > BUDGET or (done >= ROUNDS and took > SHORT):
             break
     return shortest | warm
 

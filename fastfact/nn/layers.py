@@ -12,8 +12,10 @@ from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops.backends import loaded
 from fastfact.ops.common import autocast, is_channels_last, is_mapped, recording, transforming
+from fastfact.ops.weights import Convolution, apply_weight
 
 PATHS = ("auto", "reconstruct", "factored")
+_PLAIN = (Tensor, nn.Parameter)
 INDEX = "mu_index"
 NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
 """The input assumed where sizes may be symbols."""
@@ -21,6 +23,8 @@ PACKED = 0.5
 """The density of a dense μ below which its nonzeros are packed for evaluation, so that it can be factored."""
 ANSWERS = 32
 """Inputs of so many kinds a layer remembers its path for."""
+SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
+"""What the path, or a kept weight, depends on besides tensors, and one may assign to."""
 
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
 
@@ -284,13 +288,46 @@ class FactorizedLayer(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         """The forward: on the path that is asked for, or chosen."""
-        tensors, kept = self._operands()
-        return self._compute(self._path(x, tensors, kept), x, tensors, self.bias, kept)
+        if not self.training and weight_cache.allowed():
+            return self._evaluate(x)
+        tensors = self._tensors()
+        return self._compute(self._path(x, tensors, None), x, tensors, self.bias, None)
+
+    def _evaluate(self, x: Tensor) -> Tensor:
+        """The forward where what is made from the factors may be kept: once it is, little stands before the layer."""
+        tensors, bias = self._tensors(), self.bias
+        asked = (x.shape, x.stride(), x.dtype, x.device, INDEX in tensors, *choice.generation())
+        if asked in self._answers:
+            return self._compute(self._answers[asked], x, tensors, bias, None)
+        kept = self._cache.of(list(tensors.values()))
+        if kept is not None and (weight := kept.values.get(asked)) is not None:
+            return self._dense_forward(x, weight, bias)
+        tensors, packed = self._packed(tensors, kept)
+        path = self._path(x, tensors, packed)
+        if path == "factored" and packed is None and choice.can_measure():
+            self._note(asked, path)  # whatever the numbers are
+        y = self._compute(path, x, tensors, bias, kept)
+        if path == "reconstruct" and kept is not None and len(kept.values) < ANSWERS and choice.can_measure():
+            kept.values[asked] = self._weight_for(is_channels_last(x), tensors, kept)
+        return y
+
+    def _note(self, asked: tuple, path: str) -> None:
+        answers = self._answers if len(self._answers) < ANSWERS else {}
+        answers[asked] = path
+        self._answers = answers
+
+    def _forget(self) -> None:
+        """Forget what was made and chosen for other settings."""
+        if "_cache" in self.__dict__:
+            self._cache.clear()
+            self._answers = {}
 
     def _operands(self) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
         """What a forward computes from now, and what is kept for it."""
         tensors = self._tensors()
-        return (tensors, None) if self.training or not weight_cache.allowed() else self._packed(tensors)
+        if self.training or not weight_cache.allowed():
+            return tensors, None
+        return self._packed(tensors, self._cache.of(list(tensors.values())))
 
     def _path(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
         path = self.path
@@ -306,12 +343,14 @@ class FactorizedLayer(nn.Module):
         """The path that the forward takes for x: "reconstruct", "factored" or "fused"."""
         return self._path(x, *self._operands())
 
-    def _packed(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
-        """The factors for evaluation, with compact μ where it is dense but mostly zeros, and what is kept for them."""
+    def _packed(
+        self, tensors: dict[str, Tensor], kept: weight_cache.Kept | None
+    ) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
+        """The factors for evaluation, with compact μ where it is dense but mostly zeros, and what is kept for them if
+        that depends on their numbers."""
         mu = tensors.get("mu")
         if self.path != "auto" or mu is None or mu.dim() == 1 or not self._has_factored_form():
             return tensors, None
-        kept = self._cache.of(list(tensors.values()))
         packed = kept and kept.value("packed", lambda: _pack(mu))
         return ({**tensors, "mu": packed[0], INDEX: packed[1]} if packed else tensors), kept
 
@@ -325,9 +364,7 @@ class FactorizedLayer(nn.Module):
         otherwise made."""
         tensors = self._tensors() if tensors is None else tensors
         if self.training or not weight_cache.allowed():
-            # With a dense factor W has the format of that, which its gradient goes back to.
-            follows_x = self.spec.dense not in self._names or INDEX in tensors
-            return self.spec.weight(_cast(tensors), self.size, channels_last if follows_x else None)
+            return self.spec.weight(_cast(tensors), self.size, self._format_of(channels_last, tensors))
         layout = torch.channels_last if channels_last else torch.contiguous_format
 
         def make() -> Tensor:
@@ -347,16 +384,14 @@ class FactorizedLayer(nn.Module):
         if transforming():
             return self._choose_nominal(x, tensors, trained)
         mu = tensors.get("mu")
-        asked = (x.shape, x.stride(), _dtype(x), x.device, x.requires_grad, trained, self.training, self.spec)
-        asked += (mu is not None and mu.shape, *self._settings(), *choice.generation())
+        asked = (x.shape, x.stride(), _dtype(x), x.device, x.requires_grad, trained, self.training)
+        asked += (mu is not None and mu.shape, *choice.generation())
         # To put the question takes longer than an answer that was given a call ago is worth.
         path = self._answers.get(asked)
         if path is None:
             path = self._ask(x, tensors, bias, kept, trained)
             if choice.can_measure():
-                answers = self._answers if len(self._answers) < ANSWERS else {}
-                answers[asked] = path
-                self._answers = answers
+                self._note(asked, path)
         return path
 
     def _drops(self) -> bool:
@@ -394,10 +429,14 @@ class FactorizedLayer(nn.Module):
 
     def _candidates(self, x: Tensor, tensors: dict[str, Tensor]) -> list[str]:
         """The paths that there are for x, "reconstruct" first."""
-        if any(type(t) not in (Tensor, nn.Parameter) for t in (x, *tensors.values())):
+        if any(type(t) not in _PLAIN for t in (x, *tensors.values())):
             return ["reconstruct"]
-        on_cpu = x.device.type == "cpu" and loaded("cpu") and self._has_factored_form()
-        return ["reconstruct"] + (["factored"] if on_cpu and self._why_not("factored", tensors) is None else [])
+        factored = x.is_cpu and loaded("cpu") and self._has_factored_form() and not self._why_not("factored", tensors)
+        return ["reconstruct", "factored"] if factored and not self._factors_are_weights(tensors) else ["reconstruct"]
+
+    def _factors_are_weights(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether the factored path computes as much as the dense layer, because v has the size of W."""
+        return False
 
     def _sides(self, paths, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept, trained: bool):
         """path → a function that runs it, for `choice`: with a gradient of its own where one is asked for."""
@@ -436,10 +475,6 @@ class FactorizedLayer(nn.Module):
         finally:
             self.train(mode)
 
-    def _settings(self) -> tuple:
-        """What the choice depends on besides the tensors, all of which one may assign to."""
-        return ()
-
     def work(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> choice.Work:
         """What the choice is asked about for an input x."""
         if trained:
@@ -461,7 +496,37 @@ class FactorizedLayer(nn.Module):
 
     def _compute(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept) -> Tensor:
         """The layer on one path, from these factors."""
+        if path != "reconstruct":
+            return self._without_weight(path, x, tensors, bias)
+        channels_last = is_channels_last(x)
+        if self._is_one_node(x, tensors, bias):
+            asked = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
+            return apply_weight(self._convolution(), x, bias, *asked)
+        return self._dense_forward(x, self._weight_for(channels_last, tensors, kept), bias)
+
+    def _without_weight(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
+        """The layer on a path other than "reconstruct"."""
         raise NotImplementedError
+
+    def _dense_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What the dense layer computes with this weight."""
+        raise NotImplementedError
+
+    def _convolution(self) -> Convolution | None:
+        """The settings of the convolution; None for a linear layer."""
+        return None
+
+    def _is_one_node(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
+        """Whether W and the layer can be one node of the graph: in eager training on the CPU."""
+        if not torch.is_grad_enabled() or not x.is_cpu or torch.is_autocast_enabled("cpu") or transforming():
+            return False
+        if type(self.spec).weight is not Spec.weight:
+            return False
+        return all(type(t) in _PLAIN for t in (x, *tensors.values())) and (bias is None or type(bias) in _PLAIN)
+
+    def _format_of(self, channels_last: bool, tensors: dict[str, Tensor]) -> bool | None:
+        """The format of W: x's; with a dense factor that of it (None), which its gradient goes back to."""
+        return channels_last if self.spec.dense not in self._names or INDEX in tensors else None
 
     def _has_factored_form(self) -> bool:
         """Whether the path "factored" is that of u, v and compact μ, which "auto" measures."""
@@ -512,6 +577,8 @@ class FactorizedLayer(nn.Module):
                 " parameter"
             )
         super().__setattr__(name, value)
+        if name in SETTINGS:
+            self._forget()
         if isinstance(value, nn.Parameter):
             self._mark()
         if name == INDEX:
@@ -600,6 +667,9 @@ class FactorizedConv2d(FactorizedLayer):
         )
         return _fill_dense(dense, self)
 
+    def _factors_are_weights(self, tensors):
+        return "u" in tensors and tensors["u"][0].numel() == 1 and self.size[1] > 1
+
     def _has_factored_form(self):
         return super()._has_factored_form() and self.spec.layout != "view" and self._zero_padding() is None
 
@@ -645,9 +715,6 @@ class FactorizedConv2d(FactorizedLayer):
             return self.groups == 1 and self.spec.rank * (i * kh + o * kw) < o * i * kh * kw
         return self.spec.layout == "spatial" and self.spec.rank < kh * kw
 
-    def _settings(self):
-        return self.stride, self.padding, self.dilation, self.groups, self.padding_mode
-
     def _candidates(self, x, tensors):
         paths = super()._candidates(x, tensors)
         if x.is_cuda and isinstance(self.spec, Rank1) and self.spec.layout != "view" and self._zero_padding() is None:
@@ -661,13 +728,20 @@ class FactorizedConv2d(FactorizedLayer):
             return "fused" if mapped or self._in_two_parts() else "reconstruct"
         return super()._choose_nominal(x, tensors, trained)
 
-    def _compute(self, path, x, tensors, bias, kept):
-        if path == "reconstruct":
-            return self._conv_forward(x, self._weight_for(is_channels_last(x), tensors, kept), bias)
+    def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
         y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), path == "fused", tensors, bias)
         return y if x.dim() == 4 else y.squeeze(0)
+
+    def _dense_forward(self, x, weight, bias):
+        return self._conv_forward(x, weight, bias)
+
+    def _convolution(self):
+        return Convolution(self._pair("stride"), self._pair("padding"), self._pair("dilation"), self.groups)
+
+    def _is_one_node(self, x, tensors, bias):
+        return x.dim() == 4 and self._zero_padding() is None and super()._is_one_node(x, tensors, bias)
 
     def _convolve(self, x: Tensor, fused: bool, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
         """The factored or the fused path, on x with its batch axis."""
@@ -829,9 +903,10 @@ class FactorizedLinear(FactorizedLayer):
         rank, nonzeros = _rank_and_nonzeros(tensors)
         return choice.Work("linear", self.size, 1, rows, *ones, rank, nonzeros, False, step, dtype, device)
 
-    def _compute(self, path, x, tensors, bias, kept):
-        if path == "reconstruct":
-            return F.linear(x, self._weight_for(False, tensors, kept), bias)
+    def _dense_forward(self, x, weight, bias):
+        return F.linear(x, weight, bias)
+
+    def _without_weight(self, path, x, tensors, bias):
         if isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
         parts = [tensors.get(name) for name in ("u", "v", "mu", INDEX)]

@@ -80,7 +80,7 @@ def _check_ratio(spec: str, name: str, value: float | None) -> None:
 
 @dataclass(frozen=True)
 class Spec:
-    """Base of the parameterizations. Subclasses say `shapes`, `init` and `weight`."""
+    """Base of the parameterizations. Subclasses say `shapes`, `init` and `op`, or `weight` where no one op makes W."""
 
     dense: ClassVar[str | None] = None
     """Name of the factor that has the shape of W and is added to the product (μ or σ)."""
@@ -104,6 +104,10 @@ class Spec:
 
     def weight(self, factors: Mapping[str, Tensor | None], size: Size, channels_last: bool | None = None) -> Tensor:
         """W of `size` from factors of the `shapes` for it (not checked again). Differentiable."""
+        return weight(*self.op(factors, size, channels_last))
+
+    def op(self, factors: Mapping[str, Tensor | None], size: Size, channels_last: bool | None = None) -> tuple:
+        """What `weight` asks of `ops.weights.weight`: its arguments."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, str | int | float | bool | None]:
@@ -196,14 +200,14 @@ class Rank1(Spec):
             return dense.reshape(kh * kw, o * i)
         return dense.permute(2, 3, 0, 1).reshape(kh * kw, o * i)
 
-    def weight(self, factors, size, channels_last=None):
+    def op(self, factors, size, channels_last=None):
         mu, code = factors.get("mu"), LAYOUTS[self._op_layout(size)]
         if (index := factors.get("mu_index")) is not None:
             u, v = factors["u"], factors["v"]
-            return weight(How("compact_weight", False, (code,), bool(channels_last)), None, u, v, mu, index)
+            return How("compact_weight", False, (code,), bool(channels_last)), None, u, v, mu, index
         if channels_last is None:
             channels_last = follows_channels_last(mu)
-        return weight(How("rank1_weight", False, (code,), channels_last), mu, factors["u"], factors["v"])
+        return How("rank1_weight", False, (code,), channels_last), mu, factors["u"], factors["v"]
 
 
 @dataclass(frozen=True)
@@ -290,11 +294,11 @@ class LowRank(Spec):
         a = torch.randn(shapes["A"], generator=generator, dtype=torch.float64) / math.sqrt(3 * shapes["A"][1])
         return {"sigma": dense.clone(), "A": a.to(dense), "B": dense.new_zeros(shapes["B"])}
 
-    def weight(self, factors, size, channels_last=None):
+    def op(self, factors, size, channels_last=None):
         sigma, settings = factors["sigma"], (LAYOUTS[self.layout_of(size)], size, float(self.scaling))
         if channels_last is None:
             channels_last = follows_channels_last(sigma)
-        return weight(How("lowrank_weight", False, settings, channels_last), sigma, factors["A"], factors["B"])
+        return How("lowrank_weight", False, settings, channels_last), sigma, factors["A"], factors["B"]
 
 
 @dataclass(frozen=True)
@@ -358,7 +362,7 @@ class Hadamard(Spec):
         rms = (product_variance / r**2) ** (1 / 6) if self._cores(size) else (product_variance / r) ** 0.25
         return {name: _scaled_normal(shape, rms, dense, generator) for name, shape in self.shapes(size).items()}
 
-    def weight(self, factors, size, channels_last=None):
+    def op(self, factors, size, channels_last=None):
         x1, y1, x2, y2 = (factors[name] for name in ("x1", "y1", "x2", "y2"))
         if self._cores(size):
             # Autocast turns the result of einsum into half precision; the op wants one type.
@@ -367,4 +371,4 @@ class Hadamard(Spec):
                 for core, y in (("t1", y1), ("t2", y2))
             )
         how = How("hadamard_weight", False, (size, self.personalized), bool(channels_last))
-        return weight(how, None, x1, y1, x2, y2)
+        return how, None, x1, y1, x2, y2

@@ -5,6 +5,7 @@ serves only if the digest of all numbers of all factors (`torch.ops.fastfact.dig
 made. To read the factors takes a fraction of the time in which a weight is made and written.
 """
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -65,9 +66,12 @@ class WeightCache:
     def of(self, factors: Sequence[Tensor]) -> Kept | None:
         """What is kept for factors with these numbers, empty if they are others than before. None where some are no
         plain tensors on the CPU."""
-        if not all(type(factor) in _PLAIN and factor.is_cpu for factor in factors):
-            return None
+        for factor in factors:
+            if type(factor) not in _PLAIN or not factor.is_cpu:
+                return None
         kept, digest = self._kept, _digest(factors)
+        if kept is not None and kept.digest == digest and all(map(operator.is_, kept.factors, factors)):
+            return kept
         values = kept.values if kept is not None and kept.digest == digest else {}
         self._kept = kept = Kept(factors, digest, values)
         return kept

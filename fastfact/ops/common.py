@@ -81,6 +81,8 @@ def is_channels_last(x: Tensor) -> bool:
     """
     if x.dim() != 4 or x.is_contiguous():
         return False
+    if not torch._C._are_functorch_transforms_active():
+        return x.is_contiguous(memory_format=torch.channels_last)
     expected = 1
     for d in (1, 3, 2, 0):
         if x.shape[d] != 1:

@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastfact.formats import LAYOUTS, LINEAR, lowrank_shape, rank1_size
@@ -57,23 +58,16 @@ def _backward(how, needs, grad, f1, f2, f3, f4):
     return call(implementation(op + "_backward"), clients or _as_they_are(op, f1), tensors, *settings, needs)
 
 
-def _gradients(ctx, grad):
-    """What `backward` of a weight op returns. The gradient of `dense` is dW."""
-    _, dense, n1, n2, n3, n4 = ctx.needs_input_grad
+def _gradients(how, needed, grad, factors):
+    """The gradients of `dense`, which is dW, and of the four factors, of those that are `needed`."""
+    dense, n1, n2, n3, n4 = needed
     g1 = g2 = g3 = g4 = None
     if n1 or n2 or n3 or n4:
         needs = n1 | n2 << 1 | n3 << 2 | n4 << 3
         transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
         backward = _WeightBackward.apply if transformed else _backward
-        g1, g2, g3, g4 = (*backward(ctx.how, needs, grad, *ctx.saved_tensors), None, None)[:4]
-    return (
-        None,
-        grad if dense else None,
-        g1 if n1 else None,
-        g2 if n2 else None,
-        g3 if n3 else None,
-        g4 if n4 else None,
-    )
+        g1, g2, g3, g4 = (*backward(how, needs, grad, *factors), None, None)[:4]
+    return grad if dense else None, g1 if n1 else None, g2 if n2 else None, g3 if n3 else None, g4 if n4 else None
 
 
 class _EagerWeight(torch.autograd.Function):
@@ -87,7 +81,7 @@ class _EagerWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients(ctx, grad)
+        return None, *_gradients(ctx.how, ctx.needs_input_grad[1:], grad, ctx.saved_tensors)
 
 
 class _Weight(torch.autograd.Function):
@@ -108,7 +102,7 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients(ctx, grad)
+        return None, *_gradients(ctx.how, ctx.needs_input_grad[1:], grad, ctx.saved_tensors)
 
     @staticmethod
     def vmap(info, in_dims, how, *tensors):
@@ -162,6 +156,63 @@ def weight(how: How, dense, f1, f2, f3=None, f4=None) -> Tensor:
         tensors = (dense, f1, f2) if f3 is None else (f1, f2, f3, f4)
         return call(getattr(reference, how.op), how.clients, tensors, *how.settings, how.channels_last)
     return _Weight.apply(how, dense, f1, f2, f3, f4)
+
+
+class Convolution(NamedTuple):
+    """The settings of a 2-d convolution."""
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+
+def _applied(x, weight, bias, settings: Convolution | None):
+    if settings is None:
+        return F.linear(x, weight, bias)
+    return F.conv2d(x, weight, bias, *settings)
+
+
+class _Applied(torch.autograd.Function):
+    """A convolution or linear layer with the weight that a weight op makes, as one node: a second one, of PyTorch's
+    own, takes as long as a small layer computes.
+    """
+
+    @staticmethod
+    def forward(ctx, how, settings, x, bias, dense, f1, f2, f3, f4):
+        made = _forward(how, dense, f1, f2, f3, f4)
+        ctx.how, ctx.settings = how, settings
+        ctx.save_for_backward(x, made, bias, dense, f1, f2, f3, f4)
+        return _applied(x, made, bias, settings)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, made, bias, dense, *factors = ctx.saved_tensors
+        _, _, nx, nb, *of_weight = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            inputs = (x, bias, dense, *factors)
+            y = _applied(x, _EagerWeight.apply(ctx.how, dense, *factors), bias, ctx.settings)
+            asked = [t for t, need in zip(inputs, ctx.needs_input_grad[2:], strict=True) if need]
+            found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
+            return None, None, *(next(found) if need else None for need in ctx.needs_input_grad[2:])
+        nw = any(of_weight)
+        if ctx.settings is None:
+            rows = grad.reshape(-1, grad.shape[-1])
+            dx = grad.matmul(made) if nx else None
+            dw = rows.t().mm(x.reshape(-1, x.shape[-1])) if nw else None
+            db = rows.sum(0) if nb else None
+        else:
+            stride, padding, dilation, groups = ctx.settings
+            sizes = None if bias is None else bias.shape
+            settings = (sizes, stride, padding, dilation, False, (0, 0), groups, (nx, nw, nb))
+            dx, dw, db = torch.ops.aten.convolution_backward.default(grad, x, made, *settings)
+        return None, None, dx, db, *(_gradients(ctx.how, of_weight, dw, factors) if nw else (None,) * 5)
+
+
+def apply_weight(settings: Convolution | None, x, bias, how: How, dense, f1, f2, f3=None, f4=None) -> Tensor:
+    """conv2d or, without settings, linear of x with the weight that `weight` makes, and this bias, for layers in
+    training: nothing may transform or cast, and all tensors must be plain, of one type."""
+    return _Applied.apply(how, settings, x, bias, dense, f1, f2, f3, f4)
 
 
 def _layout(op: str, layout: str, allowed: tuple[str, ...]) -> int:

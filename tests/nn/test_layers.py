@@ -336,3 +336,27 @@ def test_bad_settings(make, message):
 def test_spec_of_the_wrong_type():
     with pytest.raises(TypeError, match="spec='rank1'"):
         ff.nn.FactorizedLinear(3, 4, spec="rank1")
+
+
+def test_the_weight_and_the_layer_are_one_node():
+    for layer, x in ((conv(ff.Rank1()), torch.randn(2, 4, 6, 6)), (ff.nn.FactorizedLinear(4, 3), torch.randn(5, 4))):
+        layer.to(torch.float32).path = "reconstruct"
+        assert {type(after).__name__ for after, _ in layer(x).grad_fn.next_functions if after} == {"AccumulateGrad"}
+
+
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
+def test_what_evaluation_keeps_follows_the_settings(path, monkeypatch):
+    monkeypatch.setattr(ff.nn.choice, "choose", lambda work, sides: path)
+    layer, x = conv(ff.Rank1(), torch.float32, padding=1).compact(0.3).eval(), torch.randn(2, 4, 9, 9)
+    with torch.no_grad():
+        for change in (
+            lambda: setattr(layer, "stride", (2, 2)),
+            lambda: setattr(layer, "padding", (2, 0)),
+            lambda: layer.mu.data.mul_(2),
+            layer.expand,
+            lambda: layer.u.data.add_(1),
+        ):
+            assert layer(x).shape == layer(x).shape
+            change()
+            dense = layer.to_dense().eval()
+            assert torch.allclose(layer(x), dense(x), atol=1e-5)
