@@ -336,7 +336,8 @@ std::tuple<Tensor, Tensor, Tensor> pack_bitmap(Tensor x, int64_t value_type) {
   return {bits, values, scale};
 }
 
-Tensor unpack_bitmap(Tensor bits, Tensor values, Tensor scale, int64_t n) {
+// Always checked: on the CPU nothing waits for it.
+Tensor unpack_bitmap(Tensor bits, Tensor values, Tensor scale, int64_t n, bool) {
   const char* op = "unpack_bitmap";
   expect_dim(op, "bits", bits, 3);
   const int64_t k = bits.size(0), rows = bits.size(1);

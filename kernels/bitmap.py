@@ -60,15 +60,29 @@ def popcount_kernel(bits, counts, n, row_bytes, chunks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def read_kernel(bits, ends, counts, values, scale, x, n, row_bytes, chunks, SCALED: tl.constexpr, CHUNK: tl.constexpr):
-    """One chunk of x from its bits and its stretch of `values`."""
+def read_kernel(
+    bits,
+    ends,
+    counts,
+    values,
+    value_count,
+    scale,
+    x,
+    n,
+    row_bytes,
+    chunks,
+    SCALED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk of x from its bits and its stretch of `values`; NaN for values that are missing."""
     pid = tl.program_id(0)
     row = (pid // chunks).to(tl.int64)
     at = pid % chunks * CHUNK + tl.arange(0, CHUNK)
     byte = tl.load(bits + row * row_bytes + at // 8, mask=at < n, other=0).to(tl.int32)
     one = byte >> (at % 8) & 1
     place = tl.load(ends + pid) - tl.load(counts + pid) + (tl.cumsum(one, 0) - one)
-    value = tl.load(values + place, mask=one != 0, other=0).to(tl.float32)
+    value = tl.load(values + place, mask=(one != 0) & (place < value_count), other=0).to(tl.float32)
+    value = tl.where((one != 0) & (place >= value_count), float("nan"), value)
     if SCALED:
         value *= tl.load(scale + row)
     tl.store(x + row * n + at, value, mask=at < n)
@@ -111,8 +125,8 @@ def pack_bitmap(x: Tensor, value_type: int) -> tuple[Tensor, Tensor, Tensor]:
     return bits, values.to(_DTYPES[value_type]), scale
 
 
-def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor:
-    """Raises ValueError where the bits set are not as many as the values."""
+def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int, check: bool = True) -> Tensor:
+    """Raises ValueError where the bits set are not as many as the values, with `check`, for which the host waits."""
     k, rows, row_bytes = bits.shape
     bits, values, scale = bits.contiguous(), values.contiguous(), scale.contiguous()
     programs, chunks = _grid("unpack_bitmap", k * rows, n)
@@ -122,8 +136,7 @@ def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor
         if programs:
             popcount_kernel[(programs,)](bits, counts, n, row_bytes, chunks, CHUNK=_CHUNK, num_warps=4)
         ends = counts.cumsum(0)
-        total = int(ends[-1]) if programs else 0
-        if total != values.numel():
+        if check and (total := int(ends[-1]) if programs else 0) != values.numel():
             raise ValueError(f"unpack_bitmap: values has {values.numel()} elements, must have {total}, the bits set")
         if programs:
             read_kernel[(programs,)](
@@ -131,6 +144,7 @@ def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor
                 ends,
                 counts,
                 values,
+                values.numel(),
                 scale,
                 x,
                 n,

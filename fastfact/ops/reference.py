@@ -238,9 +238,12 @@ def pack_bitmap(x: Tensor, value_type: int) -> tuple[Tensor, Tensor, Tensor]:
     return bits, values, scale
 
 
-@op(lambda bits, values, scale, n: bits.new_empty(*bits.shape[:2], n, dtype=torch.float32), kernels=BACKENDS)
-def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor:
-    """x float32 [k, rows, n] from what `pack_bitmap` made."""
+@op(
+    lambda bits, values, scale, n, check=True: bits.new_empty(*bits.shape[:2], n, dtype=torch.float32), kernels=BACKENDS
+)
+def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int, check: bool = True) -> Tensor:
+    """x float32 [k, rows, n] from what `pack_bitmap` made. Raises ValueError where `values` are not as many as bits are
+    set, on a GPU only with `check`, which waits for the device."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     mask = ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :n].bool()
     if (count := int(mask.sum())) != values.numel():

@@ -106,10 +106,12 @@ def pack_bitmap(x: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor:
+def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int, *, check: bool = True) -> Tensor:
     """x float32 [(k,) rows, n] from the (bits, values, scale) of `pack_bitmap`.
 
-    Raises ValueError where `n` does not fit bits, or the bits set are not as many as the values (a damaged file).
+    Raises ValueError where `n` does not fit bits, or the bits set are not as many as the values (a damaged file). To
+    count the bits set the host waits for a GPU: check=False leaves that out for what is known to fit (and can be
+    recorded in a CUDA graph); values that are missing after all are then NaN.
     """
     op = "unpack_bitmap"
     n = whole(op, "n", n, 0)
@@ -125,6 +127,10 @@ def unpack_bitmap(bits: Tensor, values: Tensor, scale: Tensor, n: int) -> Tensor
     if bits.shape[-1] != (n + 7) // 8:
         raise ValueError(f"{op}: n={n} with {bits.shape[-1]} bytes a row, must be {(n + 7) // 8} bytes")
     out = implementation(op)(
-        bits if clients else bits.unsqueeze(0), values, scale if clients or not scale.numel() else scale.unsqueeze(0), n
+        bits if clients else bits.unsqueeze(0),
+        values,
+        scale if clients or not scale.numel() else scale.unsqueeze(0),
+        n,
+        flag(op, "check", check),
     )
     return out if clients else out.squeeze(0)
