@@ -260,19 +260,17 @@ struct Arriving {
 template <typename T, int N>
 __device__ __forceinline__ void multiply_into(T* a1, T* a2, const float* first, const float* second, float plus,
                                               const Pack<T, N>& pack, bool inside) {
-  float p1[N], p2[N];
-  read_row(p1, first);
-  read_row(p2, second);
-  Pack<T, N> g1, g2;
+  float product[N];
+  Pack<T, N> g;
+  read_row(product, first);
+  // zero times a product that overflowed is not zero
 #pragma unroll
-  for (int l = 0; l < N; ++l) {
-    const float g = convert<float>(pack.x[l]);
-    // zero times a product that overflowed is not zero
-    g1.x[l] = convert<T>(inside ? g * (p2[l] + plus) : 0.0f);
-    g2.x[l] = convert<T>(inside ? g * p1[l] : 0.0f);
-  }
-  store_shared(a1, g1);
-  store_shared(a2, g2);
+  for (int l = 0; l < N; ++l) g.x[l] = convert<T>(inside ? convert<float>(pack.x[l]) * product[l] : 0.0f);
+  store_shared(a2, g);
+  read_row(product, second);
+#pragma unroll
+  for (int l = 0; l < N; ++l) g.x[l] = convert<T>(inside ? convert<float>(pack.x[l]) * (product[l] + plus) : 0.0f);
+  store_shared(a1, g);
 }
 
 // Blocks for which a multiprocessor must have registers.

@@ -225,8 +225,8 @@ def instructions(file):
 def test_instructions_an_element(library, tmp_path):
     """Half precision leaves about 30 instructions an element before they take longer than memory (bench/NOTES.md). All
     that a kernel has, on any path, is counted; at rank 1 loops are run once."""
-    run(TOOLS / "cuobjdump", "--extract-elf", "rank1", library, cwd=tmp_path)
-    (cubin,) = [file for file in tmp_path.iterdir() if "sm_90a" in file.name]
+    run(TOOLS / "cuobjdump", "--extract-elf", "sm_90a", library, cwd=tmp_path)
+    (cubin,) = [file for file in tmp_path.iterdir() if b"rank1_weight_kernel" in file.read_bytes()]
     counts = instructions(cubin)
     # what packs have in common: kPackU, kPackV, kStrideU, kTwoRuns; μ: kDense, kSupport, kScattered
     limits = {
