@@ -218,6 +218,11 @@ class Federation(Local):
             raise RunDirectoryError(f"{recorded.directory}: executor={config['executor']!r}: {error}") from error
         self._check_group()
         self._setup_model(model, device)
+        if config.get("frozen", self.frozen) != self.frozen:
+            raise RunDirectoryError(
+                f"{recorded.directory}: the frozen parameters of the model are not those that the run's clients have"
+                " adapters of, must be the same"
+            )
         if clients is not None:
             self._setup_clients(clients)
             if len(clients) != config["clients"] or self._samples() != config["samples"]:
@@ -626,6 +631,7 @@ class Federation(Local):
             "source": self.source,
             "executor": dataclasses.asdict(self.plan),
             **self.identity,
+            **({} if self.frozen is None else {"frozen": self.frozen}),
         }
 
     def _samples(self) -> list[list[int]] | None:

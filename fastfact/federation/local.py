@@ -24,7 +24,7 @@ from fastfact.federation.server.exchange import START, ClientRound, Download, Ex
 from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import Strategy
 from fastfact.federation.state import State, generator_for, stack, take
-from fastfact.federation.tensors import describe, tensors_of
+from fastfact.federation.tensors import describe, frozen_digest, tensors_of
 from fastfact.federation.wire.format import Wire
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.sparsity import penalized
@@ -75,6 +75,8 @@ class Local:
         device = self.group.device if device is None else device
         self.template = setup.template_of(factory, self.method, self.settings["seed"], device)
         self.infos = describe(self.template, self.method.classifier)
+        self.frozen = frozen_digest(self.template)
+        """A digest of what all clients share and nobody trains, None if there is none of it."""
         self.method.bind(self.infos)
         self.method.phases(self.settings["epochs"])
         self.sparse = [name for name, param in self.template.named_parameters() if penalized(param)]

@@ -1,9 +1,12 @@
-"""What each tensor of a model is for: what strategies decide by."""
+"""What of a model is each client's own, and what each tensor is for: what strategies decide by."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from fastfact import files
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -35,12 +38,38 @@ class TensorInfo:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer of `model` by name; a tied one once."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+    """What of `model` is each client's own, by name: parameters that ask for a gradient, and the buffers of its state;
+    a tied one once. The rest, as σ under adapters, stays with the model, which all clients share: it is in no state,
+    in no store and on no wire."""
+    passing = set()
+    for path, module in model.named_modules():
+        passing |= {f"{path}.{name}" if path else name for name in module._non_persistent_buffers_set}
+    own = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return own | {name: buffer for name, buffer in model.named_buffers() if name not in passing}
+
+
+def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `model` that all clients share, by name."""
+    return {name: param for name, param in model.named_parameters() if not param.requires_grad}
+
+
+def frozen_digest(model: nn.Module) -> str | None:
+    """Of the numbers of the frozen parameters; None where there are none."""
+    shared = frozen(model)
+    hasher = files.hasher()
+    for name, param in shared.items():
+        hasher.update(f"{name} {param.dtype} {list(param.shape)} ".encode())
+        hasher.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest() if shared else None
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A copy of `model` with the same frozen parameters, whose memory is not taken again."""
+    return copy.deepcopy(model, {id(param): param for param in frozen(model).values()})
 
 
 def describe(model: nn.Module, classifier: str | None = None) -> dict[str, TensorInfo]:
-    """name → TensorInfo of every parameter and buffer, in the order of `tensors_of`.
+    """name → TensorInfo of what is each client's own, in the order of `tensors_of`.
 
     A layer has a weight if it owns a parameter of two or more dimensions and is no normalisation. `classifier` is the
     path of the module that is the classifier if it is not the last such layer (the last part of its path will do, of

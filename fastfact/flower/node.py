@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,7 +106,7 @@ class Node(Local):
         model has, and a digest of its tensors."""
         samples = [len(self._data[k].train[1]) for k in self.numbers]
         facts = {"clients": self.numbers, "samples": samples, "sample": self._sample(), "classes": self.classes}
-        return Packet.of({"kind": "hello", "table": table_of(self.infos, self.sparse), **facts})
+        return Packet.of({"kind": "hello", "table": table_of(self.infos, self.sparse, self.frozen), **facts})
 
     def train(self, packet: Packet) -> Packet:
         """A round of the clients that the packet names. Their new states are in `records` when it returns.
@@ -139,12 +139,17 @@ class Node(Local):
         for k in clients:
             self._warn_of_loss(round, k, held[k][1].get("round", 0), asked[k][0]["held"])
         masks = self._masks(facts)
+        if facts["first"]:
+            # It is the initial model: nothing was mixed, and nothing is evaluated after it.
+            downloads = self._first(clients, asked, work)
+        else:
+            stacks = [name for name in self.shared if self.method.stacks(self.infos[name])]
+            downloads = self._downloads(clients, asked, work, stacks)
         done, rows = self.step(
             round,
             clients,
             work,
-            # The first download is the initial model: nothing was mixed, and nothing is evaluated after it.
-            self._first(clients, asked, work) if facts["first"] else self._downloads(clients, asked, work),
+            downloads,
             masks,
             lambda k: held[k][0],
         )
@@ -166,12 +171,14 @@ class Node(Local):
             for name, tensor in download.tensors.items():
                 work[name][download.rows] = tensor
 
-    def _downloads(self, clients: list[int], asked: dict, work: State) -> Iterator[Download]:
+    def _downloads(
+        self, clients: list[int], asked: dict, work: State, several: Collection[str] = ()
+    ) -> Iterator[Download]:
         for row, k in enumerate(clients):
             client, group = asked[k]
             own = {name: work[name][row] for name in self.shared}
             try:
-                arrived = [self.wire.decode(message, onto=own) for message in group]
+                arrived = [self.wire.decode(message, onto=own, several=several) for message in group]
             except ValueError as error:
                 raise RefusedError(f"the download of client {k}: {error}") from error
             if any(set(tensors) != set(self.shared) for tensors in arrived):

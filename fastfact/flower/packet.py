@@ -80,7 +80,8 @@ class Packet:
         return groups
 
 
-def table_of(infos: Mapping[str, TensorInfo], sparse: Sequence[str]) -> str:
-    """A digest of the tensors' names, shapes and dtypes: the same where messages mean the same."""
+def table_of(infos: Mapping[str, TensorInfo], sparse: Sequence[str], frozen: str | None = None) -> str:
+    """A digest of the tensors' names, shapes and dtypes, and of what is `frozen`: the same where messages mean the
+    same."""
     rows = [[info.name, list(info.shape), str(info.dtype), name in sparse] for name, info in infos.items()]
-    return digest(json.dumps(rows).encode())
+    return digest(json.dumps(rows if frozen is None else [rows, frozen]).encode())

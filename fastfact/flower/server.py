@@ -163,7 +163,7 @@ class Server(Local):
             raise RefusedError(f"its answer is incomplete ({error!r})") from error
         if not clients or not fits:
             raise RefusedError(f"has clients {clients} with {samples} samples, must be of 0 … {self.k - 1}")
-        if facts.get("table") != table_of(self.infos, self.sparse):
+        if facts.get("table") != table_of(self.infos, self.sparse, self.frozen):
             raise RefusedError("has another model: names, shapes or dtypes of its tensors differ")
         self.samples |= dict(zip(clients, samples, strict=True))
         return clients
@@ -189,11 +189,15 @@ class Server(Local):
         # The initial model, which simulations have as it is whatever the wire does to numbers.
         wire = Wire(self.wire.infos, "exact", self.sparse)
         tensors = {name: self.at_start[name] for name in self.shared}
-        message = [wire.encode(tensors)] if tensors else []
-        for k in clients:
+        together = {name: tensor.expand(len(clients), *tensor.shape) for name, tensor in tensors.items()}
+        own = self.method.first(list(clients), together)
+        message = [wire.encode(tensors)] if tensors and not own else []
+        together |= own
+        for row, k in enumerate(clients):
+            if own:
+                message = [wire.encode({name: tensor[row] for name, tensor in together.items()})]
             made.asked[k] = _Asked(self._held(k), message)
         if tensors:
-            together = {name: tensor.expand(len(clients), *tensor.shape) for name, tensor in tensors.items()}
             made.ledger.add(round, "down", clients, wire.roundtrip(together, self.shared)[1])
 
     def _downloads(self, round: int, clients: Sequence[int], made: _Round) -> None:

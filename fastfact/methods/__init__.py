@@ -17,6 +17,10 @@ from fastfact.methods.fedfomo import FedFOMO
 from fastfact.methods.fedpara import FedPara, PFedPara
 from fastfact.methods.fedprox import FedProx
 from fastfact.methods.fedrod import FedRoD
+from fastfact.methods.flora import FLoRA
+from fastfact.methods.hetlora import HetLoRA
+from fastfact.methods.lora import FedIT, FedSALoRA, FFALoRA, StandAloneLoRA
+from fastfact.methods.matched_lora import MatchedLoRA
 from fastfact.methods.partial import FedBN, FedPer, FedRep, LGFedAvg
 from fastfact.methods.per_fedavg import PerFedAvg
 from fastfact.methods.pfedgate import PFedGate
@@ -33,6 +37,8 @@ def names() -> list[str]:
 __all__ = [
     "AgnosticFL",
     "ClusteredFL",
+    "FFALoRA",
+    "FLoRA",
     "FactorizedFLAlpha",
     "FactorizedFLBeta",
     "FactorizedFedAvg",
@@ -45,13 +51,17 @@ __all__ = [
     "FedFOMO",
     "FedFacDynamic",
     "FedFacStatic",
+    "FedIT",
     "FedPara",
     "FedPer",
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedSALoRA",
     "FedSplit",
+    "HetLoRA",
     "LGFedAvg",
+    "MatchedLoRA",
     "PFedGate",
     "PFedPara",
     "PFedSD",
@@ -59,6 +69,7 @@ __all__ = [
     "RandomSplit",
     "SimFed",
     "StandAlone",
+    "StandAloneLoRA",
     "make",
     "names",
 ]

@@ -5,7 +5,6 @@ core waits for another within a client, and PyTorch lets go of the interpreter i
 cohort over the client axis of the ops: it saves the cost of calls, so it pays while a step is small.
 """
 
-import copy
 import logging
 import queue
 import time
@@ -20,7 +19,7 @@ from fastfact.data.client import Samples
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.train import Trainer, memory_cohort
 from fastfact.federation.state import State, evenly, stack
-from fastfact.federation.tensors import tensors_of
+from fastfact.federation.tensors import frozen, tensors_of
 
 log = logging.getLogger("fastfact")
 
@@ -162,7 +161,8 @@ def rule(trainer: Trainer, data: Samples) -> ExecutionPlan:
 SURE = 1.25
 """How many times faster than what the rule says another plan must be: near a tie, runs should not choose by noise."""
 LONG_STEP = 0.05
-"""Seconds of a step above which batching, which saves the cost of calls, is not tried."""
+"""Seconds of a step above which batching, which saves the cost of calls, is not tried, unless clients share a part of
+the model that is frozen: they share its products, too."""
 
 
 def choose(
@@ -204,7 +204,8 @@ def _fastest(trainers, data, clients: int, most: int | None, expected: Execution
     times = {}
     for plan in sorted(plans, key=lambda plan: plan.how == BATCHED):
         times[plan] = _measure(trainers, data, plan, clients, most)
-    if times[ExecutionPlan(ONE)] < LONG_STEP and not any(plan.how == BATCHED for plan in times):
+    short = times[ExecutionPlan(ONE)] < LONG_STEP or frozen(trainers[ONE].model)
+    if short and not any(plan.how == BATCHED for plan in times):
         plan = ExecutionPlan(BATCHED, min(16, clients, most or 16))
         times[plan] = _measure(trainers, data, plan, clients, most)
     log.info("a step of a client: %s", ", ".join(f"{plan} {1e3 * seconds:.1f} ms" for plan, seconds in times.items()))
@@ -221,7 +222,7 @@ def _measure(trainers, data, plan: ExecutionPlan, clients: int, most: int | None
     together = plan.cohort if plan.how == BATCHED else cores()
     together = max(1, min(together, clients, most or together))
     executor = Executor(trainer, plan)
-    work = stack(tensors_of(copy.deepcopy(trainer.model)), together)
+    work = stack(tensors_of(trainer.model), together)
     samples, phases = [(x[:n], y[:n])] * together, [Phase(1)]
     best = float("inf")
     try:

@@ -14,6 +14,7 @@ from torch.func import grad_and_value, vmap
 
 from fastfact import ops
 from fastfact.data.client import Samples
+from fastfact.federation.client.attention import Together
 from fastfact.federation.client.capture import Captured
 from fastfact.federation.client.phase import Net, Phase
 from fastfact.federation.state import State
@@ -96,7 +97,8 @@ class Steps:
 
     def __init__(self, model: nn.Module, infos: dict[str, TensorInfo], settings: Settings):
         self.model, self.infos, self.settings = model, infos, settings
-        self.tensors, self.params = tensors_of(model), dict(model.named_parameters())
+        self.tensors = tensors_of(model)
+        self.params = {name: param for name, param in model.named_parameters() if name in self.tensors}
         self.device = next(iter(self.tensors.values())).device
         self.buffers = Buffers()
         self.interval = 20
@@ -151,7 +153,8 @@ class Step:
     """A training step of a phase: on an epoch that `shuffle` sets out, some rows of the state take a batch.
 
     What does not train in the phase and is the same in all rows goes in once, without the client axis, so that layers
-    can serve all clients with it in one call (σ of FedDecomp while A and B train).
+    can serve all clients with it in one call (σ of FedDecomp while A and B train). What the model has frozen is no part
+    of the state and goes in so by itself.
     """
 
     counted: int | None = None
@@ -176,7 +179,8 @@ class Step:
         def gradients(x: Tensor, y: Tensor, *tensors: Tensor) -> list[Tensor]:
             each = iter(tensors)
             params, rest, start = ({name: next(each) for name in names} for names in groups)
-            grads, losses = batched(params, rest, start, x, y)
+            with Together():
+                grads, losses = batched(params, rest, start, x, y)
             return [losses, *(grads[name] for name in params)]
 
         self.gradients: Callable[..., Sequence[Tensor]] = gradients

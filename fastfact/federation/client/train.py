@@ -5,7 +5,6 @@ time, the same step runs batched over the client axis. Both take the same batche
 """
 
 import contextlib
-import copy
 import functools
 import logging
 import time
@@ -18,13 +17,14 @@ from torch.func import functional_call, vmap
 
 from fastfact import ops
 from fastfact.data.client import Samples
+from fastfact.federation.client.attention import Together
 from fastfact.federation.client.capture import Captured
 from fastfact.federation.client.data import batches
 from fastfact.federation.client.dropout import Streams
 from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase
 from fastfact.federation.client.step import Settings, Steps
 from fastfact.federation.state import State, evenly, generator_for, seed_for, seeded
-from fastfact.federation.tensors import TensorInfo, tensors_of
+from fastfact.federation.tensors import TensorInfo, copy_of, tensors_of
 
 log = logging.getLogger("fastfact")
 
@@ -35,7 +35,7 @@ class Trainer:
     def __init__(self, model: nn.Module, infos: dict[str, TensorInfo], settings: Settings):
         self.model, self.infos, self.settings = model, infos, settings
         self.tensors = tensors_of(model)
-        self.params = dict(model.named_parameters())
+        self.params = {name: param for name, param in model.named_parameters() if name in self.tensors}
         self.trainable = {name for name, param in self.params.items() if param.requires_grad}
         self.device = next(iter(self.tensors.values())).device
         self.momenta = {name: torch.zeros_like(param) for name, param in self.params.items() if param.requires_grad}
@@ -47,7 +47,7 @@ class Trainer:
 
     def copy(self) -> "Trainer":
         """A trainer of the same kind with a model of its own, for another thread."""
-        return Trainer(copy.deepcopy(self.model), self.infos, self.settings)
+        return Trainer(copy_of(self.model), self.infos, self.settings)
 
     def bind(self, state: State, row: int) -> None:
         """Point the template at one row: its tensors alias the state from here on."""
@@ -268,7 +268,7 @@ class Trainer:
 
         def count(*tensors: Tensor) -> list[Tensor]:
             y, index, *state = tensors[-last:]
-            with ops.GatheredBatch(tensors[:-last], index) as batch:
+            with ops.GatheredBatch(tensors[:-last], index) as batch, Together():
                 logits = batched(dict(zip(self.tensors, state, strict=True)), batch.x)
             return [(logits.argmax(2) == y).sum(1)]
 

@@ -63,7 +63,8 @@ class Exchange:
             raise ValueError(f"{method.name}: key {clash[0]} has the name of a tensor of the model")
         self.keys += self.measured
         self.uploaded += self.measured
-        self.wire = Wire(infos | self.measured, values, sparse)
+        padded = [name for name in self.shared if method.pads(infos[name])]
+        self.wire = Wire(infos | self.measured, values, [*sparse, *padded])
 
     def channel_masks(self, direction: str, server_state: State) -> State:
         """`Strategy.channel_masks` on the model's device."""
@@ -107,7 +108,10 @@ class Exchange:
         )
 
     def first_download(self, round: int, clients: list[int], work: State, ledger: Ledger) -> None:
-        """Everybody has the initial model, as if sent: the papers count this download too."""
+        """Everybody has the initial model, or what `Strategy.first` makes of it, as if sent: the papers count this
+        download too."""
+        for name, tensor in self.method.first(clients, work).items():
+            work[name].copy_(tensor)
         ledger.add(round, "down", clients, self.wire.roundtrip(work, self.shared)[1])
 
     def sent(self, state: State) -> tuple[State, Sizes]:

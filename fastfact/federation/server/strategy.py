@@ -110,8 +110,9 @@ class Strategy:
 
     A method answers: `spec` (the parameterization) · `shares` (which tensors are uploaded, mixed and downloaded) ·
     `compares` and `key` (what similarity is measured on; uploaded, not downloaded unless shared) · `phases` (local
-    training) · `weights` (the mixing matrix) · `mix`, `channel_masks`, `receive`, `extra`, `server_state` for methods
-    whose mixing, download, client or server state is not the usual · `offer`, `merge`, `answered` where clients mix.
+    training) · `weights` (the mixing matrix) · `mix`, `first`, `channel_masks`, `pads`, `stacks`, `receive`, `extra`,
+    `server_state` for methods whose mixing, download, client or server state is not the usual · `offer`, `merge`,
+    `answered` where clients mix.
 
     Guests are clients that download without having reported in the last round: they missed it, or are new.
 
@@ -283,6 +284,20 @@ class Strategy:
     def server_state(self, state: State) -> State:
         """What the server keeps (`Uploads.server_state`) at the start, from the K clients' initial states."""
         return {}
+
+    def first(self, clients: Sequence[int], state: State) -> State:
+        """What these clients download before there is anything to mix, of the shared tensors [k, …] in `state`, where
+        it is not what all have in the initial model."""
+        return {}
+
+    def pads(self, info: TensorInfo) -> bool:
+        """Whether many numbers of a shared tensor are zeros, which cost a bit each on the wire."""
+        return False
+
+    def stacks(self, info: TensorInfo) -> bool:
+        """Whether a download brings several of a shared tensor, [k, n, …], of which `receive` makes what the client
+        has."""
+        return False
 
     def receive(self, state: State, mixed: State) -> State:
         """What a download does to the client states [k, …]: the tensors to overwrite, by name."""

@@ -13,13 +13,14 @@ all little-endian. Encodings of the payload, elements in row-major order:
     2  int8, after a float32 scale per row     5  bitmap, then a float32 scale per row, then the nonzeros as int8
 
 A row is the first axis of the tensor (one row if it has one axis or none). μ goes as a bitmap wherever that is shorter.
+Several of a tensor, where the receiver knows that they come so, are one tensor with one axis more, in front.
 Where only some slices along the first axis travel, 8 is added to the encoding and the payload begins with one bit for
 each, eight to a byte, lowest first.
 """
 
 import dataclasses
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -114,6 +115,8 @@ class Wire:
         received, sizes = {}, Sizes()
         for name in names:
             info, tensor, mask = self.infos[name], state[name], (rows or {}).get(name)
+            if tuple(tensor.shape[2:]) == info.shape and tensor.dim() > 1 + len(info.shape):
+                info = _several(info, tensor.shape[1])
             begin = ENTRY.size
             if mask is not None:
                 begin += (len(mask) + 7) // 8
@@ -140,10 +143,13 @@ class Wire:
         return (quantized.float() * scale.unsqueeze(-1)).to(tensor.dtype).reshape(tensor.shape)
 
     def encode(self, tensors: Mapping[str, Tensor], rows: Mapping[str, Tensor] | None = None) -> bytes:
-        """One message of one client's tensors, without the client axis. rows: see `roundtrip`."""
+        """One message of one client's tensors, without the client axis, of each one or several [n, …]. rows: see
+        `roundtrip`."""
         parts = [HEADER.pack(b"FF", 1, 0, len(tensors))]
         for name, tensor in tensors.items():
             info, tensor = self.infos[name], tensor.detach().cpu()
+            if tuple(tensor.shape[1:]) == info.shape and tensor.dim() > len(info.shape):
+                info = _several(info, len(tensor))
             if tuple(tensor.shape) != info.shape:
                 raise ValueError(f"message: {name} has shape {list(tensor.shape)}, must be {list(info.shape)}")
             mask, which = (rows or {}).get(name), b""
@@ -171,10 +177,14 @@ class Wire:
         return [bits, scale, values]
 
     def decode(
-        self, message: bytes, onto: Mapping[str, Tensor] | None = None, names: Iterable[str] | None = None
+        self,
+        message: bytes,
+        onto: Mapping[str, Tensor] | None = None,
+        names: Iterable[str] | None = None,
+        several: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """The tensors of a message (of these only `names`, if given); rows that did not travel are those of `onto`, or
-        zero.
+        zero. several: the names of those that come as any number of them, [n, …].
 
         Raises ValueError for a message that is cut short or does not fit the model.
         """
@@ -197,6 +207,8 @@ class Wire:
                 at += length
                 continue
             if not some:
+                if info.name in several:
+                    info = _several(info, _count(length, info, encoding))
                 tensors[info.name] = _decode(payload, info, encoding)
             else:
                 if not info.shape:
@@ -214,6 +226,17 @@ class Wire:
         if at != len(view):
             raise ValueError(f"message: {len(view) - at} bytes follow its last tensor")
         return tensors
+
+
+def _several(info: TensorInfo, n: int) -> TensorInfo:
+    """n of a tensor, one after another."""
+    return dataclasses.replace(info, shape=(n, *info.shape))
+
+
+def _count(length: int, info: TensorInfo, encoding: int) -> int:
+    """How many of a tensor a payload of `length` bytes holds, rounded down: what does not fit is found later."""
+    one = {RAW: info.numel * info.dtype.itemsize, BF16: 2 * info.numel, INT8: info.numel + 4}.get(encoding)
+    return length // one if one else 1
 
 
 def _some_rows(info: TensorInfo, mask: Tensor) -> TensorInfo:
