@@ -1,8 +1,9 @@
 """How the clients of a round are put on the machine: one after another, some at once on threads, or batched.
 
 One at a time uses all cores for one client's kernels. Threads train one client each, with single-threaded kernels: no
-core waits for another within a client, and PyTorch lets go of the interpreter inside its kernels. Batched trains a
-cohort over the client axis of the ops: it saves the cost of calls, so it pays while a step is small.
+core waits for another within a client, and PyTorch lets go of the interpreter inside its kernels; the clients that are
+left over, fewer than cores, share all of these. Batched trains a cohort over the client axis of the ops: it saves the
+cost of calls, so it pays while a step is small.
 """
 
 import logging
@@ -56,7 +57,7 @@ class Executor:
                 worker = trainer.copy()
                 worker.shared_generator = False
                 self._free.put(worker)
-            self._pool = ThreadPoolExecutor(self.threads, "client", initializer=torch.set_num_threads, initargs=(1,))
+            self._pool = ThreadPoolExecutor(self.threads, "client")
 
     def train(
         self,
@@ -106,20 +107,28 @@ class Executor:
         return accuracies
 
     def _spread(self, call: Callable, n: int, finished: Callable) -> None:
-        """call(trainer, row) for each row on the threads, finished(row, result) here, in order."""
-        threads, generator = torch.get_num_threads(), torch.get_rng_state()
+        """call(trainer, row) for each row on the threads, finished(row, result) here, in order.
 
-        def run(row: int):
+        A core to each row. What is left over has all cores, once the others are done: some libraries have one number of
+        threads for the whole process, and on how many a client computes decides its last bits.
+        """
+        threads, generator = torch.get_num_threads(), torch.get_rng_state()
+        rest = n % self.threads
+
+        def run(row: int, own: int):
             worker = self._free.get()
             try:
+                torch.set_num_threads(own)
                 return call(worker, row)
             finally:
                 self._free.put(worker)
 
-        futures = [self._pool.submit(run, row) for row in range(n)]
+        futures = []
         try:
-            for row, future in enumerate(futures):
-                finished(row, future.result())
+            for rows, own in ((range(n - rest), 1), (range(n - rest, n), self.threads // max(1, rest))):
+                futures = [self._pool.submit(run, row, own) for row in rows]
+                for row, future in zip(rows, futures, strict=True):
+                    finished(row, future.result())
         finally:
             for future in futures:
                 future.cancel()

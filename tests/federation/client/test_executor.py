@@ -66,6 +66,19 @@ def test_clients_of_a_cohort_have_their_own_masks(make):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("have, clients, wanted", [(2, 1, [2]), (2, 5, [1, 1, 1, 1, 2]), (8, 3, [2, 2, 2]), (2, 0, [])])
+def test_clients_left_over_share_the_cores(monkeypatch, have, clients, wanted):
+    class Worker:
+        def copy(self):
+            return Worker()
+
+    monkeypatch.setattr(executor, "cores", lambda: have)
+    plan, used, before = executor.Executor(Worker(), ExecutionPlan(THREADS)), {}, torch.get_num_threads()
+    for _ in range(2):
+        plan._spread(lambda worker, row: torch.get_num_threads(), clients, used.__setitem__)
+        assert list(used.items()) == list(enumerate(wanted)) and torch.get_num_threads() == before
+
+
 def test_threads_leave_the_global_state_alone(make):
     fed = make(dropout_net, (1, 6, 6), cohort=THREADS)
     threads = torch.get_num_threads()
