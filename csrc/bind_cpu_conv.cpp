@@ -17,19 +17,27 @@ void require(bool condition, const std::string& message) { fastfact::bind::requi
 
 fastfact::Type type_of(const Tensor& t) { return fastfact::bind::type_of<fastfact::Type>(kConv, t); }
 
-const Shape kContiguous = {1, 2, 3, 4}, kChannelsLast = {1, 3, 4, 2};
+// All tensors come with the client axis, or all without it, for one client.
+Shape with_axis(bool axis, int64_t clients, Shape shape) {
+  if (axis) shape.insert(shape.begin(), clients);
+  return shape;
+}
 
-// Images [k, n, channels, h, w], copied unless each client's are contiguous or channels_last.
+// Images [k, n, channels, h, w] or [n, channels, h, w], copied unless each client's are contiguous or channels_last.
 struct Batch {
   Tensor tensor;
   bool channels_last;
-  explicit Batch(const Tensor& t) : tensor(t), channels_last(!is_dense(t, kContiguous) && is_dense(t, kChannelsLast)) {
-    if (!channels_last && !is_dense(t, kContiguous)) tensor = torch::stable::contiguous(t);
+  explicit Batch(const Tensor& t) : tensor(t), channels_last(false) {
+    const int64_t first = t.dim() - 4;
+    if (is_dense(t, {first, first + 1, first + 2, first + 3})) return;
+    channels_last = is_dense(t, {first, first + 2, first + 3, first + 1});
+    if (!channels_last) tensor = torch::stable::contiguous(t);
   }
 };
 
 Tensor empty_images(const Tensor& like, const Shape& sizes, bool channels_last) {
-  return channels_last ? empty(like, sizes, {0, 1, 3, 4, 2}) : empty(like, sizes);
+  if (!channels_last) return empty(like, sizes);
+  return sizes.size() == 5 ? empty(like, sizes, {0, 1, 3, 4, 2}) : empty(like, sizes, {0, 2, 3, 1});
 }
 
 // A small tensor of every client, contiguous.
@@ -48,18 +56,22 @@ void* at(const Tensor& t, int64_t k) { return static_cast<char*>(t.data_ptr()) +
 
 struct Checked {
   fastfact::Conv conv;
+  bool axis;
   int64_t clients, rank, nonzeros;
+  Shape shape(Shape of_one) const { return with_axis(axis, clients, std::move(of_one)); }
 };
 
 Checked check(const Tensor& x, const OptionalTensor& u, const OptionalTensor& v, const OptionalTensor& values,
               const OptionalTensor& index, const Shape& size, const Shape& stride, const Shape& padding,
               const Shape& dilation, int64_t groups) {
-  const Shape image = shape_of(x);
-  require(image.size() == 5, "x must have 5 dimensions");
+  Shape image = shape_of(x);
+  require(image.size() == 4 || image.size() == 5, "x must have 5 dimensions, or 4 for one client");
+  Checked out{};
+  out.axis = image.size() == 5;
+  if (!out.axis) image.insert(image.begin(), 1);
   require(size.size() == 4 && stride.size() == 2 && padding.size() == 2 && dilation.size() == 2,
           "size must have 4 numbers; stride, padding and dilation 2 each");
   require(groups > 0 && size[0] % groups == 0 && image[2] == groups * size[1], "size, groups and x do not fit");
-  Checked out{};
   out.clients = image[0];
   fastfact::Conv& c = out.conv;
   c.n = image[1], c.groups = groups, c.i = size[1], c.o = size[0] / groups, c.h = image[3], c.w = image[4];
@@ -74,18 +86,18 @@ Checked check(const Tensor& x, const OptionalTensor& u, const OptionalTensor& v,
   }
   require(bool(u) == bool(v), "u and v go together");
   if (u) {
-    require(u->dim() == 4, "u must be [k, rank, kh, kw]");
-    out.rank = u->size(1);
-    expect(kConv, "u", u, {out.clients, out.rank, size[2], size[3]}, x);
-    expect(kConv, "v", v, {out.clients, out.rank, size[0], size[1]}, x);
+    require(u->dim() == 3 + out.axis, "u must be [k, rank, kh, kw]");
+    out.rank = u->size(out.axis);
+    expect(kConv, "u", u, out.shape({out.rank, size[2], size[3]}), x);
+    expect(kConv, "v", v, out.shape({out.rank, size[0], size[1]}), x);
   }
   require(bool(values) == bool(index), "values and index go together");
   if (index) {
-    require(index->dim() == 2 && index->size(0) == out.clients && index->scalar_type() == ScalarType::Int &&
-                index->is_cpu(),
+    require(index->dim() == 1 + out.axis && (!out.axis || index->size(0) == out.clients) &&
+                index->scalar_type() == ScalarType::Int && index->is_cpu(),
             "index must be int32 [k, nnz]");
-    out.nonzeros = index->size(1);
-    expect(kConv, "values", values, {out.clients, out.nonzeros}, x);
+    out.nonzeros = index->size(out.axis);
+    expect(kConv, "values", values, out.shape({out.nonzeros}), x);
   }
   return out;
 }
@@ -106,9 +118,9 @@ Tensor convolve(const Tensor& x_, const OptionalTensor& u_, const OptionalTensor
   const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
   fastfact::Conv c = checked.conv;
   const int64_t k = checked.clients;
-  expect(kConv, "bias", bias_, {k, size[0]}, x_);
+  expect(kConv, "bias", bias_, checked.shape({size[0]}), x_);
   const Batch x(x_);
-  Tensor y = empty_images(x_, {k, c.n, size[0], c.oh, c.ow}, x.channels_last);
+  Tensor y = empty_images(x_, checked.shape({c.n, size[0], c.oh, c.ow}), x.channels_last);
   c.x_channels_last = c.y_channels_last = x.channels_last;
   const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_);
   for (int64_t j = 0; j < k; ++j) {
@@ -137,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
                                                                     int64_t needs) {
   const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
   fastfact::Conv c = checked.conv;
-  expect(kConv, "grad", grad, {checked.clients, c.n, size[0], c.oh, c.ow}, x_);
+  expect(kConv, "grad", grad, checked.shape({c.n, size[0], c.oh, c.ow}), x_);
   const Batch x(x_), dy(grad);
   c.x_channels_last = x.channels_last, c.y_channels_last = dy.channels_last;
   const Rows u(u_), v(v_), values(values_), index(index_);
@@ -155,35 +167,45 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
   return {dx, du, dv, dvalues};
 }
 
-// A factored linear layer [k, n, i] → [k, n, o]; all tensors dense.
+// A factored linear layer [k, n, i] → [k, n, o], or without k; all tensors dense.
 struct Linear {
   const char* op;
+  bool axis;
   int64_t clients, n, i, o, rank = 0, nonzeros = 0;
   Tensor x;
   Rows u, v, values, index;
 
   Linear(const char* op, const Tensor& x_, const OptionalTensor& u_, const OptionalTensor& v_,
          const OptionalTensor& values_, const OptionalTensor& index_, const Shape& size)
-      : op(op), x(is_dense(x_) ? x_ : torch::stable::contiguous(x_)), u(u_), v(v_), values(values_), index(index_) {
-    expect_dim(op, "x", x_, 3);
-    fastfact::bind::require(size.size() == 2 && size[0] >= 0 && size[1] == x_.size(2), op,
-                            "size=" + to_string(size) + ", must be [o, " + std::to_string(x_.size(2)) + "]");
-    clients = x_.size(0), n = x_.size(1), i = size[1], o = size[0];
+      : op(op),
+        axis(x_.dim() == 3),
+        x(is_dense(x_, axis) ? x_ : torch::stable::contiguous(x_)),
+        u(u_),
+        v(v_),
+        values(values_),
+        index(index_) {
+    expect_dim(op, "x", x_, 2 + axis);
+    fastfact::bind::require(size.size() == 2 && size[0] >= 0 && size[1] == x_.size(1 + axis), op,
+                            "size=" + to_string(size) + ", must be [o, " + std::to_string(x_.size(1 + axis)) + "]");
+    clients = axis ? x_.size(0) : 1, n = x_.size(axis), i = size[1], o = size[0];
     fastfact::bind::require(bool(u_) == bool(v_), op, "u and v go together");
     fastfact::bind::require(bool(values_) == bool(index_), op, "values and index go together");
     if (u_) {
-      expect_dim(op, "u", *u_, 3);
-      rank = u_->size(1);
-      expect(op, "u", u_, {clients, rank, i}, x_);
-      expect(op, "v", v_, {clients, rank, o}, x_);
+      expect_dim(op, "u", *u_, 2 + axis);
+      rank = u_->size(axis);
+      expect(op, "u", u_, shape({rank, i}), x_);
+      expect(op, "v", v_, shape({rank, o}), x_);
     }
     if (!index_) return;
-    expect_dim(op, "index", *index_, 2);
-    nonzeros = index_->size(1);
-    fastfact::bind::require(index_->size(0) == clients && index_->scalar_type() == ScalarType::Int && index_->is_cpu(),
-                            op, "index must be int32 [k, nnz], on the CPU");
-    expect(op, "values", values_, {clients, nonzeros}, x_);
+    expect_dim(op, "index", *index_, 1 + axis);
+    nonzeros = index_->size(axis);
+    fastfact::bind::require(
+        (!axis || index_->size(0) == clients) && index_->scalar_type() == ScalarType::Int && index_->is_cpu(), op,
+        "index must be int32 [k, nnz], on the CPU");
+    expect(op, "values", values_, shape({nonzeros}), x_);
   }
+
+  Shape shape(Shape of_one) const { return with_axis(axis, clients, std::move(of_one)); }
 
   fastfact::Type type() const { return fastfact::bind::type_of<fastfact::Type>(op, x); }
   fastfact::Sparse mu(int64_t k) const { return {static_cast<const int32_t*>(index.at(k)), values.at(k), nonzeros}; }
@@ -195,9 +217,9 @@ struct Linear {
 Tensor factored_linear(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
                        OptionalTensor bias_, Shape size) {
   const Linear of("factored_linear", x, u, v, values, index, size);
-  expect(of.op, "bias", bias_, {of.clients, of.o}, x);
+  expect(of.op, "bias", bias_, of.shape({of.o}), x);
   const Rows bias(bias_);
-  Tensor y = empty(x, {of.clients, of.n, of.o});
+  Tensor y = empty(x, of.shape({of.n, of.o}));
   for (int64_t k = 0; k < of.clients; ++k) {
     of.check(fastfact::factored_linear({of.type(),
                                         of.n,
@@ -217,9 +239,10 @@ Tensor factored_linear(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTen
 
 // out[k] = a[k]ᵀ b[k]
 void multiply_transposed(const Tensor& a, const Tensor& b, const Tensor& out) {
-  for (int64_t k = 0; k < out.size(0); ++k) {
-    const Tensor left = torch::stable::transpose(torch::stable::select(a, 0, k), 0, 1);
-    const Tensor right = torch::stable::select(b, 0, k), to = torch::stable::select(out, 0, k);
+  const bool axis = out.dim() == 3;
+  auto of = [&](const Tensor& t, int64_t k) { return axis ? torch::stable::select(t, 0, k) : t; };
+  for (int64_t k = 0; k < (axis ? out.size(0) : 1); ++k) {
+    const Tensor left = torch::stable::transpose(of(a, k), 0, 1), right = of(b, k), to = of(out, k);
     TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), left.get(), right.get()));
   }
 }
@@ -228,13 +251,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad,
                                                                     OptionalTensor v, OptionalTensor values,
                                                                     OptionalTensor index, Shape size, int64_t needs) {
   const Linear of("factored_linear_backward", x, u, v, values, index, size);
-  expect(of.op, "grad", grad, {of.clients, of.n, of.o}, x);
-  const Tensor dy = is_dense(grad) ? grad : torch::stable::contiguous(grad);
+  expect(of.op, "grad", grad, of.shape({of.n, of.o}), x);
+  const Tensor dy = is_dense(grad, of.axis) ? grad : torch::stable::contiguous(grad);
   const bool wants[4] = {bool(needs & 1), (needs & 2) && u, (needs & 4) && v, (needs & 8) && index};
   auto made = [&](bool wanted, const Shape& shape) { return empty(x, wanted ? shape : Shape{0}); };
-  Tensor dx = made(wants[0], {of.clients, of.n, of.i}), du = made(wants[1], {of.clients, of.rank, of.i});
-  Tensor dv = made(wants[2], {of.clients, of.rank, of.o}), dvalues = made(wants[3], {of.clients, of.nonzeros});
-  const Shape hidden = {of.clients, of.n, of.rank};
+  Tensor dx = made(wants[0], of.shape({of.n, of.i})), du = made(wants[1], of.shape({of.rank, of.i}));
+  Tensor dv = made(wants[2], of.shape({of.rank, of.o})), dvalues = made(wants[3], of.shape({of.nonzeros}));
+  const Shape hidden = of.shape({of.n, of.rank});
   const Tensor h = made(wants[2], hidden), dh = made(wants[1], hidden);
   for (int64_t k = 0; k < of.clients; ++k) {
     of.check(fastfact::factored_linear_backward({of.type(),

@@ -1,5 +1,7 @@
 """Factorized layers: drop-in for `nn.Conv2d` and `nn.Linear`, with the weight made from factors in each forward."""
 
+import contextlib
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -21,6 +23,8 @@ NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
 """The input assumed where sizes may be symbols."""
 PACKED = 0.5
 """The density of a dense μ below which its nonzeros are packed for evaluation, so that it can be factored."""
+DEPTHWISE = 4
+"""Channels from which on the kernel of depthwise layers serves."""
 ANSWERS = 32
 """Inputs of so many kinds a layer remembers its path for."""
 SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
@@ -291,7 +295,13 @@ class FactorizedLayer(nn.Module):
         if not self.training and weight_cache.allowed():
             return self._evaluate(x)
         tensors = self._tensors()
-        return self._compute(self._path(x, tensors, None), x, tensors, self.bias, None)
+        spread = self._spread(tensors)
+        path = self._path(x, spread, None)
+        return self._compute(path, x, tensors if path == "reconstruct" else spread, self.bias, None)
+
+    def _spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The factors for training, dense μ as nonzeros at all positions where it can be factored so."""
+        return tensors
 
     def _evaluate(self, x: Tensor) -> Tensor:
         """The forward where what is made from the factors may be kept: once it is, little stands before the layer."""
@@ -326,7 +336,7 @@ class FactorizedLayer(nn.Module):
         """What a forward computes from now, and what is kept for it."""
         tensors = self._tensors()
         if self.training or not weight_cache.allowed():
-            return tensors, None
+            return self._spread(tensors), None
         return self._packed(tensors, self._cache.of(list(tensors.values())))
 
     def _path(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
@@ -518,9 +528,14 @@ class FactorizedLayer(nn.Module):
 
     def _is_one_node(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
         """Whether W and the layer can be one node of the graph: in eager training on the CPU."""
-        if not torch.is_grad_enabled() or not x.is_cpu or torch.is_autocast_enabled("cpu") or transforming():
+        if not torch.is_grad_enabled() or type(self.spec).weight is not Spec.weight:
             return False
-        if type(self.spec).weight is not Spec.weight:
+        return self._is_plain(x, tensors, bias)
+
+    @staticmethod
+    def _is_plain(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
+        """Whether nothing transforms or casts, and all tensors are plain, on the CPU."""
+        if not x.is_cpu or torch.is_autocast_enabled("cpu") or transforming():
             return False
         return all(type(t) in _PLAIN for t in (x, *tensors.values())) and (bias is None or type(bias) in _PLAIN)
 
@@ -667,6 +682,15 @@ class FactorizedConv2d(FactorizedLayer):
         )
         return _fill_dense(dense, self)
 
+    def _spread(self, tensors):
+        # A depthwise layer, whose kernel makes W: that is small.
+        mu, (o, i, *_) = tensors.get("mu"), self.size
+        if self.path != "auto" or mu is None or mu.dim() == 1 or i > 1 or o != self.groups or o < DEPTHWISE:
+            return tensors
+        if not self._has_factored_form() or not self._is_plain(mu, tensors, None):
+            return tensors
+        return {**tensors, "mu": mu.flatten(), INDEX: _everywhere(mu.numel())}
+
     def _factors_are_weights(self, tensors):
         return "u" in tensors and tensors["u"][0].numel() == 1 and self.size[1] > 1
 
@@ -731,6 +755,14 @@ class FactorizedConv2d(FactorizedLayer):
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
+        if path == "factored" and self.spec.layout == "spatial" and x.dim() == 4 and self._is_plain(x, tensors, bias):
+            parts = [tensors.get(name) for name in ("u", "v", "mu", INDEX)]
+            # What does not fit is told by the checked function.
+            with contextlib.suppress(RuntimeError, ValueError):
+                settings, kept = (self.size, *self._convolution()), not self.training and len(tensors) > 2
+                y = ops.conv.apply_factors(ops.conv.OP, settings, x, *parts, bias, repeated=kept)
+                if y is not None:
+                    return y
         y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), path == "fused", tensors, bias)
         return y if x.dim() == 4 else y.squeeze(0)
 
@@ -910,6 +942,12 @@ class FactorizedLinear(FactorizedLayer):
         if isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
         parts = [tensors.get(name) for name in ("u", "v", "mu", INDEX)]
+        if x.dim() and self._is_plain(x, tensors, bias):
+            with contextlib.suppress(RuntimeError, ValueError):
+                rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+                y = ops.conv.apply_factors(ops.conv.LAYER, (self.size,), rows, *parts, bias)
+                if y is not None:
+                    return y if x.dim() == 2 else y.view(*x.shape[:-1], self.size[0])
         return ops.factored_linear(x, *parts, bias, size=self.size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -959,6 +997,12 @@ def _pack(mu: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _digest(index: Tensor) -> int:
     return torch.ops.fastfact.digest([index])
+
+
+@functools.lru_cache(64)
+def _everywhere(numel: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(numel, dtype=torch.int32)
 
 
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")

@@ -7,7 +7,7 @@ from torch import Tensor
 from fastfact import formats
 from fastfact.formats import FLOATING, LAYOUTS, LINEAR, rank1_shapes
 from fastfact.ops import reference
-from fastfact.ops.backends import implementation
+from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (
     LARGEST,
     autocast,
@@ -37,13 +37,18 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def _forward(op, clients, settings, x, u, v, mu, index, bias):
-    return call(implementation(op), clients, (x, u, v, mu, index, bias), *settings)
+    return call(implementation(op), clients or _as_they_are(op, x), (x, u, v, mu, index, bias), *settings)
+
+
+def _as_they_are(op: str, x: Tensor) -> bool:
+    return not transforming() and takes_one(op, x)
 
 
 def _backward(op, clients, settings, needs, grad, x, u, v, mu, index):
     """(dx, du, dv, dμ); bits 0–3 of `needs` ask for them."""
     if op != FUSED:
-        return call(implementation(f"{op}_backward"), clients, (grad, x, u, v, mu, index), *settings, needs)
+        tensors = (grad, x, u, v, mu, index)
+        return call(implementation(f"{op}_backward"), clients or _as_they_are(op, x), tensors, *settings, needs)
     dx = du = dv = dmu = grad.new_empty(0)
     if needs & 1:
         one = x if clients else x.unsqueeze(0)
@@ -78,8 +83,8 @@ class _EagerConv(torch.autograd.Function):
         ctx.op, ctx.clients, ctx.settings = op, clients, settings
         ctx.save_for_backward(x, u, v, mu, index)
         out = _forward(op, clients, settings, x, u, v, mu, index, bias)
-        # Without the client axis it is a view, which a Function may not return to in-place activations.
-        return out if clients else _unsafe_view(out, out.shape)
+        # Where the client axis was taken off it is a view, which a Function may not return to in-place activations.
+        return _unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx, grad):
@@ -200,6 +205,17 @@ def _checked(op, layout, x, u, v, mu, index, bias, size, stride, padding, dilati
     if index is not None:
         index = check_index(op, index, x, size, FUSED if dense else OP)
     return size, stride, padding, dilation, groups, clients, (x, u, v, mu, index, bias)
+
+
+def apply_factors(op: str, settings: tuple, x, u, v, values, index, bias, repeated: bool = False) -> Tensor | None:
+    """`factored_conv2d` (op `OP`) or `factored_linear` (`LAYER`, x [n, i]) without the checks of these functions, for
+    layers: nothing may transform or cast. None where it is not the CPU library that serves, which checks all it reads.
+    """
+    if not takes_one(op, x):
+        return None
+    if torch.is_grad_enabled():
+        return _EagerConv.apply(op, False, settings, x, u, v, values, index, bias)
+    return implementation(f"repeated_{op}" if repeated else op)(x, u, v, values, index, bias, *settings)
 
 
 def factored_conv2d(

@@ -384,6 +384,7 @@ def fused_conv2d_dw(
         x, size, stride, padding, dilation
     ),
     kernels=("cpu", "triton"),
+    one_client=True,
 )
 def factored_conv2d(
     x: Tensor,
@@ -407,6 +408,7 @@ def factored_conv2d(
         x, size, stride, padding, dilation
     ),
     kernels=("cpu",),
+    one_client=True,
 )
 def repeated_factored_conv2d(
     x: Tensor,
@@ -431,7 +433,7 @@ def _fake_factored_conv2d_backward(grad, x, u, v, values, index, *settings):
     return dx, *_fake_gradients(needs >> 1, *(x.new_empty(0) if t is None else t for t in (u, v, values)))
 
 
-@op(_fake_factored_conv2d_backward, kernels=("cpu", "triton"))
+@op(_fake_factored_conv2d_backward, kernels=("cpu", "triton"), one_client=True)
 def factored_conv2d_backward(
     grad: Tensor,
     x: Tensor,
@@ -465,7 +467,7 @@ def _dense_mu(values: Tensor | None, index: Tensor | None, size: list[int], like
     return mu.unflatten(1, size)
 
 
-@op(lambda x, u, v, values, index, bias, size: x.new_empty(*x.shape[:2], size[0]), kernels=("cpu",))
+@op(lambda x, u, v, values, index, bias, size: x.new_empty(*x.shape[:2], size[0]), kernels=("cpu",), one_client=True)
 def factored_linear(
     x: Tensor,
     u: Tensor | None,
@@ -488,7 +490,7 @@ def _fake_factored_linear_backward(grad, x, u, v, values, index, size, needs):
     return _fake_gradients(needs, *(x.new_empty(0) if t is None else t for t in (x, u, v, values)))
 
 
-@op(_fake_factored_linear_backward, kernels=("cpu",))
+@op(_fake_factored_linear_backward, kernels=("cpu",), one_client=True)
 def factored_linear_backward(
     grad: Tensor,
     x: Tensor,

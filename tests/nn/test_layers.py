@@ -360,3 +360,18 @@ def test_what_evaluation_keeps_follows_the_settings(path, monkeypatch):
             change()
             dense = layer.to_dense().eval()
             assert torch.allclose(layer(x), dense(x), atol=1e-5)
+
+
+def test_a_depthwise_layer_with_dense_mu_is_factored_in_training(monkeypatch):
+    monkeypatch.setattr(ff.nn.choice, "choose", lambda work, sides: "factored" if "factored" in sides() else "none")
+    layer = randomized(ff.nn.FactorizedConv2d(6, 6, 3, padding=1, groups=6, dtype=torch.float64))
+    x = torch.randn(3, 6, 7, 5, dtype=torch.float64, requires_grad=True)
+    assert layer.path_for(x) == "factored"
+    dense = layer.to_dense()
+    g = torch.randn(3, 6, 7, 5, dtype=torch.float64)
+    found = torch.autograd.grad(layer(x), (x, layer.bias, layer.mu), g)
+    for one, other in zip(found, torch.autograd.grad(dense(x), (x, dense.bias, dense.weight), g), strict=True):
+        assert one.shape == other.shape and torch.allclose(one, other)
+    assert not layer.is_compact and layer.state_dict()["mu"].shape == layer.size
+    layer.path = "reconstruct"
+    assert torch.allclose(layer(x), dense(x))
