@@ -77,8 +77,10 @@ def test_the_readme(tmp_path, monkeypatch, capsys):
         "my_data": [(x[k, :8], y[k, :8], x[k, 8:], y[k, 8:]) for k in range(4)],
         "make_model": lambda: ff.models.build("mlp", (1, 8, 8), 10, width=0.1),
     }
-    layers, federation = code_of(DOCS.parent / "README.md")
+    layers, adapters, federation = code_of(DOCS.parent / "README.md")
     exec(layers, names)
     assert not ff.factorized_layers(names["model"]) and "layer4.1.conv2" in capsys.readouterr().out
+    exec(adapters, names)
+    assert names["vit"].heads.head.weight.requires_grad and "LowRank" in capsys.readouterr().out
     exec(federation.replace("rounds=50", "rounds=2"), names)
     assert len(names["history"]) == 8 and (tmp_path / "runs" / "mine" / "metrics.jsonl").is_file()

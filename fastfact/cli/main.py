@@ -376,6 +376,34 @@ def bench_clients(
     )
 
 
+@bench.command("adapters", epilog="Example: fastfact bench adapters --only layer --json adapters.json")
+def bench_adapters(
+    json_file: Json = None,
+    quick: Quick = False,
+    threads: Threads = None,
+    only: Annotated[
+        str | None, typer.Option(help="The parts whose names begin so: layer, 32, 256.", show_default=False)
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each side.", min=1, show_default=False)] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="Number of clients, where the machine is small.")] = None,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")
+    ] = "wall",
+) -> None:
+    """Adapters of frozen networks beside PEFT, a layer and many clients; milliseconds, ratio = PEFT / ours."""
+    from fastfact.bench import adapters
+    from fastfact.federation.client.memory import keep_freed
+
+    keep_freed()
+    _use(threads)
+    _in_parts(
+        adapters.run(quick, only, rounds, clock, clients),
+        lambda name: f"{name}: milliseconds, bytes; ratio = PEFT / ours",
+        json_file,
+        lambda rows, path: None,
+    )
+
+
 @bench.command("store", epilog="Example: fastfact bench store --quick")
 def bench_store(json_file: Json = None, quick: Quick = False, threads: Threads = None) -> None:
     """Very many clients at rest and at work: bytes of a client, seconds and memory of rounds out of core."""

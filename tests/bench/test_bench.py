@@ -1,6 +1,7 @@
 """`fastfact bench` in its quick form: the rows and the file it writes."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -157,3 +158,12 @@ def test_report_draws_ratios_over_density(tmp_path):
         file.write_text(content)
         code, _, error = call("report", file)
         assert code == 2 and "layers.json" in error
+
+
+def test_adapters_say_what_they_are_compared_with(monkeypatch):
+    """The rows themselves: tests/surroundings/test_bench_adapters.py."""
+    code, _, err = call("bench", "adapters", "--only", "nothing")
+    assert code == 2 and "only='nothing', must begin one of layer 768→768" in err
+    monkeypatch.setitem(sys.modules, "peft", None)
+    code, _, err = call("bench", "adapters", "--quick")
+    assert code == 2 and "bench adapters compares with PEFT: pip install" in err
