@@ -55,7 +55,7 @@ class _Own(Sequence[Client]):
     def __len__(self) -> int:
         return self.k
 
-    def __getitem__(self, client: int) -> Client:
+    def __getitem__(self, client: Any) -> Any:
         if client not in self.numbers:
             raise IndexError(f"client {client} is not on this node")
         return self.data(client)
@@ -81,7 +81,7 @@ class Node(Local):
         numbers: Sequence[int],
         records: Records,
         *,
-        cohort: int | str = "auto",
+        cohort: int | str = 1,
         device: str | torch.device | None = None,
         augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
         graphs: bool = True,
@@ -89,10 +89,8 @@ class Node(Local):
         k, self.numbers, self.records = config["clients"], sorted(numbers), records
         wrong = [number for number in self.numbers if not 0 <= number < k]
         if not self.numbers or wrong or len(set(self.numbers)) < len(self.numbers):
-            raise ValueError(
-                f"clients {self.numbers} of this node: must be different numbers 0 … {k - 1}, at least one"
-            )
-        settings = {**config["settings"], "cohort": cohort, "memory_limit": None, "store": "memory"}
+            raise ValueError(f"clients {self.numbers} of this node: must be one or more different numbers 0 … {k - 1}")
+        settings = {**config["settings"], "cohort": cohort, "memory_limit": None, "store": "memory", "noise": 0.0}
         method = config["method"]
         super().__init__(method["name"], method["settings"], settings, augment=augment, graphs=graphs)
         self.config = dict(config)
@@ -120,7 +118,7 @@ class Node(Local):
         asked = {int(client["client"]): (client, group) for client, group in zip(facts["clients"], groups, strict=True)}
         if unknown := sorted(set(asked) - set(self.numbers)):
             raise RefusedError(f"client {unknown[0]} is not on this node, which has {self.numbers}")
-        held = {k: self._read(run, k) for k in asked}
+        held = {k: self.state_of(run, k) for k in asked}
         again = [k for k, (_, known) in held.items() if known.get("round") == round]
         parts = {k: self._again(round, k, *held[k], facts) for k in again}
         new = sorted(set(asked) - set(again))
@@ -139,9 +137,12 @@ class Node(Local):
         for k in clients:
             self._warn_of_loss(round, k, held[k][1].get("round", 0), asked[k][0]["held"])
         masks = self._masks(facts)
+        downloads = None
         if facts["first"]:
-            # It is the initial model: nothing was mixed, and nothing is evaluated after it.
-            downloads = self._first(clients, asked, work)
+            # The initial model: nothing was mixed, and nothing is evaluated after it.
+            for download in self._downloads(clients, asked, work):
+                for name, tensor in download.tensors.items():
+                    work[name][download.rows] = tensor
         else:
             stacks = [name for name in self.shared if self.method.stacks(self.infos[name])]
             downloads = self._downloads(clients, asked, work, stacks)
@@ -165,11 +166,6 @@ class Node(Local):
                 self._write(run, round, k, work, row, told)
             parts[k] = (told, messages)
         return parts
-
-    def _first(self, clients: list[int], asked: dict, work: State) -> None:
-        for download in self._downloads(clients, asked, work):
-            for name, tensor in download.tensors.items():
-                work[name][download.rows] = tensor
 
     def _downloads(
         self, clients: list[int], asked: dict, work: State, several: Collection[str] = ()
@@ -226,7 +222,7 @@ class Node(Local):
         head = json.dumps({**known, "digest": files.digest(record)}).encode()
         self.records.put(self._name(run, k), head + b"\n" + record)
 
-    def _read(self, run: str, k: int) -> tuple[State, dict]:
+    def state_of(self, run: str, k: int) -> tuple[State, dict]:
         """The state [1, …] of a client and what it knows of it; the initial one and nothing, if it has none. Raises
         ValueError for a record that is damaged or of another model."""
         name = self._name(run, k)

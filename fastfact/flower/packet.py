@@ -52,8 +52,8 @@ class Packet:
         try:
             unpacker = zlib.decompressobj()
             text = unpacker.decompress(facts, MOST_FACTS)
-            if unpacker.unconsumed_tail:
-                raise ValueError("too long")
+            if not unpacker.eof:
+                raise ValueError("cut short, or too long")
             found = json.loads(text)
             protocol, version = found["protocol"], found["version"]
         except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -34,11 +34,12 @@ from fastfact.settings import FederationSettings
 
 log = logging.getLogger("fastfact")
 
-_OF_A_MACHINE = {"cohort", "memory_limit", "store"}
+FIXED = {"cohort": 1, "memory_limit": None, "store": "memory", "noise": 0.0, "delta": None}
+"""What each machine says for itself; and noise, which repeats with the seed, that all clients are told here."""
 SETTINGS = {
     name: parameter.default
     for name, parameter in inspect.signature(Federation).parameters.items()
-    if name in {*FederationSettings.__dataclass_fields__, "wire", "sparsity"} - _OF_A_MACHINE
+    if name in {*FederationSettings.__dataclass_fields__, "wire", "sparsity"} - set(FIXED)
 }
 """The settings of `Federation` that all machines share, with its defaults."""
 SAVED = "server.safetensors"
@@ -81,12 +82,22 @@ KEPT = 3
 """Rounds of which late answers are understood."""
 
 
+@dataclass
+class _Disk:
+    """What a server writes."""
+
+    out: Path
+    rows: Rows
+    ledger: Rows
+
+
 class Server(Local):
     """A federation of `clients` clients as its server knows it: what they uploaded, never what they keep.
 
     method, model, settings: of `Federation`, but for those that are a machine's own. sample: shape and dtype of one
-    sample, as `Node.hello` says. out: a directory that a server which is started again goes on from; without one,
-    nothing is written. run: what the clients keep their states under; drawn, or that of `out`.
+    sample, as `Node.hello` says; None takes that of the first node. out: a directory that a server which is started
+    again goes on from; without one, nothing is written. run: what the clients keep their states under; drawn, or that
+    of `out`.
     Raises ValueError as `Federation` does, RunDirectoryError for an `out` of something else.
     """
 
@@ -94,7 +105,7 @@ class Server(Local):
         self,
         model: Callable[[], nn.Module],
         clients: int,
-        sample: Sequence,
+        sample: Sequence | None = None,
         method: str | Strategy = "fedavg",
         method_settings: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -109,19 +120,13 @@ class Server(Local):
         settings = dict(settings or {})
         if unknown := sorted(set(settings) - set(SETTINGS)):
             raise ValueError(f"Server({unknown[0]}=): unknown setting, must be one of {', '.join(SETTINGS)}")
-        all_of_them = {**SETTINGS, **settings, "cohort": 1, "memory_limit": None, "store": "memory"}
+        all_of_them = {**SETTINGS, **settings, **FIXED}
         super().__init__(method, method_settings, all_of_them, l1=l1)
         self.k, self.run = clients, run or secrets.token_hex(8)
         self._setup_model(model, device)
-        self._setup_exchange(sample)
-        setup.check_rule(self.exchange, self._taking_part(clients))
-        everybody = {name: tensor.expand(clients, *tensor.shape[1:]) for name, tensor in self.initial.items()}
-        self.server_state: State = self.method.server_state(everybody)
+        self.server_state: State = {}
         self.reported: Uploads | None = None
         self.round, self.history, self.ledger = 0, History(), Ledger()
-        keyed = self.exchange.keyed(self.initial)
-        self.at_start = {name: keyed[name][0] for name in self.uploaded}
-        """What every client has of what it uploads, before its first round."""
         self.held: dict[int, State] = {}
         """client → what it uploaded last."""
         self.trained: dict[int, int] = {}
@@ -130,11 +135,29 @@ class Server(Local):
         self.started: dict[int, State] = {}
         """client → what it started that round from, where uploads are clipped."""
         self._rounds: dict[int, _Round] = {}
-        self.out = None if out is None else Path(out)
         self._holding = contextlib.ExitStack()
-        self._files: tuple[Rows, Rows] | None = None
-        if self.out is not None:
-            self._open(run)
+        self._disk: _Disk | None = None
+        self.sample: list | None = None
+        if out is not None:
+            self._disk = self._open(Path(out), run)
+        if sample is not None:
+            self._prepare(sample)
+
+    def _prepare(self, sample: Sequence) -> None:
+        """What depends on what a sample is."""
+        sample = [list(sample[0]), sample[1]]
+        if self.sample is not None:
+            return
+        self._setup_exchange(sample)
+        setup.check_rule(self.exchange, self._taking_part(self.k))
+        self.exchange.expected = self._taking_part(self.k)
+        keyed = self.exchange.keyed(self.initial)
+        self.at_start = {name: keyed[name][0] for name in self.uploaded}
+        """What every client has of what it uploads, before its first round."""
+        if not self.round:
+            everybody = {name: tensor.expand(self.k, *tensor.shape[1:]) for name, tensor in self.initial.items()}
+            self.server_state = self.method.server_state(everybody)
+        self.sample = sample
 
     def __len__(self) -> int:
         """The number of clients."""
@@ -159,12 +182,18 @@ class Server(Local):
             clients, samples = list(facts["clients"]), list(facts["samples"])
             fits = all(type(n) is int and 0 <= n < self.k for n in clients) and len(clients) == len(samples)
             fits = fits and all(type(n) is int and n > 0 for n in samples) and len(set(clients)) == len(clients)
-        except (KeyError, TypeError) as error:
+            shape, dtype = facts["sample"]
+            sample = [[int(n) for n in shape], str(dtype)]
+            fits = fits and isinstance(getattr(torch, str(dtype)), torch.dtype)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RefusedError(f"its answer is incomplete ({error!r})") from error
         if not clients or not fits:
             raise RefusedError(f"has clients {clients} with {samples} samples, must be of 0 … {self.k - 1}")
         if facts.get("table") != table_of(self.infos, self.sparse, self.frozen):
             raise RefusedError("has another model: names, shapes or dtypes of its tensors differ")
+        if self.sample not in (None, sample):
+            raise RefusedError(f"has samples {sample}, other clients {self.sample}")
+        self._prepare(sample)
         self.samples |= dict(zip(clients, samples, strict=True))
         return clients
 
@@ -176,13 +205,12 @@ class Server(Local):
     def begin(self, round: int, clients: Sequence[int]) -> None:
         """Make the downloads of a round for some clients, whose numbers of samples are known; see `packet`."""
         state = dict(self.server_state)
-        first = not self.shared or self.reported is None
-        made = self._rounds[round] = _Round(first, {}, state)
+        made = self._rounds[round] = _Round(not self.shared or self.reported is None, {}, state)
         self._rounds = {number: known for number, known in self._rounds.items() if number > round - KEPT}
-        if first:
+        if self.reported is None or not self.shared:
             self._first_downloads(round, clients, made)
         else:
-            self._downloads(round, clients, made)
+            self._downloads(round, clients, made, self.reported)
         made.masks = self.exchange.channel_masks("up", state)
 
     def _first_downloads(self, round: int, clients: Sequence[int], made: _Round) -> None:
@@ -200,12 +228,11 @@ class Server(Local):
         if tensors:
             made.ledger.add(round, "down", clients, wire.roundtrip(together, self.shared)[1])
 
-    def _downloads(self, round: int, clients: Sequence[int], made: _Round) -> None:
-        reported = self.reported.clients
-        sent, start = self._stacked(reported, self._held), None
+    def _downloads(self, round: int, clients: Sequence[int], made: _Round, reported: Uploads) -> None:
+        sent, start = self._stacked(reported.clients, self._held), None
         if self.exchange.clip is not None:
-            start = self._stacked(reported, self.started.__getitem__)
-        uploads = self.exchange.uploads(self.reported, sent, start, made.server_state, Shard(Group(), self.k))
+            start = self._stacked(reported.clients, self.started.__getitem__)
+        uploads = self.exchange.uploads(reported, sent, start, made.server_state, Shard(Group(), self.k))
         downloads = server_round(self.exchange, uploads, round, made.ledger, self.samples.__getitem__)
 
         def of_guests(rows: list[int]) -> tuple[State, Sizes]:
@@ -327,7 +354,7 @@ class Server(Local):
         left_out = self._too_far(sent, made)
         for k, reason in left_out.items():
             uploads[k].row["left_out"] = reason
-        answers = {k: (made.asked[k].sources, up.answer) for k, up in uploads.items() if up.answer is not None}
+        answers = {k: (made.asked[k].sources or [], up.answer) for k, up in uploads.items() if up.answer is not None}
         if answers:
             self.method.answered(answers, made.server_state)
             for k, (_, answer) in answers.items():
@@ -356,8 +383,8 @@ class Server(Local):
         self.history.extend(rows)
         self.ledger.entries += made.ledger.entries
         made.uploads = {}
-        if self._files is not None:
-            self._save(rows, made.ledger)
+        if self._disk is not None:
+            self._save(self._disk, rows, made.ledger)
         return rows
 
     def _too_far(self, sent: Mapping[int, State], made: _Round) -> dict[int, str]:
@@ -371,19 +398,18 @@ class Server(Local):
         known = {} if is_relative(limit) else too_far(norms, limit)
         return known or too_far(norms, limit)
 
-    def _open(self, run: str | None) -> None:
+    def _open(self, out: Path, run: str | None) -> _Disk:
         """Hold `out`, and go on from what is there."""
-        self._holding.enter_context(files.locked(self.out))
-        path = self.out / SAVED
-        if path.exists():
-            self._load(path, run)
-        elif not files.is_vacant(self.out):
-            raise RunDirectoryError(f"{self.out}: is not empty and holds no server ({SAVED} is missing)")
-        self._files = Rows(self.out / METRICS, self.history), Rows(self.out / LEDGER, self.ledger.rows())
+        self._holding.enter_context(files.locked(out))
+        if (out / SAVED).exists():
+            self._load(out, run)
+        elif not files.is_vacant(out):
+            raise RunDirectoryError(f"{out}: is not empty and holds no server ({SAVED} is missing)")
+        return _Disk(out, Rows(out / METRICS, self.history), Rows(out / LEDGER, self.ledger.rows()))
 
-    def _save(self, rows: list[dict], ledger: Ledger) -> None:
-        for file, new in zip(self._files, (rows, ledger.rows()), strict=True):
-            file.append(new, sync=True)
+    def _save(self, disk: _Disk, rows: list[dict], ledger: Ledger) -> None:
+        disk.rows.append(rows, sync=True)
+        disk.ledger.append(ledger.rows(), sync=True)
         tensors = {f"memory/{name}": tensor for name, tensor in self.server_state.items()}
         for kind, states in (("held", self.held), ("started", self.started)):
             tensors |= {f"{kind}/{k}/{name}": x for k, state in states.items() for name, x in state.items()}
@@ -394,22 +420,23 @@ class Server(Local):
             "reported": None if self.reported is None else self.reported.report(),
             "trained": self.trained,
             "samples": self.samples,
-            "rows": [file.position() for file in self._files],
+            "rows": [disk.rows.position(), disk.ledger.position()],
         }
-        run_directory.save_tensors(self.out / SAVED, tensors, {"server": json.dumps(about)})
+        run_directory.save_tensors(disk.out / SAVED, tensors, {"server": json.dumps(about)})
 
-    def _load(self, path: Path, run: str | None) -> None:
+    def _load(self, out: Path, run: str | None) -> None:
+        path = out / SAVED
         tensors, metadata = run_directory.load_tensors(path, {}, also=("memory/", "held/", "started/"))
         try:
             about = json.loads(metadata["server"])
             there, here = about["config"], json.loads(json.dumps(self.config()))
             if there != here:
-                raise RunDirectoryError(f"{self.out}: holds another run (its {_difference(there, here)} differs)")
+                raise RunDirectoryError(f"{out}: holds another run (its {_difference(there, here)} differs)")
             if run not in (None, about["run"]):
-                raise RunDirectoryError(f"{self.out}: holds run {about['run']!r}, not {run!r}")
+                raise RunDirectoryError(f"{out}: holds run {about['run']!r}, not {run!r}")
             self.run, self.round = about["run"], about["round"]
             rows = (
-                run_directory.read_rows(self.out / name, self.round, position)
+                run_directory.read_rows(out / name, self.round, position)
                 for name, position in zip((METRICS, LEDGER), about["rows"], strict=True)
             )
             self.history, self.ledger = History(next(rows)), Ledger.from_rows(next(rows))

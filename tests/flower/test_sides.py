@@ -1,12 +1,14 @@
 """The two sides of a federation over several machines, joined by packets alone, against `Federation`."""
 
+import copy
+
 import pytest
 import torch
 from small import cnn, make_clients
 
 import fastfact as ff
 from fastfact.flower import Node, Server
-from fastfact.flower.packet import Packet
+from fastfact.flower.packet import Packet, RefusedError
 
 SHAPE, SIZES, ROUNDS = (1, 6, 6), (10, 7, 12, 9), 3
 TRAINING = {"epochs": 1, "batch_size": 4, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "seed": 3}
@@ -40,7 +42,7 @@ class Machines:
     def __init__(self, method="fedavg", groups=((0, 2), (1,), (3,)), model=cnn, data=None, settings=None, **options):
         self.data = make_clients(SHAPE, SIZES) if data is None else data
         self.model, self.groups = model, groups
-        self.options = options
+        self.l1, self.options = options.pop("l1", None), options
         self.method, self.settings = method, settings_of(method) if settings is None else settings
         self.records = [Memory() for _ in groups]
         self.bytes = {"up": 0, "down": 0}
@@ -50,7 +52,7 @@ class Machines:
         x = self.data[0].train[0]
         sample = [list(x.shape[1:]), "float64"]
         self.server = Server(
-            self.model, len(self.data), sample, self.method, self.settings, TRAINING | self.options, out=out
+            self.model, len(self.data), sample, self.method, self.settings, TRAINING | self.options, l1=self.l1, out=out
         )
         self.nodes = [self.node(n) for n in range(len(self.groups))]
         for node in self.nodes:
@@ -73,8 +75,9 @@ class Machines:
         self.server.begin(round, clients)
         for n, group in enumerate(self.groups):
             if n not in absent and set(group) & set(clients):
-                # Each round in a process of its own, as Flower has it.
-                self.nodes[n] = self.node(n)
+                if round == 2:
+                    # As if the node had been started again; Flower starts a process for each round.
+                    self.nodes[n] = self.node(n)
                 self.server.accept(self.ask(round, n, clients))
         return self.server.end(round)
 
@@ -85,7 +88,7 @@ class Machines:
 
     def state(self, k: int) -> dict:
         n = next(n for n, group in enumerate(self.groups) if k in group)
-        return self.node(n)._read(self.server.run, k)[0]
+        return self.node(n).state_of(self.server.run, k)[0]
 
 
 def loop(method="fedavg", settings=None, model=cnn, data=None, **options) -> ff.Federation:
@@ -108,7 +111,11 @@ def check_same(fed: ff.Federation, machines: Machines) -> None:
         assert row["loss"] == pytest.approx(own["loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("method", ff.methods.names())
+SAMPLE = ("clustered-fl", "factorized-fl-alpha", "fedfac-static", "fedfomo")
+EVERY = [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in ff.methods.names()]
+
+
+@pytest.mark.parametrize("method", EVERY)
 def test_every_method_does_on_machines_what_it_does_in_the_loop(method):
     fed, machines = loop(method), Machines(method)
     fed.fit(ROUNDS)
@@ -123,3 +130,144 @@ def test_every_method_does_on_machines_what_it_does_in_the_loop(method):
         "(reply)" in entry.sizes.bytes for entry in machines.server.ledger.entries
     )
     assert machines.bytes == {"up": fed.ledger.up - replies, "down": fed.ledger.down}
+
+
+def same_as_loop(method: str, rounds=ROUNDS, **options) -> tuple[ff.Federation, Machines]:
+    fed, machines = loop(method, **options), Machines(method, **options)
+    fed.fit(rounds)
+    machines.fit(rounds)
+    for k in machines.server.trained:
+        for name, tensor in fed.states.load([k]).items():
+            torch.testing.assert_close(machines.state(k)[name], tensor, rtol=1e-6, atol=1e-9)
+    assert [row["loss"] for row in machines.server.history] == pytest.approx([row["loss"] for row in fed.history])
+    return fed, machines
+
+
+@pytest.mark.parametrize("method", ["clustered-fl", "fedfac-static", "fedfomo", "simfed"])
+def test_clients_that_miss_rounds_get_what_guests_get(method):
+    fed, machines = same_as_loop(method, rounds=4, participation=0.5)
+    assert len(machines.server.history) == len(fed.history) == 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wire": "int8"},
+        {"wire": "bfloat16", "clip": "1x"},
+        {"rule": "median"},
+        {"sparsity": {"warmup": 1, "target_density": 0.3, "regrow_every": 1}},
+        {"l1": 0.01},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_settings_of_the_wire_the_server_and_mu(options):
+    fed, machines = same_as_loop("factorized-fl-beta", **options)
+    if "l1" in options:
+        density = [row["density"] for row in machines.server.history.of(ROUNDS)]
+        assert density == [row["density"] for row in fed.history.of(ROUNDS)] and max(density) < 0.9
+
+
+def test_a_client_that_is_asked_again_sends_the_same_and_does_not_train_again():
+    machines = Machines("factorized-fl-beta")
+    machines.round(1)
+    machines.server.begin(2, [0, 1, 2, 3])
+    first = machines.ask(2, 0, [0, 2])
+    before = machines.state(0)
+    machines.nodes[0] = machines.node(0)
+    again = machines.ask(2, 0, [0, 2])
+    assert again.body == first.body and again.facts["clients"] == first.facts["clients"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in machines.state(0).items())
+
+
+def test_a_client_that_cannot_be_used_keeps_its_state(caplog):
+    data = make_clients(SHAPE, SIZES)
+    x, y = data[1].train
+    bad = [*data[:1], ff.Client(train=(1e300 * x, y), test=data[1].test), *data[2:]]
+    machines = Machines("fedavg", data=bad)
+    rows = machines.round(1)
+    assert [row["client"] for row in rows if row["left_out"]] == [1] and machines.server.reported.clients == [0, 2, 3]
+    assert machines.records[1] == {}
+    assert "client 1 is left out and keeps its previous state" in caplog.text
+
+
+def test_the_server_looks_at_what_it_is_sent():
+    machines = Machines("fedavg")
+    machines.server.begin(1, [0, 1, 2, 3])
+    node, server = machines.nodes[1], machines.server
+    good = node.train(across(server.packet(1, [1])))
+
+    def changed(body=None, **facts) -> Packet:
+        client = copy.deepcopy(good.facts["clients"][0])
+        client["row"] |= facts.pop("row", {})
+        client |= facts.pop("client", {})
+        return Packet(good.facts | {"clients": [client]} | facts, good.body if body is None else body)
+
+    cases = {
+        r"in run 'other'": changed(run="other"),
+        r"round 5, which is not under way": changed(round=5),
+        r"client 7, which was not asked": changed(row={"client": 7}),
+        r"have \d+ bytes, it brings 3": changed(body=b"FF\1"),
+        r"client 1: message: not a message": changed(body=b"xyz", client={"lengths": [3]}),
+        r"0 messages, must be 1": changed(body=b"", client={"lengths": []}),
+        r"loss is 'low'": changed(row={"loss": "low"}),
+        r"incomplete \(KeyError\('lengths'\)\)": Packet(good.facts | {"clients": [{"row": {"client": 1}}]}, b""),
+    }
+    for error, packet in cases.items():
+        with pytest.raises(RefusedError, match=error):
+            server.accept(packet)
+    assert server.end(1) == []
+    server.begin(2, [1])
+    assert server.accept(good) == [1] and server.held[1], "a late answer is what the client holds"
+
+
+def test_infinite_numbers_that_a_client_sends_are_not_mixed():
+    machines = Machines("fedavg")
+    machines.server.begin(1, [1])
+    good = machines.nodes[1].train(across(machines.server.packet(1, [1])))
+    names = machines.server.uploaded
+    tensors = {
+        name: torch.full_like(tensor, torch.inf) if tensor.is_floating_point() else tensor
+        for name, tensor in machines.server.at_start.items()
+    }
+    body = machines.server.wire.encode({name: tensors[name] for name in names})
+    facts = good.facts | {"clients": [good.facts["clients"][0] | {"lengths": [len(body)]}]}
+    machines.server.accept(Packet(facts, body))
+    (row,) = machines.server.end(1)
+    assert "has NaN or inf" in row["left_out"] and machines.server.reported is None
+
+
+def test_a_record_of_another_model_or_damaged_is_not_read():
+    machines = Machines("fedavg").fit(1)
+    ((name, record),) = machines.records[1].items()
+    machines.records[1][name] = record[:-1] + bytes([record[-1] ^ 1])
+    with pytest.raises(ValueError, match=r"the state of client 1 \(.*/client-1\): is damaged"):
+        machines.state(1)
+    machines.records[1][name] = b"?"
+    with pytest.raises(ValueError, match=r"the state of client 1"):
+        machines.state(1)
+
+
+def test_packets_of_another_protocol_and_none():
+    packet = Packet.of({"kind": "hello"})
+    assert Packet.unpacked(packet.packed()).facts["kind"] == "hello"
+    packet.facts["protocol"] = 99
+    with pytest.raises(RefusedError, match=r"speaks protocol 99 .*, this side 1"):
+        Packet.unpacked(packet.packed())
+    for damaged in (b"", b"abc", Packet.of({}).packed()[:-4]):
+        with pytest.raises(RefusedError, match="not a packet of fastfact"):
+            Packet.unpacked(damaged)
+
+
+def test_nodes_and_servers_say_what_does_not_fit(tmp_path):
+    machines = Machines("fedavg")
+    config = machines.server.config()
+    with pytest.raises(ValueError, match=r"clients \[4\] of this node: must be one or more different numbers 0 … 3"):
+        Node(config, cnn, machines.data.__getitem__, [4], Memory())
+    with pytest.raises(RefusedError, match=r"client 3 is not on this node"):
+        machines.server.begin(1, [3])
+        machines.nodes[0].train(across(machines.server.packet(1, [3])))
+    with pytest.raises(ValueError, match=r"Server\(cohort=\): unknown setting"):
+        Server(cnn, 4, settings={"cohort": 3})
+    (tmp_path / "note").touch()
+    with pytest.raises(ff.federation.RunDirectoryError, match="is not empty and holds no server"):
+        Server(cnn, 4, settings=TRAINING, out=tmp_path)
