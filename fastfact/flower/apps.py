@@ -366,14 +366,14 @@ class _Rounds:
 
     def _pull(self) -> None:
         """Take what has come."""
-        now = time.monotonic()
-        self.sent = {id: sent for id, sent in self.sent.items() if now < sent.until}
         if not self.sent:
             return
         for reply in self.grid.pull_messages(list(self.sent)):
             sent = self.sent.pop(reply.metadata.reply_to_message_id, None)
             if sent is not None:
                 self._take(sent, reply)
+        now = time.monotonic()
+        self.sent = {id: sent for id, sent in self.sent.items() if now < sent.until}
 
     def _take(self, sent: _Sent, reply: Message) -> None:
         name = self._name(sent.node)

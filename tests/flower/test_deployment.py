@@ -6,9 +6,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_deployment_does_what_the_loop_does(tmp_path):
-    from bench.flower_deployment import deployed
-
     from bench import flower_equal
+    from bench.flower_deployment import deployed
 
     with deployed(tmp_path / "flower", flower_equal.NODES) as here:
         for method in ("factorized-fl-alpha", "fedfac-dynamic"):

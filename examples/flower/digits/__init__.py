@@ -1,0 +1,1 @@
+"""The digits, personalized: an app that `flwr run` takes."""
