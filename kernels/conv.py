@@ -143,6 +143,7 @@ def conv_weight_kernel(
     x_image,
     dmu_strides,
     bits_client,
+    nnz,
     grad_strides,
     x_strides,
     u_client,
@@ -218,7 +219,7 @@ def conv_weight_kernel(
             if MU == 2:
                 flat = ((o[:, None] * IN + i[None, :]) * KH + ky) * KW + kx
                 of_client = client * bits_client
-                on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside)
+                on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside, nnz)
                 tl.store(dmu + p * dmu_strides.part + place, acc.to(dmu.dtype.element_ty), mask=on_support)
             if LAYOUT == 1:
                 if NEED_U:
@@ -596,6 +597,7 @@ def _weight_gradient(
             tuple(p.image),
             strides,
             bits_client,
+            index.shape[1] if mu_code == 2 else 0,
             ImageStrides(*grad.stride()),
             ImageStrides(*x.stride()),
             u_client,

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 @triton.jit
-def support_tile(bits, starts, flat, inside):
-    """(whether the elements at `flat` are on the support, where their values lie)."""
+def support_tile(bits, starts, flat, inside, nnz):
+    """(whether the elements at `flat` are on the support, where their values lie: below `nnz`, whatever the bits)."""
     word = tl.load(bits + flat // 32, mask=inside, other=0).to(tl.uint32, bitcast=True)
     bit = (flat % 32).to(tl.uint32)
     before = word & ((tl.full(bit.shape, 1, tl.uint32) << bit) - 1)
@@ -17,7 +17,8 @@ def support_tile(bits, starts, flat, inside):
     before = (before & 0x33333333) + ((before >> 2) & 0x33333333)
     before = (((before + (before >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
     at = tl.load(starts + flat // 32, mask=inside, other=0) + before.to(tl.int32)
-    return inside & (((word >> bit) & 1) != 0), at
+    # Positions that are not ascending make bits that are not theirs: no value lies behind the last.
+    return inside & (((word >> bit) & 1) != 0) & (at < nnz), at
 
 
 def support_bits(index: Tensor, size) -> tuple[Tensor, Tensor, int]:
@@ -30,6 +31,8 @@ def support_bits(index: Tensor, size) -> tuple[Tensor, Tensor, int]:
     index = index[:1] if shared else index
     k, numel = index.shape[0], torch.Size(size).numel()
     words = triton.cdiv(numel, 32)
+    # What is out of range is checked where it can be read (`ops.common.check_index`), and must do no harm elsewhere.
+    index = index.clamp(0, max(numel - 1, 0))
     first = torch.arange(0, 32 * words, 32, dtype=index.dtype, device=index.device)
     starts = torch.searchsorted(index.contiguous(), first.expand(k, -1).contiguous(), out_int32=True)
     # each bit is added once, so that the sum is their union

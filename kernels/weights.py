@@ -35,6 +35,7 @@ def rank1_kernel(
     blocks,
     mu_client,
     bits_client,
+    nnz,
     u_client,
     v_client,
     u_size: tl.constexpr,
@@ -85,7 +86,7 @@ def rank1_kernel(
     if MU == 2:
         of_client = client * bits_client
         flat = d0 * F0 + d1 * F1 + d2 * F2 + d3 * F3
-        on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside)
+        on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside, nnz)
         acc += tl.load(mu + client * mu_client + place, mask=on_support, other=0.0).to(ACC)
     tl.store(out + client * n + p, acc.to(out.dtype.element_ty), mask=inside)
 
@@ -107,6 +108,7 @@ def rank1_backward_kernel(
     v_client,
     dmu_client,
     bits_client,
+    nnz,
     u_size,
     v_size,
     u_stride1,
@@ -153,7 +155,7 @@ def rank1_backward_kernel(
     if NEED_MU:
         of_client = client * bits_client
         flat = (v_index // F_RADIX * FV1 + v_index % F_RADIX * FV0)[:, None] + (u_index * FU)[None, :]
-        on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside)
+        on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside, nnz)
         tl.store(dmu + client * dmu_client + place, tile.to(dmu.dtype.element_ty), mask=on_support)
     for r in range(RANK):
         if NEED_U:
@@ -613,6 +615,7 @@ def _rank1_weight(mu, index, u: Tensor, v: Tensor, layout: int, channels_last: b
                 blocks,
                 mu_client,
                 bits_client,
+                0 if index is None else index.shape[1],
                 u_client,
                 v_client,
                 u_size=u[0, 0].numel(),
@@ -675,6 +678,7 @@ def _rank1_weight_backward(grad, index, u: Tensor, v: Tensor, layout: int, needs
             v_client,
             dmu.stride(0),
             bits_client,
+            dmu.shape[1] if need_mu else 0,
             u_side.size,
             v_side.size,
             u_side.stride1,

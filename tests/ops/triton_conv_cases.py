@@ -5,12 +5,15 @@ import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from op_cases import ATOL, rank1_factors, variants, without_tf32
 
 import fastfact as ff
 from fastfact import formats, kernels
 from fastfact.formats import KERNEL, SPATIAL, VIEW
-from fastfact.kernels import conv, separable_conv
+from fastfact.kernels import conv, separable_conv, weights
+from fastfact.kernels.support import support_bits, support_tile
 from fastfact.ops import reference
 
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
@@ -199,6 +202,36 @@ def test_empty_support_and_full_words():
         )
     bits, starts, _ = conv.support_bits(torch.tensor([[0, 31, 32, 63, 64]], dtype=torch.int32), (70, 1, 1, 1))
     assert bits.tolist() == [[1 - 2**31, 1 - 2**31, 1]] and starts.tolist() == [[0, 2, 4]]
+
+
+def test_positions_that_nobody_checked_stay_within_the_values():
+    """Under `vmap`, `torch.compile` and capture an index cannot be read: one that is not ascending gives wrong numbers,
+    but none from beyond the values, and none is written there."""
+    torch.manual_seed(0)
+    size = (16, 4, 1, 1)
+    u, v = torch.randn(1, 1, 1, 1, device=DEVICE), torch.randn(1, 1, 16, 4, device=DEVICE)
+    for wrong in ([40, 41, 0, 1, 2, 3], [63] * 6, [63, 62, 31, 30, 1, 0], [-7, 0, 1, 2, 90, 2**31 - 1]):
+        index = torch.tensor([wrong], dtype=torch.int32, device=DEVICE)
+        n = index.shape[1]
+        # The values lie in front of others, as they do in a stack of clients: those must not be seen.
+        held = torch.cat([torch.zeros(n), torch.full((40,), torch.nan)]).to(DEVICE)
+        made = weights.compact_weight(u, v, held[None, :n], index, SPATIAL, False)
+        assert made.isfinite().all(), wrong
+        grad = torch.randn(1, *size, device=DEVICE)
+        dmu = weights.compact_weight_backward(grad, u, v, held[None, :n], index, SPATIAL, 4)[2]
+        assert dmu.shape == (1, n)
+        bits, starts, _ = support_bits(index, size)
+        farthest = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        reach[(1,)](farthest, bits, starts, n, BLOCK=64)
+        assert 0 <= farthest.item() < n
+
+
+@triton.jit
+def reach(out, bits, starts, nnz, BLOCK: tl.constexpr):
+    """The farthest value that any of the first BLOCK elements would touch."""
+    flat = tl.arange(0, BLOCK)
+    on_support, place = support_tile(bits, starts, flat, flat < BLOCK, nnz)
+    tl.store(out, tl.max(tl.where(on_support, place, 0), 0))
 
 
 def test_through_autograd():
