@@ -31,10 +31,11 @@ test-all: setup
 	FASTFACT_BUILD=skip $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[surroundings]'
 	$(PYTEST) -m "slow or not slow"
 
-# Random arguments for every public op, for MINUTES; damage at every system call of small runs (hours).
+# Random arguments for every public op, files and command lines, for MINUTES each; damage at every system call of small runs (hours).
 MINUTES ?= 60
 fuzz: setup
-	$(PY) -m tests.fuzz ops --minutes $(MINUTES)
+	for target in ops files config; do $(PY) -m tests.fuzz $$target --minutes $(MINUTES) || exit 1; done
+	FASTFACT_FUZZ=10000 $(PY) -m pytest -q tests/federation/storage/test_fuzz_storage.py
 
 crash-test: setup
 	$(PY) tests/federation/storage/crash.py

@@ -171,12 +171,12 @@ class Attacked(ff.Federation):
         return trained
 
 
-def federation(method: str, rule: str, attack, seed: int = 0) -> Attacked:
+def federation(method: str, rule: str, attack, seed: int = 0, samples: int = 110) -> Attacked:
     options = dict(RULES[rule])
     settings = METHODS[method] | options.pop("settings", {})
     return Attacked(
         functools.partial(models.build, "cnn2", (1, 8, 8), 10, 0.25),
-        data.make_clients("digits", "iid", CLIENTS, seed, samples=110, test_fraction=0.42),
+        data.make_clients("digits", "iid", CLIENTS, seed, samples=samples, test_fraction=0.42),
         method,
         settings=settings,
         seed=seed,
@@ -251,11 +251,16 @@ def tables(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def put(page: Path, name: str, text: str) -> None:
+    """Put a table between its marks on a page."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = page.read_text().split(begin)
+    files.write(page, f"{before}{begin}\n{text}{end}{rest.split(end)[1]}")
+
+
 def write() -> None:
     content = json.loads(RESULT.read_text())
-    before, rest = PAGE.read_text().split("<!-- tables -->")
-    after = rest.split("<!-- end of tables -->")[1]
-    files.write(PAGE, f"{before}<!-- tables -->\n{tables(content['rows'])}<!-- end of tables -->{after}")
+    put(PAGE, "attacks", tables(content["rows"]))
 
 
 def main() -> None:

@@ -197,12 +197,40 @@ def _parsed(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
     for path, half in halves.items():
         if half.keys() != {"A", "B"}:
             raise ValueError(f"{where}: {path} has lora_{''.join(half)} alone, must have lora_A and lora_B")
+        for factor, tensor in half.items():
+            if tensor.dim() != 2 or not tensor.is_floating_point() or not tensor.numel():
+                shape = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ValueError(f"{where}: lora_{factor} of {path} is {shape}, must be floating-point numbers [m, n]")
         rank = half["A"].shape[0]
-        alpha = _matching(config.get("alpha_pattern") or {}, path, config.get("lora_alpha", 8))
+        alpha = _matching(_alphas(config, where), path, config.get("lora_alpha", 8))
+        alpha, dropout = _number(where, "lora_alpha", alpha), _number(where, "lora_dropout", config.get("lora_dropout"))
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        specs[path] = LowRank(rank=rank, scaling=scaling, dropout=float(config.get("lora_dropout") or 0))
+        try:
+            specs[path] = LowRank(rank=rank, scaling=scaling, dropout=dropout)
+        except ValueError as error:
+            raise ValueError(f"{where}: {path}: {error}") from error
         factors[path] = half["A"], half["B"]
     return specs, factors, others
+
+
+def _number(where: str, name: str, value: Any) -> float:
+    """A number of a configuration; none is 0."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30):
+        raise ValueError(f"{where}: {name}={value!r}, must be a finite number")
+    return float(value or 0)
+
+
+def _alphas(config: Mapping[str, Any], where: str) -> Mapping[str, float]:
+    """`alpha_pattern`, whose keys are regular expressions."""
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{where}: alpha_pattern={patterns!r}, must be a table")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{where}: alpha_pattern has {pattern!r}, no regular expression: {error}") from error
+    return patterns
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -74,17 +74,32 @@ def shape_as(model: nn.Module, layers: Mapping[str, Mapping]) -> nn.Module:
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, dict]]:
+    where = f"load_into({str(file)!r})"
     try:
         with safe_open(file, framework="pt") as opened:
             about = json.loads((opened.metadata() or {}).get(_KEY, "null"))
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
     except SafetensorError as error:
-        raise ValueError(f"load_into({str(file)!r}): no safetensors file: {error}") from error
+        raise ValueError(f"{where}: no safetensors file: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: damaged: {error}") from error
     if about is None:
-        raise ValueError(f"load_into({str(file)!r}): not written by ff.save; it does not say how layers are factorized")
-    if about["version"] > _VERSION:
-        raise ValueError(f"load_into({str(file)!r}): written by a newer fastfact (format {about['version']})")
-    return state | {name: state[kept] for name, kept in about["aliases"].items()}, about["layers"]
+        raise ValueError(f"{where}: not written by ff.save; it does not say how layers are factorized")
+    version = about.get("version") if isinstance(about, dict) else None
+    if type(version) is not int or version > _VERSION:
+        raise ValueError(f"{where}: written by a newer fastfact (format {version!r})")
+    layers, aliases = about.get("layers"), about.get("aliases")
+    for name, told in (("layers", layers), ("aliases", aliases)):
+        if not isinstance(told, dict):
+            raise ValueError(f"{where}: {name} is {told!r}, must be a table")
+    for path, told in layers.items():
+        nonzeros = told.get("nnz") if isinstance(told, dict) else told
+        if not isinstance(told, dict) or not (nonzeros is None or (type(nonzeros) is int and nonzeros >= 0)):
+            raise ValueError(f"{where}: of layer {path} it says {told!r}, must be a spec and a number of nonzeros")
+    for name, kept in aliases.items():
+        if not isinstance(kept, str) or kept not in state:
+            raise ValueError(f"{where}: {name} is said to be {kept!r}, which is not there")
+    return state | {name: state[kept] for name, kept in aliases.items()}, layers
 
 
 def _shaped(model: nn.Module, layers: Mapping[str, Mapping], where: str, state: Mapping[str, Tensor] | None):
@@ -99,7 +114,10 @@ def _shaped(model: nn.Module, layers: Mapping[str, Mapping], where: str, state: 
     for path, told in layers.items():
         told = dict(told)
         nonzeros, name = told.pop("nnz", None), path or "the model itself"
-        spec = Spec.from_dict(told)
+        try:
+            spec = Spec.from_dict(told)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {name}: {error}") from error
         if path in own:
             layer = own[path]
             if layer.spec != spec:

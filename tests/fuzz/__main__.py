@@ -7,7 +7,8 @@ import time
 
 import tests.fuzz
 
-TARGETS = sorted(module.name for module in pkgutil.iter_modules(tests.fuzz.__path__) if not module.name.startswith("_"))
+NAMES = [module.name for module in pkgutil.iter_modules(tests.fuzz.__path__)]
+TARGETS = sorted(name for name in NAMES if not name.startswith(("_", "test_")))
 
 parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
 parser.add_argument("target", choices=TARGETS)

@@ -28,6 +28,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve()
 KINDS, FAULTS = ("run", "store", "compare", "torchrun"), ("kill", "torn", "eio", "full", "short", "power")
+LONGEST = 1800
+"""Seconds that a command may take: it is to end, on a machine that is busy too."""
 SMALL = "--dataset digits --model mlp1 --width 0.05 --clients 3 --samples 20 --epochs 1 --cohort 1 --participation 0.7"
 
 
@@ -81,7 +83,8 @@ def started(arguments: list[str], out: Path, torchrun: bool) -> int:
     if torchrun:
         module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *module]
     with open(out, "wb") as file:
-        done = subprocess.run([sys.executable, *module, *arguments], stdout=file, stderr=subprocess.STDOUT, timeout=300)
+        command = [sys.executable, *module, *arguments]
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=LONGEST)
     return done.returncode
 
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import sqlite3
-import struct
 import tracemalloc
 
 import pytest
@@ -25,6 +24,7 @@ from fastfact.federation.storage import checkpoint, run_directory
 from fastfact.federation.storage.states import DATABASE, Codec
 from fastfact.federation.tensors import describe, tensors_of
 from fastfact.federation.wire.format import Wire
+from tests.fuzz._common import JSON, mutations
 
 COUNT = int(os.environ.get("FASTFACT_FUZZ", "60"))
 fuzz = settings(
@@ -34,34 +34,6 @@ fuzz = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-
-
-def mutations(data: bytes):
-    """`data` with some bytes replaced, cut out, doubled, or cut off; header fields with numbers at their ends."""
-
-    @st.composite
-    def mutated(draw):
-        changed = bytearray(data)
-        for _ in range(draw(st.integers(1, 4))):
-            at = draw(st.integers(0, max(0, len(changed) - 1)))
-            kind = draw(st.sampled_from(["byte", "number", "cut", "double", "end", "front"]))
-            if kind == "byte" and changed:
-                changed[at] = draw(st.integers(0, 255))
-            elif kind == "number":
-                number = draw(st.sampled_from([0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF]))
-                changed[at : at + 4] = struct.pack("<I", number)
-            elif kind == "cut":
-                del changed[at : at + draw(st.integers(1, 40))]
-            elif kind == "double":
-                changed[at:at] = changed[at : at + draw(st.integers(1, 40))]
-            elif kind == "end":
-                del changed[at:]
-            else:
-                at = draw(st.integers(0, min(24, len(changed))))
-                changed[at : at + 1] = draw(st.binary(max_size=3))
-        return bytes(changed)
-
-    return mutated()
 
 
 def network() -> nn.Module:
@@ -189,13 +161,6 @@ def test_files_of_a_run(runs, data, place):
                 extra.unlink()
         for each, content in held.items():
             each.write_bytes(content)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
 
 
 @fuzz
