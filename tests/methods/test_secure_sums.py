@@ -18,12 +18,15 @@ SUMS = {
     "fedavg",
     "fedbn",
     "feddecomp",
+    "ffa-lora",
     "fedem",
     "fedpara",
     "fedper",
     "fedprox",
     "fedrep",
+    "fedit",
     "fedrod",
+    "fedsa-lora",
     "fedsplit",
     "fedsplit-random",
     "lg-fedavg",
@@ -32,10 +35,12 @@ SUMS = {
     "pfedpara",
     "pfedsd",
     "stand-alone",
+    "stand-alone-lora",
 }
 ALIKE = {
     "factorized-fl-alpha": {"tau": -1.0, "epsilon": 0.0},
     "factorized-fl-beta": {"tau": -1.0, "epsilon": 0.0},
+    "matched-lora": {"tau": -1.0, "epsilon": 0.0},
     "simfed": {"tau": -1.0, "alpha": 0.0},
     "fedfac-static": {"random": True},
 }

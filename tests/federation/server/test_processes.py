@@ -124,6 +124,19 @@ def test_a_process_that_stops_answering_ends_the_run(tmp_path):
     assert "Traceback" not in died.stderr.partition("fastfact: process 1")[0]
 
 
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_process_that_is_told_to_stop_stops_them_all_between_two_rounds(tmp_path, number):
+    """Told in round 3, they end that round and save it; nobody is lost or waited for."""
+    (tmp_path / "stopper.py").write_text(KILLER.replace("HOW", f"os.kill(os.getpid(), signal.{number})"))
+    stopped = torchrun(2, tmp_path / "stopper.py", *OPTIONS, "--out", tmp_path / "run")
+    assert stopped.returncode != 0
+    assert "fastfact: stopped; what is done is kept, fastfact resume DIR continues" in stopped.stderr
+    assert "Traceback" not in stopped.stderr.partition("fastfact: stopped")[0]
+    rounds = {json.loads(line)["round"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()}
+    assert rounds == {1, 2, 3}
+    assert (tmp_path / "run" / "checkpoints" / "round-000003.safetensors").is_file()
+
+
 def test_a_process_dies_and_the_run_goes_on(tmp_path):
     sys.path.insert(0, str(HERE.parents[1] / "cli"))
     from calls import call
