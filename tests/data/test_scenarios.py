@@ -304,7 +304,7 @@ def test_natural_clients_are_the_owners():
 
 def test_permuted_says_where_labels_differ():
     differ = {name for name, scenario in data.SCENARIOS.items() if scenario.permuted}
-    assert differ == {"permuted-iid", "permuted-non-iid", "domains", "superclasses", "twins"}
+    assert differ == {"permuted-iid", "permuted-non-iid", "domains", "superclasses", "twins", "conflicting"}
 
 
 def test_twins_are_two_halves_of_a_domain_one_of_them_twice_and_another_domain(digits):
