@@ -3,6 +3,7 @@
 Functions of what a federation tells everybody, see `Trained`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -78,6 +79,26 @@ def similarity(fed: Trained, name: str | None = None, layer: int | None = None) 
             f" (layers 1 … {layers})"
         )
     return mixing.cosine(fed.of_all(fed.states.load(fed.here, names=[roles[name]]))[roles[name]])
+
+
+def separation(similarity: Tensor, groups: Sequence[int]) -> dict[str, float]:
+    """How well a similarity [K, K] tells the clients of one group from the others; groups: which each is in.
+
+    "auc": the probability that two of one group are more similar than two of different groups, ties half (.5 says
+    nothing, 1 tells them apart by a threshold). "nearest": the share of clients whose most similar other one is of
+    their group, among those who have another in it; by chance about (size − 1) / (K − 1). NaN where no pair, or no
+    client, is to be judged.
+    """
+    at = torch.as_tensor(list(groups), device=similarity.device)
+    others = ~torch.eye(len(at), dtype=torch.bool, device=at.device)
+    same = (at[:, None] == at) & others
+    within, between = (similarity[pairs].double() for pairs in (same, others & ~same))
+    ordered = between.sort().values
+    below = torch.searchsorted(ordered, within) + torch.searchsorted(ordered, within, right=True)
+    auc = float(below.double().mean() / 2 / len(between)) if len(within) and len(between) else math.nan
+    nearest = similarity.masked_fill(~others, -torch.inf).argmax(1)
+    judged = same.any(1)
+    return {"auc": auc, "nearest": float((at[nearest] == at)[judged].double().mean()) if judged.any() else math.nan}
 
 
 def key_vectors(fed: Trained) -> Tensor:
