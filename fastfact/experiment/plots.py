@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from fastfact.experiment import probes
 from fastfact.experiment.report import RATIO_OPS, SIMILARITY, Cell, by_method, per_round, size
 
 # Okabe and Ito's palette, told apart with every kind of colour vision; the line styles serve print without colour.
@@ -95,6 +96,8 @@ def _label(cells: Sequence[Cell]) -> str:
     return f"{config['dataset']}, {config['scenario']}, {config['clients']} clients, {seeds} seed{'s' * (seeds > 1)}"
 
 
+NEAREST = "signal/key/nearest"
+
 FEW = 8
 """Up to this many methods have their legend inside the picture, more of them below it in small print."""
 
@@ -169,6 +172,21 @@ def plot_density(cells: Sequence[Cell], path: Path) -> Path:
     return save(figure, path)
 
 
+def plot_signal(cells: Sequence[Cell], path: Path) -> Path:
+    """Of what methods compare clients by: the share of clients whose most similar other one is of their own group, over
+    rounds, where the scenario makes groups."""
+    figure, (ax,) = _wide(cells, 4.4)
+    runs, lines = by_method(cells), {}
+    for method, some in runs.items():
+        nearest = [probes.read(cell.directory).get(NEAREST, {}) for cell in some]
+        if all(nearest):
+            lines[method] = [100 * np.array([of[round] for round in sorted(of)]) for of in nearest]
+    over_rounds(ax, lines, list(runs))
+    ax.set(ylabel="Nearest client is of the own group [%]", ylim=(-3, 103), title=_label(cells))
+    ax.legend(frameon=False, loc="lower right")
+    return save(figure, path)
+
+
 def plot_ratio(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     """How many times faster than the dense layer over the density of μ: the geometric mean over the convolutions of
     ResNet-9 as a line for each memory format, each convolution as a point."""
@@ -202,6 +220,9 @@ def pictures(cells: Sequence[Cell], directory: Path) -> list[Path]:
     if similar:
         first = next((cell for cell in similar if cell.method == "factorized-fl-alpha"), similar[0])
         drawn.append(plot_similarity(first, directory / "similarity.png"))
+    told = [cell for cell in cells if "key" in {name.partition("/")[0] for name in cell.result.get("signal", {})}]
+    if told:
+        drawn.append(plot_signal(told, directory / "signal.png"))
     if any(cell.result["layers"] for cell in cells):
         drawn.append(plot_density(cells, directory / "density.png"))
     return drawn

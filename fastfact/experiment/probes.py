@@ -14,11 +14,12 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from fastfact.experiment import privacy
-from fastfact.federation import Federation
+from fastfact.federation import Federation, analysis
 from fastfact.federation.server import mixing
 from fastfact.federation.state import State, generator_for
 from fastfact.federation.storage.run_directory import save_tensors
 from fastfact.methods.fedfac import SPLIT
+from fastfact.methods.matching import Matched
 
 FOLDER = "recorded"
 CRITERIA = 100
@@ -58,13 +59,31 @@ def _flat(state: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
 
 
 def similarity(fed: Federation) -> dict[str, Tensor]:
-    """Cosine of u and of v of layer L − 1, and of what the method compares, between all clients [K, K]."""
+    """Cosine of u and of v of layer L − 1, and similarity of what the method compares, between all clients [K, K]."""
     layer = max((info.layers for info in fed.infos.values()), default=0) - 1
     names = {role: _named(fed, [role], layer) for role in ("u", "v")}
     cosines = {role: mixing.cosine(_states(fed, of)[of[0]]) for role, of in names.items() if of}
     if fed.key_names:
-        cosines["key"] = mixing.cosine(fed.key_vectors())
+        keys = fed.key_vectors()
+        cosines["key"] = fed.method.similarity(keys) if isinstance(fed.method, Matched) else mixing.cosine(keys)
     return cosines
+
+
+def signal(fed: Federation) -> dict[str, Tensor]:
+    """How well these similarities tell the groups of clients apart that the scenario has made, which nobody in the
+    federation knows, see `analysis.separation`: "u/auc", "key/nearest" …"""
+    groups = groups_of_clients(fed)
+    return {
+        f"{what}/{measure}": torch.tensor(value, dtype=torch.float64)
+        for what, matrix in (similarity(fed).items() if groups else ())
+        for measure, value in analysis.separation(matrix, groups).items()
+    }
+
+
+def groups_of_clients(fed: Federation) -> list[int]:
+    """Which group each client is in; empty where the scenario makes none."""
+    groups = [client.group for client in privacy.clients_of(fed)]
+    return [] if None in groups else groups
 
 
 def matching(fed: Federation) -> dict[str, Tensor]:
@@ -189,6 +208,7 @@ def labels(fed: Federation) -> dict[str, Tensor]:
 
 RECORDERS = {
     "similarity": Recorder(similarity, "cosine of u, of v and of the keys between all clients"),
+    "signal": Recorder(signal, "how well they tell the scenario's groups of clients apart"),
     "matching": Recorder(matching, "the mixing matrix"),
     "drift": Recorder(drift, "mean distance of the shared tensors from their mean"),
     "updates": Recorder(updates, "distance of the clients' updates from those of client 1"),

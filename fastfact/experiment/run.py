@@ -128,6 +128,8 @@ def _train(
 ) -> dict[str, Any]:
     recorders = config.recorders()
     parts = build.parts(config)
+    if group.size == 1 and len(parts.clients) <= report.MOST_CLIENTS and parts.clients[0].group is not None:
+        recorders = tuple(sorted({*recorders, "signal"}))
     if group.root(lambda: _rounds(config, directory) > 0):
         fed = Federation.load(
             directory,
@@ -183,6 +185,7 @@ def _train(
         },
         "downloaded": fed.accuracies_as_downloaded() if len(fed) <= report.MOST_CLIENTS else None,
         "newcomers": _join(fed, parts.newcomers),
+        "signal": {name: float(value) for name, value in probes.signal(fed).items()} if "signal" in recorders else {},
         "layers": {name: float(np.mean(values)) for name, values in fed.density().items()},
     }
     group.root(lambda: files.write_json(directory / report.RESULT, result, sealed=True, indent=1))

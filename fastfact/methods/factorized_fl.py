@@ -3,16 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from fastfact.federation.client.train import Encoder
 from fastfact.federation.server.strategy import Strategy, register
-from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
 from fastfact.methods.matching import Matched
 from fastfact.nn.specs import Rank1, Spec
-
-SKETCH = "sketch"
 
 
 @dataclass(kw_only=True)
@@ -49,8 +43,8 @@ class _Factorized(Strategy):
 
 @dataclass(kw_only=True)
 class _Matched(_Factorized, Matched):
-    """Similarity matching (§4.2): σ_ki is the cosine of v of layer L − 1 of clients k and i (eq. 4), the mixing weights
-    are the softmax of ε σ_ki over the clients with σ_ki ≥ τ (eq. 5), σ_kk = 1.
+    """Similarity matching (§4.2): σ_ki is the cosine of v of layer L − 1 of clients k and i (eq. 4; `match_on` can be
+    another key), the mixing weights are the softmax of ε σ_ki over the clients with σ_ki ≥ τ (eq. 5), σ_kk = 1.
 
     tau in [−1, 1], epsilon ≥ 0. min_matches ≥ 1: at least so many clients are mixed, the most similar ones (k counts).
     The papers' ranges are τ 0–0.75, ε 1–20 (C.3); the defaults here are the official presets for labels (τ 0, ε 1)
@@ -64,9 +58,6 @@ class _Matched(_Factorized, Matched):
     epsilon: float = 1.0
     min_matches: int = 1
 
-    sketches_at_client: ClassVar[bool] = False
-    """Whether a sketch takes the place of v on the wire; not where v is shared and travels anyway."""
-
     @property
     def scale(self) -> float:
         return self.epsilon
@@ -79,29 +70,6 @@ class _Matched(_Factorized, Matched):
         super().check()
         self._require("epsilon", 0 <= self.epsilon < float("inf"), "must be a number of at least 0")
         self._require("min_matches", self.min_matches >= 1, "must be at least 1")
-
-    def bind(self, infos: dict[str, TensorInfo]) -> None:
-        self._keys = [info for info in infos.values() if self._is_key(info)]
-        if not self._keys:
-            layers = max((info.layers for info in infos.values()), default=0)
-            raise ValueError(
-                f"{self.name}: the layer before the classifier (layer {layers - 1} of {layers}) has no v;"
-                " it must be a factorized convolution or linear layer"
-            )
-
-        numbers = sum(info.numel for info in self._keys)
-        self._require("sketch", self.sketch < numbers, f"v of layer L − 1 has {numbers} numbers, must be fewer")
-
-    def _is_key(self, info: TensorInfo) -> bool:
-        return info.role == "v" and info.layer == info.layers - 1 and not info.norm
-
-    def compares(self, info: TensorInfo) -> bool:
-        return self._is_key(info) and not self.constant_mixing and not (self.sketch and self.sketches_at_client)
-
-    def key(self, state: State, encoder: Encoder) -> State:
-        if self.constant_mixing or not (self.sketch and self.sketches_at_client):
-            return {}
-        return {SKETCH: self.sketched(torch.cat([state[info.name].flatten(1) for info in self._keys], dim=1))}
 
 
 @register

@@ -1,22 +1,39 @@
 """Similarity matching, as Factorized-FL and SimFed have it: a softmax over the clients that are similar enough."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fastfact import ops
+from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import mixing
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, generator_for
+from fastfact.federation.tensors import TensorInfo
 
 MATCHING = ("best", "random", "worst")
+MATCH_ON = ("v", "encoding", "inputs")
+SKETCH, KEY = "sketch", "encoding"
 
 
 @dataclass(kw_only=True)
 class Matched(Strategy):
     """σ_ki is the cosine of the keys of clients k and i, σ_kk = 1; the mixing weights of k are the softmax of
     `scale` · σ_ki over the clients with σ_ki ≥ τ.
+
+    match_on: what clients are compared by.
+    "v": v of layer L − 1 (Factorized-FL, eq. 4). Needs a factorized model.
+    "encoding": what the classifier gets to see of `inputs` constant inputs x ~ N(0, I) (SimFed, eq. 2), their encodings
+    end to end; of tokens, of which there is no Gaussian, they are drawn evenly from the vocabulary.
+    "inputs": mean and standard deviation of each channel before the first batch-norm, as its running statistics have
+    them. The package's own, no paper has it: clients form groups by them (`mixing.groups`), and a group downloads its
+    FedAvg; τ and `scale` play no part. All of a group download the same: weighted by their own distances the clients
+    of a group drift apart, and the right neighbours do not help (docs/claims.md). No threshold is fit to the data. The
+    key sees what images look like and nothing of the labels, and is 2 C numbers (16 to 128 for usual networks) on the
+    wire, which tell brightness and contrast of a client's images as the first layer sees them. Too short for a sketch;
+    K² numbers at the server.
 
     tau in [−1, 1]. matching: "best" is this rule; "random" and "worst" are the ablations: each round `matches` other
     clients, drawn anew or those with the least σ_ki, in place of the matched ones. The papers do not say how these are
@@ -36,11 +53,16 @@ class Matched(Strategy):
     within F^(r), for which the server would have to keep every client's last upload).
     """
 
+    match_on: str = "v"
+    inputs: int = 1
     tau: float = 0.0
     matching: str = "best"
     matches: int = 3
     sketch: int = 0
     max_weight: float = 1.0
+
+    sketches_at_client: ClassVar[bool] = False
+    """Whether a sketch takes the place of v on the wire; not where v is shared and travels anyway."""
 
     @property
     def scale(self) -> float:
@@ -55,24 +77,95 @@ class Matched(Strategy):
     @property
     def constant_mixing(self) -> bool:
         """Where all match all and count alike, whatever their keys."""
-        alike = self.matching == "best" and self.scale == 0 and self.tau == -1 and self.max_weight == 1
+        alike = (
+            self.matching == "best"
+            and self.match_on != "inputs"
+            and self.scale == 0
+            and self.tau == -1
+            and self.max_weight == 1
+        )
         return alike and self.after_mix != "support"
 
     def check(self) -> None:
         super().check()
+        self._require("match_on", self.match_on in MATCH_ON, f"must be one of {', '.join(MATCH_ON)}")
+        self._require("inputs", self.inputs >= 1, "must be an integer of at least 1")
         self._require("tau", -1 <= self.tau <= 1, "must be between -1 and 1")
         self._require("matching", self.matching in MATCHING, f"must be one of {', '.join(MATCHING)}")
         self._require("matches", self.matches >= 1, "must be an integer of at least 1")
         self._require("max_weight", 0 < self.max_weight <= 1, "must be above 0 and at most 1")
         self._require("sketch", self.sketch >= 0, "must be an integer of at least 0 (0: no sketch)")
+        self._require("sketch", not self.sketch or self.match_on != "inputs", "must be 0 with match_on='inputs'")
 
-    def matrix(self, similarity: Tensor, clients: list[int], uploads: Uploads) -> Tensor:
-        """The mixing weights [k, m] of `clients`, which are also the first k columns of `similarity`."""
-        if self.matching == "best":
+    def bind(self, infos: dict[str, TensorInfo]) -> None:
+        by = self.match_on
+        if by == "encoding":
+            if not any(info.classifier for info in infos.values()):
+                raise ValueError(f"{self.name}: the model has no layer with a weight that could be its classifier")
+            return
+        if by == "inputs":
+            means = [name for name, info in infos.items() if info.statistic and info.role == "running_mean"]
+            self._require("match_on", bool(means), "the model has no normalisation layer with running statistics")
+            self._keys = [means[0], means[0].removesuffix("mean") + "var"]
+            return
+        keys = [info for info in infos.values() if info.role == "v" and info.layer == info.layers - 1 and not info.norm]
+        self._keys = [info.name for info in keys]
+        if not keys:
+            layers = max((info.layers for info in infos.values()), default=0)
+            raise ValueError(
+                f"{self.name}: the layer before the classifier (layer {layers - 1} of {layers}) has no v;"
+                " it must be a factorized convolution or linear layer"
+            )
+        numbers = sum(info.numel for info in keys)
+        self._require("sketch", self.sketch < numbers, f"v of layer L − 1 has {numbers} numbers, must be fewer")
+
+    @property
+    def _sketches_v(self) -> bool:
+        return self.match_on == "v" and bool(self.sketch) and self.sketches_at_client
+
+    def compares(self, info: TensorInfo) -> bool:
+        return self.match_on != "encoding" and info.name in self._keys and not self._sketches_v
+
+    def key(self, state: State, encoder: Encoder) -> State:
+        if self.match_on == "encoding":
+            return {KEY: self.sketched(encoder(state, self._criteria(encoder)).flatten(1))}
+        if self._sketches_v:
+            return {SKETCH: self.sketched(torch.cat([state[name].flatten(1) for name in self._keys], dim=1))}
+        return {}
+
+    def _criteria(self, encoder: Encoder) -> Tensor:
+        """The inputs [n, …] that encodings are of, the same for all clients and rounds."""
+        draw, shape = generator_for(0, 0, -1, "criteria"), (self.inputs, *encoder.shape)
+        if encoder.dtype.is_floating_point:
+            x = torch.randn(shape, generator=draw, dtype=torch.float64)
+        elif encoder.vocabulary is not None:
+            x = torch.randint(encoder.vocabulary, shape, generator=draw)
+        else:
+            raise ValueError(
+                f"{self.name}: x is {encoder.dtype} and the model has no embedding; there is no criteria input for it"
+            )
+        return x.to(encoder.device, encoder.dtype)
+
+    def similarity(self, keys: Tensor, first: int | None = None) -> Tensor:
+        """σ of the clients with these keys [m, d], float64 [m, m]; a cosine of the first ones only, [first, m]."""
+        if self.match_on == "inputs":
+            mean, variance = keys.chunk(2, dim=1)
+            return mixing.proximity(torch.cat([mean, variance.clamp(min=0).sqrt()], dim=1))
+        keys = self.sketched(keys)
+        return mixing.cosine(keys[:first], None if first is None else keys)
+
+    def matrix(self, similarity: Tensor, clients: list[int], samples: list[int], uploads: Uploads) -> Tensor:
+        """The mixing weights [k, m] of `clients`, which are also the first k columns of `similarity` [k or m, m];
+        samples: of all m."""
+        if self.matching == "best" and self.match_on == "inputs":
+            group = mixing.groups(similarity)
+            weights = (group[: len(clients), None] == group) * torch.tensor(samples, dtype=torch.float64)
+            weights = (weights / weights.sum(1, keepdim=True)).to(similarity.device)
+        elif self.matching == "best":
             weights = mixing.softmax_matrix(similarity, self.scale, self.tau, self.least)
         else:
             draws = [generator_for(uploads.seed, uploads.round, k, "matching") for k in clients]
-            chosen = mixing.choose(similarity, self.matching, self.matches, draws).double()
+            chosen = mixing.choose(similarity[: len(clients)], self.matching, self.matches, draws).double()
             weights = chosen / chosen.sum(1, keepdim=True)
         if self.max_weight < 1:
             weights = weights.clamp(max=self.max_weight)
@@ -93,15 +186,19 @@ class Matched(Strategy):
     def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
         if self.constant_mixing:
             return mixing.fedavg_matrix([1] * len(uploads.clients), rows=len((guests or uploads).clients))
+        keys, samples = uploads.key(), uploads.samples
         if guests is None:
-            return self.matrix(mixing.cosine(self.sketched(uploads.key())), uploads.clients, uploads)
-        keys, own = self.sketched(uploads.key()), self.sketched(guests.key())
+            return self.matrix(self.similarity(keys), uploads.clients, samples, uploads)
         # The guest itself first, as `matrix` wants it, then the clients of the last round.
-        each = (mixing.cosine(key[None], torch.cat([key[None], keys])) for key in own)
-        return torch.cat([self.matrix(row, [k], uploads) for row, k in zip(each, guests.clients, strict=True)])
+        rows = []
+        for key, k, own in zip(guests.key(), guests.clients, guests.samples, strict=True):
+            similarity = self.similarity(torch.cat([key[None], keys]), 1)
+            rows.append(self.matrix(similarity, [k], [own, *samples], uploads))
+        return torch.cat(rows)
 
     def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
-        if self.constant_mixing or self.matching != "best" or uploads.rule != "mean" or self.max_weight < 1:
+        streams = self.matching == "best" and self.match_on != "inputs" and self.max_weight == 1
+        if self.constant_mixing or uploads.rule != "mean" or not streams:
             return super().mix(uploads, names, guests)
         keys, stacked = uploads.key(), {name: uploads.state[name] for name in names}
         valid, rows = None, uploads.here

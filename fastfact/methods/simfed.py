@@ -3,16 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from fastfact.federation.client.train import Encoder
 from fastfact.federation.server.strategy import register
-from fastfact.federation.state import State, generator_for
-from fastfact.federation.tensors import TensorInfo
 from fastfact.methods.matching import Matched
 from fastfact.nn.specs import Rank1, Spec
-
-KEY = "encoding"
 
 
 @register
@@ -27,8 +20,7 @@ class SimFed(Matched):
     factorized: W = π(u × v) ⊕ μ in every layer (eq. 4–6, `ff.Rank1(layout="kernel")`), u, v and μ each by eq. 8 and
     λ₁ ‖μ‖₁ in the loss (eq. 7); False is the paper's "Similarity Matching" or "w/o Factorization" on the dense model.
     sparse=False is "w/o masks φ" (Table 4). rank, layout, init: see Factorized-FL. tau, alpha, l1: §5.1.
-    inputs: how many criteria inputs, their encodings end to end; tokens, of which there is no Gaussian, are drawn
-    evenly from the vocabulary. matching="random" or "worst" with matches=2 are the rows of Table 3 (see `Matched`).
+    inputs: how many criteria inputs. matching="random" or "worst" with matches=2 are the rows of Table 3.
 
     Read as follows. Eq. 3 lets i run over all K clients, k among them with σ_kk = 1: the weights sum to one, p_k
     cancels and eq. 8 is p_k ← Σ_j softmax_j(α σ_kj) p_j, p_k with the weight e^α / Σ. Without itself in the set a
@@ -45,8 +37,8 @@ class SimFed(Matched):
     l1: float = 1e-4
     tau: float = 0.9
     alpha: float = 30.0
+    match_on: str = "encoding"
     matches: int = 2
-    inputs: int = 1
     factorized: bool = True
     layout: str = "kernel"
     rank: int = 1
@@ -63,27 +55,8 @@ class SimFed(Matched):
     def check(self) -> None:
         super().check()
         self._require("alpha", 0 <= self.alpha < float("inf"), "must be a number of at least 0")
-        self._require("inputs", self.inputs >= 1, "must be an integer of at least 1")
         self._require("init", self.init in ("random", "svd"), "must be random or svd")
         self.spec()
 
     def spec(self) -> Spec | None:
         return Rank1(layout=self.layout, rank=self.rank, sparse=self.sparse) if self.factorized else None
-
-    def bind(self, infos: dict[str, TensorInfo]) -> None:
-        if not any(info.classifier for info in infos.values()):
-            raise ValueError(f"{self.name}: the model has no layer with a weight that could be its classifier")
-
-    def key(self, state: State, encoder: Encoder) -> State:
-        if self.constant_mixing:
-            return {}
-        draw, shape = generator_for(0, 0, -1, "criteria"), (self.inputs, *encoder.shape)
-        if encoder.dtype.is_floating_point:
-            x = torch.randn(shape, generator=draw, dtype=torch.float64)
-        elif encoder.vocabulary is not None:
-            x = torch.randint(encoder.vocabulary, shape, generator=draw)
-        else:
-            raise ValueError(
-                f"{self.name}: x is {encoder.dtype} and the model has no embedding; there is no criteria input for it"
-            )
-        return {KEY: self.sketched(encoder(state, x.to(encoder.device, encoder.dtype)).flatten(1))}

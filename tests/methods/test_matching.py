@@ -190,6 +190,79 @@ def test_random_matching_draws_anew_each_round():
     assert all(sum(row) == 8 for row in chosen)
 
 
+GROUPS = [0, 1, 0, 1, 0, 1, 0, 1, 1, 0]
+"""Which half of ten clients sees the samples as they are, and which their negatives, brighter."""
+
+
+def domains(first=0, count=10):
+    g, made = torch.Generator().manual_seed(3), []
+    for group in GROUPS[first : first + count]:
+        x = torch.randn(30, 6, generator=g, dtype=torch.float64)
+        y = torch.randint(3, (30,), generator=g)
+        x = x if group == 0 else 6 - 2 * x
+        made.append(ff.Client(train=(x[:24], y[:24]), test=(x[24:], y[24:])))
+    return made
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ff.methods.FactorizedFLAlpha(match_on="inputs"),
+        ff.methods.FactorizedFLBeta(match_on="inputs", init="svd"),
+        ff.methods.SimFed(match_on="inputs", factorized=False),
+    ],
+    ids=lambda method: method.name,
+)
+def test_by_their_inputs_a_group_downloads_its_fedavg(method):
+    fed = federation(method, data=domains(), participation=0.8)
+    assert fed.key_names == ["norm.running_mean", "norm.running_var"]
+    for _ in range(2):
+        fed.fit(1)
+        uploads = fed.uploads()
+        own = torch.tensor([GROUPS[k] for k in uploads.clients])
+        samples = torch.tensor(uploads.samples, dtype=torch.float64)
+        expected = (own[:, None] == own) * samples
+        expected = expected / expected.sum(1, keepdim=True)
+        torch.testing.assert_close(fed.method.weights(uploads).double(), expected)
+        mixed = fed.method.mix(uploads, fed.shared)
+        for name in fed.shared:
+            each = uploads.state[name].double()
+            want = torch.einsum("ki,i...->k...", expected, each)
+            torch.testing.assert_close(mixed[name].double(), want, rtol=1e-6, atol=1e-8)
+
+
+def test_by_their_inputs_a_guest_joins_its_group():
+    fed = federation(ff.methods.FactorizedFLBeta(match_on="inputs"), data=domains(0, 8))
+    fed.fit(2)
+    states = fed.states.load(range(8))
+    guests = fed.exchange.sent({name: tensor[:2] for name, tensor in states.items()})[0]
+    uploads = fed.uploads()
+    visit = type(uploads)(2, [8, 9], [24, 24], [0.0, 0.0], state=guests, keys=fed.key_names, seed=0)
+    weights = fed.method.weights(uploads, visit)
+    assert weights.shape == (2, 9)
+    for row, guest in zip(weights, (0, 1), strict=True):
+        assert [bool(w > 0) for w in row[1:]] == [GROUPS[k] == GROUPS[guest] for k in range(8)]
+
+
+def test_matching_on_inputs_needs_running_statistics_and_no_sketch():
+    plain = lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()  # noqa: E731
+    with pytest.raises(ValueError, match=r"match_on='inputs'\): the model has no normalisation layer with running"):
+        federation(ff.methods.SimFed(match_on="inputs"), model=plain)
+    with pytest.raises(ValueError, match=r"sketch=8\): must be 0 with match_on='inputs'"):
+        ff.methods.FactorizedFLBeta(match_on="inputs", sketch=8)
+    with pytest.raises(ValueError, match=r"match_on='x'\): must be one of v, encoding, inputs"):
+        ff.methods.FactorizedFLBeta(match_on="x")
+
+
+@pytest.mark.parametrize(("method", "key"), [("FactorizedFLBeta", "encoding"), ("SimFed", "v")])
+def test_either_family_can_match_on_the_key_of_the_other(method, key):
+    fed = federation(getattr(ff.methods, method)(match_on=key))
+    fed.fit(1)
+    names = ["encoding"] if key == "encoding" else [name for name, info in fed.infos.items() if info.role == "v"][-1:]
+    assert fed.key_names == names
+    torch.testing.assert_close(fed.method.weights(fed.uploads()).sum(1), torch.ones(4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [

@@ -34,6 +34,33 @@ def cosine(keys: Tensor, others: Tensor | None = None) -> Tensor:
     return (first @ second.T).clamp(-1, 1)
 
 
+def proximity(points: Tensor) -> Tensor:
+    """How near points [m, d] are on the scale of their own neighbourhoods, float64 [m, m]: −d_ki² / (s_k s_i), where
+    d_ki is the Euclidean distance and s_k that of k to its second nearest other point (the scaling of Zelnik-Manor and
+    Perona, 2004, there to the seventh). 0: the same point; −1: as far as those; −4: twice as far.
+    """
+    points = points.double()
+    squares = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").square()
+    own = torch.eye(len(points), dtype=torch.bool, device=points.device)
+    others = squares.masked_fill(own, torch.inf).sort(1).values[:, : len(points) - 1]
+    scale = others[:, min(1, others.shape[1] - 1)].sqrt() if others.shape[1] else squares.new_zeros(len(points))
+    # 0 / 0: the same point. What is infinitely far takes part in means.
+    return -(squares / (scale[:, None] * scale)).nan_to_num(nan=0.0, posinf=1e6).clamp(max=1e6)
+
+
+def groups(proximities: Tensor, farthest: float = 4.0) -> Tensor:
+    """Which group each of m clients is in, int64 [m], from a matrix of `proximity`: average linkage joins groups as
+    long as the mean of −proximity between them is at most `farthest`. Groups of three or more that lie apart are found
+    however far apart they are; one cloud of points is one group.
+    """
+    if len(proximities) < 2:
+        return torch.zeros(len(proximities), dtype=torch.int64)
+    from sklearn.cluster import AgglomerativeClustering
+
+    rule = AgglomerativeClustering(None, metric="precomputed", linkage="average", distance_threshold=farthest)
+    return torch.from_numpy(rule.fit_predict(-proximities.cpu().numpy())).long()
+
+
 def _unit(keys: Tensor) -> Tensor:
     keys = keys.flatten(1).double()
     norm = torch.linalg.vector_norm(keys, dim=1, keepdim=True)

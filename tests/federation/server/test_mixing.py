@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from fastfact.federation.server.mixing import cosine, fedavg_matrix, identity, mix, softmax_matrix
+from fastfact.federation.server.mixing import cosine, fedavg_matrix, groups, identity, mix, proximity, softmax_matrix
 
 
 def keys(k=7, d=5, seed=0):
@@ -93,3 +93,50 @@ def test_mix(dtype):
     assert once["w"].stride(0) == 0
     torch.testing.assert_close(once["w"], mix(fedavg_matrix([1, 2, 3, 2]).contiguous(), state)["w"])
     assert torch.equal(mix(identity(4), state)["w"], state["w"])
+
+
+def clouds(sizes, apart, dim=16, seed=0):
+    """Points in clouds of unit width, of these sizes, their centres `apart` from each other; which is whose."""
+    torch.manual_seed(seed)
+    centres = apart * torch.eye(len(sizes), dim, dtype=torch.float64) / 2**0.5
+    own = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return centres[own] + torch.randn(len(own), dim, dtype=torch.float64), own
+
+
+def test_proximity_by_its_formula():
+    x = torch.tensor([[0.0], [1.0], [3.0], [7.0]])
+    scale = [3.0, 2.0, 3.0, 6.0]  # to the second nearest
+    expected = [
+        [-((a - b) ** 2) / (scale[i] * scale[j]) for j, b in enumerate([0, 1, 3, 7])]
+        for i, a in enumerate([0, 1, 3, 7])
+    ]
+    torch.testing.assert_close(proximity(x), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(proximity(1e3 * x + 5), proximity(x))
+
+
+def test_proximity_of_equal_and_of_few_points():
+    assert proximity(torch.zeros(1, 3)).tolist() == [[0]]
+    assert proximity(torch.zeros(4, 3)).tolist() == [[0] * 4] * 4
+    two = proximity(torch.tensor([[0.0], [2.0]]))
+    assert two.tolist() == [[0, -1], [-1, 0]]
+    twins = proximity(torch.tensor([[0.0], [0.0], [0.0], [5.0]]))
+    assert twins.isfinite().all() and twins[0, 1] == 0 and twins[0, 3] == -1e6
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sizes", [[4] * 5, [3, 9, 20], [10, 3]])
+def test_groups_that_lie_apart_are_found_and_one_cloud_is_one_group(sizes, seed):
+    """Also where one is ten times as far from the others as these from each other."""
+    points, own = clouds(sizes, apart=30, seed=seed)
+    points[own == 0] += 300
+    found = groups(proximity(points))
+    same = own[:, None] == own
+    assert torch.equal(found[:, None] == found, same)
+    cloud, _ = clouds([sum(sizes)], apart=0, seed=seed)
+    assert groups(proximity(cloud)).unique().numel() == 1
+
+
+def test_groups_of_few():
+    assert groups(proximity(torch.zeros(0, 3))).tolist() == []
+    assert groups(proximity(torch.zeros(1, 3))).tolist() == [0]
+    assert groups(proximity(torch.tensor([[0.0], [9.0]]))).unique().numel() == 1
