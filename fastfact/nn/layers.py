@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,10 @@ SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "
 """What the path, or a kept weight, depends on besides tensors, and one may assign to."""
 
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
+
+
+Node = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]
+"""A layer as one node of the graph, from x, the factors and the bias; None where something else is to serve."""
 
 
 class FactorizedLayer(nn.Module):
@@ -124,8 +128,12 @@ class FactorizedLayer(nn.Module):
 
     def _tensors(self) -> dict[str, Tensor]:
         """What W is made from: the factors, and the positions of compact μ as `mu_index`."""
-        found = {name: self._factor(name) for name in self._names}
-        if self.is_compact:
+        parameters, found = self._parameters, {}
+        for name in self._names:
+            factor = parameters.get(name)
+            found[name] = getattr(self, name) if factor is None else factor
+        mu = found.get("mu")
+        if mu is not None and mu.dim() == 1:
             found[INDEX] = self._positions()
         return found
 
@@ -294,10 +302,37 @@ class FactorizedLayer(nn.Module):
         """The forward: on the path that is asked for, or chosen."""
         if not self.training and weight_cache.allowed():
             return self._evaluate(x)
-        tensors = self._tensors()
+        tensors, bias = self._tensors(), self.bias
+        asked = None
+        if torch.is_grad_enabled() and not transforming():
+            given = (x, *tensors.values()) if bias is None else (x, *tensors.values(), bias)
+            asked = (x.shape, x.stride(), self.training, torch.is_autocast_enabled("cpu"), len(self._buffers))
+            asked += (*[(type(t), t.dtype, t.requires_grad) for t in given], tensors.get("mu", x).shape)
+            asked += (x.device, *choice.generation())
+            node = self._answers.get(asked)
+            if node is not None and (y := node(x, tensors, bias)) is not None:
+                return y
         spread = self._spread(tensors)
         path = self._path(x, spread, None)
-        return self._compute(path, x, tensors if path == "reconstruct" else spread, self.bias, None)
+        own = tensors if path == "reconstruct" else spread
+        if asked and own is tensors and choice.can_measure() and (node := self._node(path, x, own, bias)):
+            self._note(asked, node)
+        return self._compute(path, x, own, bias, None)
+
+    def _node(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Node | None:
+        """The layer on this path for all inputs such as x, where that is one node."""
+        if path != "reconstruct" or not self._is_one_node(x, tensors, bias):
+            return None
+        how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
+        names = [next((name for name, t in tensors.items() if t is part), None) for part in parts]
+        if any(part is not None and name is None for name, part in zip(names, parts, strict=True)):
+            return None
+        settings = self._convolution()
+
+        def node(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
+            return apply_weight(settings, x, bias, how, *[None if name is None else tensors[name] for name in names])
+
+        return node
 
     def _spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The factors for training, dense μ as nonzeros at all positions where it can be factored so."""
@@ -321,9 +356,9 @@ class FactorizedLayer(nn.Module):
             kept.values[asked] = self._weight_for(is_channels_last(x), tensors, kept)
         return y
 
-    def _note(self, asked: tuple, path: str) -> None:
+    def _note(self, asked: tuple, answer: "str | Node") -> None:
         answers = self._answers if len(self._answers) < ANSWERS else {}
-        answers[asked] = path
+        answers[asked] = answer
         self._answers = answers
 
     def _forget(self) -> None:
@@ -752,15 +787,22 @@ class FactorizedConv2d(FactorizedLayer):
             return "fused" if mapped or self._in_two_parts() else "reconstruct"
         return super()._choose_nominal(x, tensors, trained)
 
+    def _node(self, path, x, tensors, bias):
+        if path != "factored" or not isinstance(self.spec, Rank1) or self.spec.layout != "spatial" or x.dim() != 4:
+            return super()._node(path, x, tensors, bias)
+        if not self._is_plain(x, tensors, bias):
+            return None
+        settings = (self.size, *self._convolution())
+        return lambda x, tensors, bias: _factored(ops.conv.OP, settings, x, tensors, bias)
+
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
         if path == "factored" and self.spec.layout == "spatial" and x.dim() == 4 and self._is_plain(x, tensors, bias):
-            parts = [tensors.get(name) for name in ("u", "v", "mu", INDEX)]
             # What does not fit is told by the checked function.
             with contextlib.suppress(RuntimeError, ValueError):
-                settings, kept = (self.size, *self._convolution()), not self.training and len(tensors) > 2
-                y = ops.conv.apply_factors(ops.conv.OP, settings, x, *parts, bias, repeated=kept)
+                settings, kept = (self.size, *self._convolution()), not self.training and INDEX in tensors
+                y = _factored(ops.conv.OP, settings, x, tensors, bias, kept)
                 if y is not None:
                     return y
         y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), path == "fused", tensors, bias)
@@ -945,7 +987,7 @@ class FactorizedLinear(FactorizedLayer):
         if x.dim() and self._is_plain(x, tensors, bias):
             with contextlib.suppress(RuntimeError, ValueError):
                 rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-                y = ops.conv.apply_factors(ops.conv.LAYER, (self.size,), rows, *parts, bias)
+                y = _factored(ops.conv.LAYER, (self.size,), rows, tensors, bias)
                 if y is not None:
                     return y if x.dim() == 2 else y.view(*x.shape[:-1], self.size[0])
         return ops.factored_linear(x, *parts, bias, size=self.size)
@@ -967,6 +1009,11 @@ class FactorizedLinear(FactorizedLayer):
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
+
+
+def _factored(op: str, settings: tuple, x: Tensor, tensors: dict[str, Tensor], bias, repeated=False) -> Tensor | None:
+    parts = (tensors.get("u"), tensors.get("v"), tensors.get("mu"), tensors.get(INDEX))
+    return ops.conv.apply_factors(op, settings, x, *parts, bias, repeated)
 
 
 def _cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ class WeightCache:
 
 
 def _digest(factors: Sequence[Tensor]) -> int:
-    return torch.ops.fastfact.digest(factors)
+    return torch.ops.fastfact.digest.default(factors)
 
 
 def _versions(factors: Sequence[Tensor]) -> list[int]:

@@ -343,8 +343,8 @@ def test_the_step_is_that_of_the_tensors(monkeypatch):
 def test_a_dense_mu_that_is_mostly_zeros_is_factored_in_evaluation(monkeypatch):
     conv, x = layer(1.0, 8, 8).expand().eval(), torch.randn(16, 8, 6, 6)
     steps = []
-    factored = ff.ops.factored_conv2d
-    monkeypatch.setattr(ff.ops, "factored_conv2d", lambda *a, **how: steps.append(len(a[3])) or factored(*a, **how))
+    factored = ff.ops.conv.apply_factors
+    monkeypatch.setattr(ff.ops.conv, "apply_factors", lambda *a: steps.append(len(a[5])) or factored(*a))
     torch.testing.assert_close(conv(x), torch.nn.functional.conv2d(x, conv._weight(None), conv.bias, padding=1))
     assert not steps
     conv.prune_(0.05)
