@@ -271,7 +271,8 @@ class _Rounds:
         self.seconds: dict[int, list[float]] = {}
 
     def run(self, rounds: int, on_round: Callable[[int, list[dict]], None] | None) -> None:
-        self._gather()
+        if self.server.round < rounds:
+            self._gather()
         for round in range(self.server.round + 1, rounds + 1):
             rows = self._round(round)
             if on_round is not None:

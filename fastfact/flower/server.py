@@ -20,7 +20,7 @@ from fastfact.federation import Federation, setup
 from fastfact.federation.history import History
 from fastfact.federation.local import Local
 from fastfact.federation.server import robust
-from fastfact.federation.server.exchange import is_relative, server_round, too_far
+from fastfact.federation.server.exchange import server_round, too_far
 from fastfact.federation.server.processes import Group, Shard
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State
@@ -395,8 +395,7 @@ class Server(Local):
         for k, state in sent.items():
             start = {name: made.asked[k].start[name][None] for name in names}
             norms[k] = float(robust.norms({name: state[name][None] for name in names}, start))
-        known = {} if is_relative(limit) else too_far(norms, limit)
-        return known or too_far(norms, limit)
+        return too_far(norms, limit)
 
     def _open(self, out: Path, run: str | None) -> _Disk:
         """Hold `out`, and go on from what is there."""

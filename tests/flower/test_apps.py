@@ -4,6 +4,7 @@ import copy
 import logging
 import re
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -275,3 +276,12 @@ def test_messages_that_are_none():
     content = RecordDict({"other": ConfigRecord({"a": 1})})
     with pytest.raises(packet.RefusedError, match="not a message of fastfact"):
         apps.unpacked(content)
+
+
+def test_the_page(run, caplog):  # `run` prepares Flower for this process
+    page = Path(__file__).parents[2] / "docs" / "flower.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    names: dict = {}
+    exec(compile(code, str(page), "exec"), names)
+    names["server"](Here(names["client"], {k: Node(str(k)) for k in range(4)}), Context(1, 0, {}, RecordDict(), {}))
+    assert [text for text in caplog.messages if text.startswith("fastfact: round 2: 4 clients, accuracy")]
