@@ -149,8 +149,8 @@ def _by_idx(name: str, folders: Sequence[Path], get: str) -> tuple[Tensor, Tenso
     files = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
     def found(folder: Path) -> list[Path] | None:
-        paths = [next((p for p in (folder / file, folder / f"{file}.gz") if p.is_file()), None) for file in files]
-        return None if None in paths else paths
+        each = [[path for path in (folder / file, folder / f"{file}.gz") if path.is_file()] for file in files]
+        return [there[0] for there in each] if all(each) else None
 
     paths = next(filter(None, map(found, folders)), None)
     if paths is None:

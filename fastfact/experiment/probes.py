@@ -82,8 +82,9 @@ def signal(fed: Federation) -> dict[str, Tensor]:
 
 def groups_of_clients(fed: Federation) -> list[int]:
     """Which group each client is in; empty where the scenario makes none."""
-    groups = [client.group for client in privacy.clients_of(fed)]
-    return [] if None in groups else groups
+    clients = privacy.clients_of(fed)
+    groups = [client.group for client in clients if client.group is not None]
+    return groups if len(groups) == len(clients) else []
 
 
 def matching(fed: Federation) -> dict[str, Tensor]:

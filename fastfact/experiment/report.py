@@ -131,7 +131,7 @@ def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 def left_out(rows: Iterable[Mapping[str, Any]]) -> dict[str, list]:
     """client → in how many rounds it was left out, of how many, and why the last time; of those that ever were."""
-    took, out = Counter(row["client"] for row in rows), {}
+    took, out = Counter(row["client"] for row in rows), dict[str, list]()
     for row in rows:
         if row["left_out"]:
             before = out.get(str(row["client"]), [0])[0]
