@@ -17,9 +17,10 @@ class MatchedLoRA(Matched, Adapters):
     """A is mixed over the clients with a similar A: softmax of ε σ_ki over σ_ki ≥ τ (Factorized-FL eq. 4 and 5), σ_ki
     the cosine of A of the last layer before the classifier that has an adapter. B stays with the client.
 
-    mixed: "A", or "both" factors. tau, matching, matches, sketch, max_weight: see `Matched`; epsilon is ε, min_matches
-    the least number of clients that are mixed (k counts). As all clients start from one A, their cosines stay near 1
-    for many rounds: ε must be large to tell them apart, 20 is the official preset for domains.
+    mixed: "A", or "both" factors. match_on ("v": A, as above), inputs, tau, matching, matches, sketch, max_weight:
+    see `Matched`; epsilon is ε, min_matches the least number of clients that are mixed (k counts). As all clients start
+    from one A, their cosines stay near 1 for many rounds: ε must be large to tell them apart, 20 is the official preset
+    for domains.
     As in Factorized-FL, nothing of the classifier is shared, nor is normalisation; both can be switched on. Other
     tensors that `train` names stay with the client.
     """
@@ -49,15 +50,16 @@ class MatchedLoRA(Matched, Adapters):
         self._require("mixed", self.mixed in MIXED, f"must be one of {', '.join(MIXED)}")
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
-        super().bind(infos)
+        Adapters.bind(self, infos)
+        if self.match_on != "v":
+            Matched.bind(self, infos)
+            return
         before = [info for info in infos.values() if info.role == "A" and not info.classifier]
         if not before:
             raise ValueError(f"{self.name}: no layer before the classifier has an A that trains, to compare clients by")
-        self._key = max(before, key=lambda info: info.layer).name
-        self._require("sketch", self.sketch < infos[self._key].numel, f"A has {infos[self._key].numel} numbers")
-
-    def compares(self, info: TensorInfo) -> bool:
-        return info.name == self._key
+        key = max(before, key=lambda info: info.layer)
+        self._keys = [key.name]
+        self._require("sketch", self.sketch < key.numel, f"A has {key.numel} numbers, must be fewer")
 
     def shares(self, info: TensorInfo) -> bool:
         if info.norm:
