@@ -1,7 +1,7 @@
 """What each method sends: its real strategy, wire and ledger over a few rounds in which nobody trains.
 
 How many numbers travel depends on shapes and on the method, not on what was learned, but for the zeros of μ: μ is
-filled to a given density, on the same support for all clients.
+filled to a given density, on the same support for all clients, and adapters of unequal ranks are filled up to theirs.
 """
 
 import functools
@@ -92,6 +92,9 @@ def federation(network: Network, method: Strategy, clients: int, density: float,
     for name in fed.sparse:
         support = torch.rand(state[name].shape[1:], generator=generator_for(0, 0, -1, name)) < density
         state[name].copy_(support.to(state[name]).expand_as(state[name]))
+    padded = {name: torch.ones_like(state[name]) for name, info in fed.infos.items() if fed.method.pads(info)}
+    if padded and not trains:
+        state |= fed.method.first(range(clients), state | padded)
     fed.states.store(range(clients), state)
     fed.states.commit()
     return fed

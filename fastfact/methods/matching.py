@@ -124,9 +124,12 @@ class Matched(Strategy):
         return self.match_on == "v" and bool(self.sketch) and self.sketches_at_client
 
     def compares(self, info: TensorInfo) -> bool:
-        return self.match_on != "encoding" and info.name in self._keys and not self._sketches_v
+        computed = self.match_on == "encoding" or self._sketches_v
+        return not computed and not self.constant_mixing and info.name in self._keys
 
     def key(self, state: State, encoder: Encoder) -> State:
+        if self.constant_mixing:
+            return {}
         if self.match_on == "encoding":
             return {KEY: self.sketched(encoder(state, self._criteria(encoder)).flatten(1))}
         if self._sketches_v:

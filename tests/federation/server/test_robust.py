@@ -154,8 +154,8 @@ def test_a_clipped_federation_resumes(tmp_path):
 def test_a_bound_on_the_weight_of_any_one_client():
     method = ff.methods.make("factorized-fl-alpha", max_weight=0.1, tau=-1.0)
     sigma = mixing.cosine(torch.randn(6, 3, dtype=F64))
-    weights = method.matrix(sigma, list(range(6)), None)
-    free = ff.methods.make("factorized-fl-alpha", tau=-1.0).matrix(sigma, list(range(6)), None)
+    weights = method.matrix(sigma, list(range(6)), [1] * 6, None)
+    free = ff.methods.make("factorized-fl-alpha", tau=-1.0).matrix(sigma, list(range(6)), [1] * 6, None)
     for i, j in itertools.permutations(range(6), 2):
         assert weights[i, j] == min(0.1, free[i, j])
     torch.testing.assert_close(weights.sum(1), torch.ones(6, dtype=F64))
