@@ -66,13 +66,14 @@ def densities(state: State, infos: dict[str, TensorInfo], sparse: Sequence[str])
 def similarity(fed: Trained, name: str | None = None, layer: int | None = None) -> Tensor:
     """Cosine of one tensor between all pairs of clients, float64 [K, K] (Factorized-FL eq. 4, Figure 7).
 
-    name: "u", "v", "mu", "weight" …, by default the first of "v", "weight", "A" and "B" that there is. layer: 1 … L, by default L − 1, the
-    layer before the classifier (L in a model of one layer). Raises ValueError if that layer has no such tensor.
+    name: "u", "v", "mu", "weight" …, by default "v" or "weight", or where there is neither the layer's first tensor.
+    layer: 1 … L, by default L − 1, the layer before the classifier (L in a model of one layer). Raises ValueError if
+    that layer has no such tensor.
     """
     layers = max(info.layers for info in fed.infos.values())
     layer = max(1, layers - 1) if layer is None else layer
     roles = {info.role: info.name for info in fed.infos.values() if info.layer == layer and not info.norm}
-    name = name or next((role for role in ("v", "weight", "A", "B") if role in roles), "weight")
+    name = name or next((role for role in ("v", "weight", *roles) if role in roles), "weight")
     if name not in roles:
         raise ValueError(
             f"similarity(name={name!r}, layer={layer}): must be one of {', '.join(roles) or 'none'} in that layer"

@@ -111,7 +111,8 @@ class FLoRA(Adapters):
         # As `LowRank.init` draws it.
         new = torch.randn(1, rank, columns, generator=generator, dtype=torch.float64) / (3 * columns) ** 0.5
         pairs = {}
-        for some in map(tuple, rounds):
+        # Where none of the clients that reported is: of this round, for nobody.
+        for some in map(tuple, rounds or [[uploads.round]]):
             if some and some not in pairs:
                 a, b = (torch.cat([kept[f"{STACK}{round}/{name}"] for round in some]) for name in names)
             elif some not in pairs:
@@ -119,15 +120,9 @@ class FLoRA(Adapters):
             else:
                 continue
             pairs[some] = torch.cat([a, new.to(a)]), torch.cat([b, torch.zeros_like(b[:1])])
-        if len(pairs) == 1:
-            return {name: t.expand(len(rounds), *t.shape) for name, t in zip(names, *pairs.values(), strict=True)}
-        most = max(len(a) for a, _ in pairs.values())
-        each = zip(*(pairs[tuple(some)] for some in rounds), strict=True)
-        # Zeros in front, as the new A is at the end.
-        return {
-            name: torch.stack([nn.functional.pad(t, (0, 0, 0, 0, most - len(t), 0)) for t in tensors])
-            for name, tensors in zip(names, each, strict=True)
-        }
+        # All that are served at a time lack the same: those that reported the last round, or one guest.
+        (stacks,) = pairs.values()
+        return {name: t.expand(len(rounds), *t.shape) for name, t in zip(names, stacks, strict=True)}
 
     def _parts(self, start: str, total: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """A stack that makes a weight without loss: its rows or columns, `rank` at a time, and the identity's."""

@@ -84,14 +84,14 @@ def test_rows_are_lines_as_they_end_and_one_that_fails_stops_no_other(monkeypatc
 
 def test_a_test_ends_alone_however_it_ends(tmp_path, monkeypatch, capsys):
     lines = tmp_path / "lines.jsonl"
-    arguments = ["gpu_tests", "--jsonl", str(lines), "--each", "3", "--workers", "2", "--", "bench/rehearsal.py"]
+    arguments = ["gpu_tests", "--jsonl", str(lines), "--each", "6", "--workers", "2", "--", "bench/rehearsal.py"]
     monkeypatch.setattr("sys.argv", arguments)
     monkeypatch.chdir(gpu_check.ROOT)
     assert gpu_tests.main() == 1
     *failed, total = gpu_rows.read_lines(lines)
     assert total == {"section": "tests", "collected": 11, "passed": 8, "failed": 3}
     ends = {line["test"].rpartition("::")[2]: line["text"] for line in failed}
-    assert ends["test_dies"] == "died by SIGSEGV" and ends["test_hangs"] == "time limit of 3 s"
+    assert ends["test_dies"] == "died by SIGSEGV" and ends["test_hangs"] == "time limit of 6 s"
     assert "illegal memory access" in ends["test_loses_its_device"]
 
 

@@ -207,8 +207,8 @@ def test_the_library_holds_every_kernel_for_both_architectures(library):
             r"__global__[^(]*?(\w+)\(", re.sub(r"__launch_bounds__\([^)]*\)", "", source.read_text())
         ):
             assert any(kernel in name for name in kernels["sm_80"]), (source.name, kernel)
-    # What registers do not hold goes to the stack: at most 16 bytes of it, besides 8 of the frame. Two thin products are
-    # held to 128 registers, for two blocks on a multiprocessor; without that bound it would be one.
+    # What registers do not hold goes to the stack: at most 16 bytes of it, besides 8 of the frame. Two thin products
+    # are held to 128 registers, for two blocks on a multiprocessor; without that bound it would be one.
     for name, stack in re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+)", report):
         assert int(stack) <= (48 if "thin_kernel" in name else 24), (name, stack)
 

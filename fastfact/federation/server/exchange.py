@@ -334,8 +334,10 @@ class Downloads:
         if rows:
             yield Download(rows, self._sent([clients[row] for row in rows], mixed), self.masks)
         rows = [row for row in left if clients[row] not in self.places]
-        if rows:
-            yield Download(rows, self._for_guests([clients[row] for row in rows], *held(rows)), self.masks)
+        # Stacks are as long as what a guest missed: one by one, so that nobody's has the length of another's.
+        alone = any(self.exchange.method.stacks(self.exchange.infos[name]) for name in self.exchange.shared)
+        for some in [[row] for row in rows] if alone else [rows] if rows else []:
+            yield Download(some, self._for_guests([clients[row] for row in some], *held(some)), self.masks)
 
     def _for_guests(self, clients: list[int], sent: State, sizes: Sizes) -> State:
         exchange, uploads = self.exchange, self.uploads

@@ -37,7 +37,7 @@ def summary(fed: ff.Federation) -> dict:
         "bytes": {direction: fed.ledger.by_client(direction) for direction in ("up", "down")},
         "names": fed.ledger.by_name(),
         "density": fed.density(),
-        "similarity": fed.similarity("bias" if "layer2.bias" in fed.infos else None),
+        "similarity": fed.similarity(),
     }
 
 
