@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from fastfact.experiment import build
+from fastfact.experiment import build, plots, probes, report
 from fastfact.experiment.config import Config
 from fastfact.experiment.run import run
 
@@ -37,6 +37,20 @@ def test_words_from_a_folder_to_results_and_back(tmp_path, model):
     (tmp_path / "here").rename(tmp_path / "there")
     longer = config(**{**news, "rounds": 2}, data_dir=str(tmp_path / "there"))
     assert run(longer, tmp_path / "run", resume=True)["summary"]["accuracy"] >= 0
+
+
+def test_a_scenario_with_groups_records_every_round_what_keys_tell_of_them(tmp_path):
+    grouped = config(
+        scenario="conflicting", clients=10, samples=20, rounds=2, model="cnn2", method="factorized-fl-beta"
+    )
+    result = run(grouped, tmp_path / "grouped")
+    measures = {f"{what}/{measure}" for what in ("u", "v", "key") for measure in ("auc", "nearest")}
+    assert set(result["signal"]) == measures and all(0 <= value <= 1 for value in result["signal"].values())
+    for name, each in probes.read(tmp_path / "grouped").items():
+        assert name.startswith("signal/") and sorted(each) == [1, 2]
+    cell = report.read_cell(tmp_path / "grouped")
+    assert (tmp_path / "signal.png") in plots.pictures([cell], tmp_path)
+    assert run(config(scenario="iid", clients=3, model="cnn2"), tmp_path / "plain")["signal"] == {}
 
 
 def test_options_of_the_partition_arrive():
