@@ -707,7 +707,11 @@ def _append(directory: RunDirectory, done: Round, sync: bool) -> None:
 def _as_recorded(method: Strategy) -> dict[str, Any]:
     """The settings of a method as config.json has them since its first version, so that older runs are known again:
     `skip` under its old name, and what came later only where it is not the default."""
-    settings = method.settings()
-    if settings.get("max_weight") == 1:
-        del settings["max_weight"]
-    return {"whole" if name == "skip" else name: value for name, value in settings.items()}
+    later = {
+        field.name: field.default for field in dataclasses.fields(method) if field.name in ("max_weight", "match_on")
+    }
+    return {
+        "whole" if name == "skip" else name: value
+        for name, value in method.settings().items()
+        if name not in later or value != later[name]
+    }

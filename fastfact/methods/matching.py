@@ -54,13 +54,13 @@ class Matched(Strategy):
     """
 
     match_on: str = "v"
-    inputs: int = 1
     tau: float = 0.0
     matching: str = "best"
     matches: int = 3
     sketch: int = 0
     max_weight: float = 1.0
 
+    inputs: ClassVar[int] = 1
     sketches_at_client: ClassVar[bool] = False
     """Whether a sketch takes the place of v on the wire; not where v is shared and travels anyway."""
 
@@ -89,7 +89,6 @@ class Matched(Strategy):
     def check(self) -> None:
         super().check()
         self._require("match_on", self.match_on in MATCH_ON, f"must be one of {', '.join(MATCH_ON)}")
-        self._require("inputs", self.inputs >= 1, "must be an integer of at least 1")
         self._require("tau", -1 <= self.tau <= 1, "must be between -1 and 1")
         self._require("matching", self.matching in MATCHING, f"must be one of {', '.join(MATCHING)}")
         self._require("matches", self.matches >= 1, "must be an integer of at least 1")

@@ -39,6 +39,7 @@ class SimFed(Matched):
     alpha: float = 30.0
     match_on: str = "encoding"
     matches: int = 2
+    inputs: int = 1  # type: ignore[misc]
     factorized: bool = True
     layout: str = "kernel"
     rank: int = 1
@@ -54,6 +55,7 @@ class SimFed(Matched):
 
     def check(self) -> None:
         super().check()
+        self._require("inputs", self.inputs >= 1, "must be an integer of at least 1")
         self._require("alpha", 0 <= self.alpha < float("inf"), "must be a number of at least 0")
         self._require("init", self.init in ("random", "svd"), "must be random or svd")
         self.spec()

@@ -407,3 +407,17 @@ def test_the_servers_memory_is_kept(make, same, tmp_path):
     resumed = ff.Federation.load(tmp_path / "run", method=Counting(), clients=make.clients())
     resumed.fit(2)
     assert same(straight, resumed) and resumed.server_state["calls"].item() == 3
+
+
+def test_methods_are_recorded_as_in_the_first_version(tmp_path):
+    """What came later stands in config.json only where it is not the default: a run of the first version goes on."""
+    first = "share_classifier share_norm share_norm_statistics l1 l1_method after_mix recalibrate classifier whole tau"
+    first = {*first.split(), *["matching", "matches", "sketch", "layout", "rank", "sparse", "init"]}
+    for method, own in (
+        ("factorized-fl-alpha", {"epsilon", "min_matches"}),
+        ("simfed", {"alpha", "inputs", "factorized"}),
+    ):
+        _as_recorded = ff.federation.federation._as_recorded
+        assert set(_as_recorded(ff.methods.make(method))) == first | own
+        assert _as_recorded(ff.methods.make(method, match_on="inputs"))["match_on"] == "inputs"
+        assert _as_recorded(ff.methods.make(method, max_weight=0.5))["max_weight"] == 0.5
