@@ -9,7 +9,7 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,12 @@ class RunDirectory:
         self.rows, self.ledger = Rows(path / METRICS, server.history), Rows(path / LEDGER, server.ledger.rows())
 
     def _check(self, there: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        # Of where it comes from, what both know: a later version may know more, which whoever wrote it has compared.
+        common = {"source": (there.get("source") or {}).keys() & (config.get("source") or {}).keys()}
         different = sorted(
-            key for key in config if key not in ("executor", "id") and _run(there, key) != _run(config, key)
+            key
+            for key in config
+            if key not in ("executor", "id") and _run(there, key, common.get(key)) != _run(config, key, common.get(key))
         )
         if different:
             raise RunDirectoryError(f"{self.path}: holds another run (its {different[0]} differs)")
@@ -139,9 +143,12 @@ RESERVED = ("run.json",)
 """What may stand in a run directory before its configuration does."""
 
 
-def _run(config: Mapping[str, Any], key: str) -> Any:
-    """What `config` has under `key`, without the settings that do not tell one run from another."""
+def _run(config: Mapping[str, Any], key: str, only: Collection[str] | None = None) -> Any:
+    """What `config` has under `key`, without the settings that do not tell one run from another; of a mapping `only`
+    these names."""
     value = config.get(key)
+    if only is not None:
+        return {name: value[name] for name in only}
     return {name: each for name, each in value.items() if name not in HERE} if key == "settings" else value
 
 

@@ -421,3 +421,14 @@ def test_methods_are_recorded_as_in_the_first_version(tmp_path):
         assert set(_as_recorded(ff.methods.make(method))) == first | own
         assert _as_recorded(ff.methods.make(method, match_on="inputs"))["match_on"] == "inputs"
         assert _as_recorded(ff.methods.make(method, max_weight=0.5))["max_weight"] == 0.5
+
+
+def test_a_later_version_may_record_more_of_the_source(make, tmp_path):
+    make(source={"dataset": "digits", "seed": 1}).fit(1, tmp_path)
+    more = ff.Federation.load(tmp_path, clients=make.clients())
+    more.source["noise"] = 0.0
+    more.fit(1, tmp_path)
+    other = ff.Federation.load(tmp_path, clients=make.clients())
+    other.source["dataset"] = "mnist"
+    with pytest.raises(RunDirectoryError, match="its source differs"):
+        other.fit(1, tmp_path)
