@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.tensors import TensorInfo
-from fastfact.methods.matching import Matched
+from fastfact.methods.matching import MatchedByEpsilon
 from fastfact.nn.specs import Rank1, Spec
 
 
@@ -42,7 +42,7 @@ class _Factorized(Strategy):
 
 
 @dataclass(kw_only=True)
-class _Matched(_Factorized, Matched):
+class _Matched(_Factorized, MatchedByEpsilon):
     """Similarity matching (§4.2): σ_ki is the cosine of v of layer L − 1 of clients k and i (eq. 4; `match_on` can be
     another key), the mixing weights are the softmax of ε σ_ki over the clients with σ_ki ≥ τ (eq. 5), σ_kk = 1.
 
@@ -54,22 +54,6 @@ class _Matched(_Factorized, Matched):
 
     Eq. 5 as printed puts the weights outside the sum; they belong inside, as Algorithm 1's softmax over i shows.
     """
-
-    epsilon: float = 1.0
-    min_matches: int = 1
-
-    @property
-    def scale(self) -> float:
-        return self.epsilon
-
-    @property
-    def least(self) -> int:
-        return self.min_matches
-
-    def check(self) -> None:
-        super().check()
-        self._require("epsilon", 0 <= self.epsilon < float("inf"), "must be a number of at least 0")
-        self._require("min_matches", self.min_matches >= 1, "must be at least 1")
 
 
 @register

@@ -6,18 +6,18 @@ from typing import ClassVar
 from fastfact.federation.server.strategy import register
 from fastfact.federation.tensors import TensorInfo
 from fastfact.methods.lora import FACTORS, Adapters
-from fastfact.methods.matching import Matched
+from fastfact.methods.matching import MatchedByEpsilon
 
 MIXED = ("A", "both")
 
 
 @register
 @dataclass(kw_only=True)
-class MatchedLoRA(Matched, Adapters):
+class MatchedLoRA(MatchedByEpsilon, Adapters):
     """A is mixed over the clients with a similar A: softmax of ε σ_ki over σ_ki ≥ τ (Factorized-FL eq. 4 and 5), σ_ki
     the cosine of A of the last layer before the classifier that has an adapter. B stays with the client.
 
-    mixed: "A", or "both" factors. match_on ("v": A, as above), inputs, tau, matching, matches, sketch, max_weight:
+    mixed: "A", or "both" factors. match_on ("v": A, as above), tau, matching, matches, sketch, max_weight:
     see `Matched`; epsilon is ε, min_matches the least number of clients that are mixed (k counts). As all clients start
     from one A, their cosines stay near 1 for many rounds: ε must be large to tell them apart, 20 is the official preset
     for domains.
@@ -29,30 +29,19 @@ class MatchedLoRA(Matched, Adapters):
     share_norm: bool = False
     share_norm_statistics: bool = False
     epsilon: float = 20.0
-    min_matches: int = 1
     mixed: str = "A"
 
     name: ClassVar[str] = "matched-lora"
     paper: ClassVar[str] = "Factorized-FL, NeurIPS 2022, on LoRA"
 
-    @property
-    def scale(self) -> float:
-        return self.epsilon
-
-    @property
-    def least(self) -> int:
-        return self.min_matches
-
     def check(self) -> None:
         super().check()
-        self._require("epsilon", 0 <= self.epsilon < float("inf"), "must be a number of at least 0")
-        self._require("min_matches", self.min_matches >= 1, "must be at least 1")
         self._require("mixed", self.mixed in MIXED, f"must be one of {', '.join(MIXED)}")
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         Adapters.bind(self, infos)
         if self.match_on != "v":
-            Matched.bind(self, infos)
+            MatchedByEpsilon.bind(self, infos)
             return
         before = [info for info in infos.values() if info.role == "A" and not info.classifier]
         if not before:

@@ -211,3 +211,25 @@ class Matched(Strategy):
             stacked = {name: torch.cat([guests.state[name], tensor]) for name, tensor in stacked.items()}
             valid = torch.arange(n + m, device=keys.device) >= n
         return mixing.similarity_mix(self.sketched(keys), stacked, self.scale, self.tau, self.least, valid, rows)
+
+
+@dataclass(kw_only=True)
+class MatchedByEpsilon(Matched):
+    """As Factorized-FL sets it: the scale is ε ≥ 0; min_matches ≥ 1: at least so many clients are mixed, the most
+    similar ones (k counts)."""
+
+    epsilon: float = 1.0
+    min_matches: int = 1
+
+    @property
+    def scale(self) -> float:
+        return self.epsilon
+
+    @property
+    def least(self) -> int:
+        return self.min_matches
+
+    def check(self) -> None:
+        super().check()
+        self._require("epsilon", 0 <= self.epsilon < float("inf"), "must be a number of at least 0")
+        self._require("min_matches", self.min_matches >= 1, "must be at least 1")
