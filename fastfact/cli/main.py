@@ -32,6 +32,7 @@ bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Quick = Annotated[bool, typer.Option("--quick", help="A few rows and rounds, to see that it works.")]
+Clock = Annotated[str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of PyTorch [default: its own choice].")]
 
 
@@ -295,9 +296,7 @@ def bench_layers(
     only: Annotated[str | None, typer.Option(metavar="SECTIONS", help="Only these, separated by commas.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 11,
     rivals: Annotated[bool, typer.Option(help="All rivals, not the dense layer alone.")] = True,
-    clock: Annotated[
-        str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")
-    ] = "wall",
+    clock: Clock = "wall",
 ) -> None:
     """The factored layers against the dense layer and other rivals; milliseconds, ratio = dense / ours."""
     from fastfact.bench import layers
@@ -336,9 +335,7 @@ def bench_networks(
     side: Annotated[int, typer.Option(min=1, help="Pixels of a side of an image.")] = 112,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 5,
     rivals: Annotated[bool, typer.Option(help="torch.compile of both networks, too.")] = True,
-    clock: Annotated[
-        str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")
-    ] = "wall",
+    clock: Clock = "wall",
 ) -> None:
     """Whole networks with factorized layers against dense ones; milliseconds, ratio = dense / ours."""
     from fastfact.bench import networks
@@ -386,9 +383,7 @@ def bench_adapters(
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Turns of each side.", min=1, show_default=False)] = None,
     clients: Annotated[int | None, typer.Option(min=1, help="Number of clients, where the machine is small.")] = None,
-    clock: Annotated[
-        str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")
-    ] = "wall",
+    clock: Clock = "wall",
 ) -> None:
     """Adapters of frozen networks beside PEFT, a layer and many clients; milliseconds, ratio = PEFT / ours."""
     from fastfact.bench import adapters

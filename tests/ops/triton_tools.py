@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu_resources import SHARED as SHARED_MEMORY
+from bench.gpu_resources import Device
+
 
 def interpret(cases: str) -> None:
     """Run a file of tests in Triton's interpreter: Triton decides when it is imported whether it interprets."""
@@ -22,29 +25,6 @@ def interpret(cases: str) -> None:
         timeout=500,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-
-
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
-"""What a block may have, in bytes (CUDA programming guide, technical specifications for each compute capability)."""
-
-
-class Device:
-    """Stands in for Triton's driver: a GPU of an architecture that compiles and never runs."""
-
-    def __init__(self, arch: int):
-        self.arch = arch
-
-    def get_current_device(self) -> int:
-        # kernels are kept for each device
-        return self.arch
-
-    def get_current_stream(self, device=None) -> int:
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
 
 
 class Compiler:
