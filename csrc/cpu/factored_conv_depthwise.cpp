@@ -1,6 +1,6 @@
-// The factored convolution of one input and one output channel a group. W [channels][taps] is small: it is made, and the
-// channels are in the lanes. An image's plane of one register of channels is brought into [row][column][lane], with the
-// zeros around it, whatever the memory format; then
+// The factored convolution of one input and one output channel a group. W [channels][taps] is small: it is made, and
+// the channels are in the lanes. An image's plane of one register of channels is brought into [row][column][lane], with
+// the zeros around it, whatever the memory format; then
 //   y[p] = Σ_t W[t] · x[p + offset(t)]
 //   dx       the same of dy, for each phase of the stride with the taps that reach it
 //   dW[t] = Σ_p dy[p] · x[p + offset(t)]
@@ -10,12 +10,12 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kItems = 16;  // wanted of work, for the threads
-constexpr int64_t kFewest = 4;  // channels that are worth a register
+constexpr int64_t kItems = 16;           // wanted of work, for the threads
+constexpr int64_t kFewest = 4;           // channels that are worth a register
 constexpr int kOutputs = 8, kTaps = 10;  // sums in registers
 
-// A plane [rows][columns] of registers of which [top, top + h) × [left, left + w) is an image of h × w; what lies outside
-// the plane is left out.
+// A plane [rows][columns] of registers of which [top, top + h) × [left, left + w) is an image of h × w; what lies
+// outside the plane is left out.
 struct Plane {
   int64_t h, w, top, left, rows, columns;
   int64_t size() const { return rows * columns; }
@@ -44,10 +44,18 @@ Work<C> plan(const Conv& c) {
   w.blocks = ceil_div(w.channels, w.lanes);
   w.parts = std::clamp<int64_t>(c.n, 1, kItems), w.splits = std::min(w.blocks, ceil_div(kItems, w.parts));
   const int64_t reach[2] = {(c.kh - 1) * c.dilation[0], (c.kw - 1) * c.dilation[1]};
-  w.x = {c.h, c.w, c.padding[0], c.padding[1], (c.oh - 1) * c.stride[0] + reach[0] + 1,
+  w.x = {c.h,
+         c.w,
+         c.padding[0],
+         c.padding[1],
+         (c.oh - 1) * c.stride[0] + reach[0] + 1,
          (c.ow - 1) * c.stride[1] + reach[1] + 1};
   const int64_t top = reach[0] / c.stride[0], left = reach[1] / c.stride[1];
-  w.dy = {c.oh, c.ow, top, left, top + std::max(c.oh, (c.h - 1 + c.padding[0]) / c.stride[0] + 1),
+  w.dy = {c.oh,
+          c.ow,
+          top,
+          left,
+          top + std::max(c.oh, (c.h - 1 + c.padding[0]) / c.stride[0] + 1),
           left + std::max(c.ow, (c.w - 1 + c.padding[1]) / c.stride[1] + 1)};
   w.backward.resize(c.stride[0] * c.stride[1]);
   for (int64_t ky = 0; ky < c.kh; ++ky) {
@@ -368,12 +376,8 @@ bool factored_conv_backward_depthwise(const FactoredConvBackward& op, ParallelFo
     using T = decltype(type);
     using C = Compute<T>;
     const bool needs_weight = op.du || op.dv || op.dvalues;
-    Backward<T> w{plan<C>(op.conv),
-                  static_cast<const T*>(op.x),
-                  static_cast<const T*>(op.dy),
-                  static_cast<T*>(op.dx),
-                  op.dx_channels_last,
-                  nullptr};
+    Backward<T> w{plan<C>(op.conv),       static_cast<const T*>(op.x), static_cast<const T*>(op.dy),
+                  static_cast<T*>(op.dx), op.dx_channels_last,         nullptr};
     const int64_t size = w.blocks * w.taps * w.lanes;
     const Scratch<C> weight(size), sums(needs_weight ? w.parts * size : 0);
     make_weight<T>(w, op.rank, op.u, op.v, op.mu, weight.get());
