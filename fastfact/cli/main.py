@@ -7,7 +7,7 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,10 +98,11 @@ def _with_config(*without: str) -> Callable:
     return decorate
 
 
-def _merge(given: dict[str, Any], *also: str) -> tuple[Config, dict[str, Any]]:
-    """The configuration from defaults, file and command line (the last wins), and the values of the keys in `also`."""
+def _merge(given: dict[str, Any], *also: str, begun: Mapping[str, Any] | None = None) -> tuple[Config, dict[str, Any]]:
+    """The configuration from defaults, what it was begun with, file and command line (the last wins), and the values of
+    the keys in `also`."""
     file, settings = given.pop("config"), given.pop("set") or []
-    values = read_file(file, also) if file else {}
+    values = {**(begun or {}), **(read_file(file, also) if file else {})}
     values |= {name: value for name, value in given.items() if value is not None}
     extra = {name: values.pop(name) for name in also if name in values}
     return with_settings(Config(**values), settings, extra.get("methods")), extra
@@ -110,8 +111,13 @@ def _merge(given: dict[str, Any], *also: str) -> tuple[Config, dict[str, Any]]:
 @app.command(epilog="Example: fastfact run --method fedprox --set mu=0.1 --rounds 10 --out runs/fedprox")
 @_with_config()
 def run(
-    out: Out,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="With --resume, in place of --out.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory for the results.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in DIR with its own options, but for those given here.")
+    ] = False,
     json_file: Json = None,
     *,
     given: dict[str, Any],
@@ -119,10 +125,17 @@ def run(
     """Train one method; leaves configuration, metrics, checkpoint and pictures in --out. Under torchrun the clients are
     spread over its processes.
     """
-    config, _ = _merge(given)
-    if resume and not out.exists():
-        raise ValueError(f"{out}: nothing to resume, there is no such directory")
-    _train(config, out, resume, json_file)
+    from fastfact.experiment import run as experiment
+
+    if directory is not None and not resume:
+        raise ValueError(f"{directory}: a new run is put into --out DIR, an old one is continued by --resume DIR")
+    if directory is not None and out not in (None, directory):
+        raise ValueError(f"out={str(out)!r}: --resume {directory} names another directory")
+    if (where := directory or out) is None:
+        raise ValueError("out: name the directory for the results, --out DIR")
+    begun = experiment.options(where, given["store"]) if resume else {}
+    config, _ = _merge(given, begun=begun)
+    _train(config, where, resume, json_file)
 
 
 def _train(config: Config, out: Path, resume: bool, json_file: Path | None) -> None:
@@ -145,6 +158,9 @@ def _train(config: Config, out: Path, resume: bool, json_file: Path | None) -> N
                 display.end(name, outcome(result))
     except ProcessLost as error:
         raise ProcessLost(f"{error}; what was saved in {out} is kept, --resume goes on from it") from error
+    except KeyboardInterrupt:
+        _stop.told = experiment.stopped(config, out)
+        raise
     if group.rank == 0:
         rows = show(out, report.read(out))
         write_json(json_file, {"config": result["config"], "table": rows})
@@ -207,7 +223,7 @@ def resume(
     """Continue a run or a comparison where it stopped, with the options it was begun with."""
     from fastfact.experiment import report
     from fastfact.experiment.compare import Comparison
-    from fastfact.experiment.run import started
+    from fastfact.experiment.run import options, started
 
     if (directory / report.COMPARISON).is_file():
         if rounds is not None:
@@ -215,6 +231,7 @@ def resume(
         _compare(Comparison.read(directory), directory, jobs, json_file)
         return
     config = started(directory)
+    options(directory)
     _train(config if rounds is None else replace(config, rounds=rounds), directory, True, json_file)
 
 
@@ -504,12 +521,19 @@ def list_methods(
     papers.list_methods(model, width, shape, classes, clients, density, permuted, rounds, json_file)
 
 
-class _Terminated(KeyboardInterrupt):
-    pass
+class _Stop:
+    """How the command is being stopped, which typer makes exit code 130 of, and where its work can be gone on with."""
+
+    terminated = False
+    told = "what is done is kept, fastfact resume DIR continues"
+
+
+_stop = _Stop()
 
 
 def _terminate(*_) -> None:
-    raise _Terminated
+    _stop.terminated = True
+    raise KeyboardInterrupt
 
 
 def main() -> None:
@@ -519,8 +543,6 @@ def main() -> None:
         signal.signal(signal.SIGTERM, _terminate)
     try:
         code = app(prog_name="fastfact", standalone_mode=False)
-    except _Terminated:
-        code = 143
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except Exception as error:
@@ -530,8 +552,9 @@ def main() -> None:
             raise
         typer.echo(f"fastfact: {' '.join((wording() if wording else str(error)).split())}", err=True)
         code = 2
-    if code in (130, 143):
-        typer.echo("fastfact: stopped; what is done is kept, fastfact resume DIR continues", err=True)
+    if code == 130:
+        code = 143 if _stop.terminated else 130
+        typer.echo(f"fastfact: stopped; {_stop.told}", err=True)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -299,8 +299,9 @@ class Federation(Local):
     ) -> History:
         """Run `rounds` more rounds and return the whole history.
 
-        out: a run directory; gets a row per client and round, and a checkpoint every `checkpoint_every` rounds and
-        after the last one. It must be new, or the one this federation was saved to or loaded from.
+        out: a run directory; gets a row per client and round, and a checkpoint every `checkpoint_every` rounds, in one
+        process also where the last one is minutes old, and after the last round. It must be new, or the one this
+        federation was saved to or loaded from.
         An interrupt or an error leaves a checkpoint of the last round that ended; several processes stop together after
         the round in which one of them was told to.
         on_client(round, client, done, total) is called as clients finish training, on_row(row) for each finished row,
@@ -321,10 +322,11 @@ class Federation(Local):
             # Raises where not even one cohort fits, before a file is touched.
             self._block(len(self._shard.mine(self.select(self.round + 1))))
         with self._writing(out) as directory, Stop(self.group) as stop:
-            saved = self.round
+            saved, clock = self.round, checkpoint.Clock()
             try:
                 for step in range(rounds):
                     last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
+                    last |= self.group.size == 1 and clock.due()
                     try:
                         done = self._run_round(self.round + 1, on_client)
                         if out is not None:
@@ -338,7 +340,8 @@ class Federation(Local):
                         self._commit(done, directory)
                     stopped = stop.asked()
                     if last or stopped:
-                        self._save(out, directory)
+                        with clock.saving():
+                            self._save(out, directory)
                         saved = self.round
                     for row in done.rows if on_row else ():
                         on_row(row)
@@ -349,7 +352,7 @@ class Federation(Local):
             except BaseException:
                 if self.round > saved and self.group.size == 1:
                     # What ended the run is what is to be told.
-                    with contextlib.suppress(OSError, RunDirectoryError):
+                    with contextlib.suppress(OSError, RunDirectoryError), checkpoint.uninterrupted():
                         self._save(out, directory)
                 raise
         return self.history

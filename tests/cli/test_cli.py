@@ -367,7 +367,7 @@ def test_every_option_has_a_group_and_every_command_an_example():
 
 
 def test_ctrl_c_leaves_a_directory_that_goes_on(tmp_path, no_pictures):
-    arguments = ["compare", *SMALL, "--rounds", "150", "--methods", "fedavg", "--seeds", "1", "--jobs", "1"]
+    arguments = ["compare", *SMALL, "--rounds", "50", "--methods", "fedavg", "--seeds", "1", "--jobs", "1"]
     process = start(*arguments, "--out", tmp_path / "c")
     metrics = tmp_path / "c" / report.CELLS / "fedavg-seed0" / report.METRICS
     deadline = time.monotonic() + 60
@@ -383,6 +383,54 @@ def test_ctrl_c_leaves_a_directory_that_goes_on(tmp_path, no_pictures):
     assert code == 0, err
     cells = [tmp_path / name / report.CELLS / "fedavg-seed0" for name in ("c", "straight")]
     assert rows_without_time(cells[0]) == rows_without_time(cells[1])
+
+
+def test_a_stopped_run_keeps_its_rounds_and_goes_on_without_options(tmp_path, no_pictures):
+    """Ten checkpoints on the way would be one each six rounds; the rows of what is kept are not written again."""
+    process = start("run", *SMALL, "--rounds", "60", "--set", "tau=0.5", "--out", tmp_path / "a")
+    metrics = tmp_path / "a" / report.METRICS
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") > 6):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143 and "Traceback" not in err
+    kept = report.read_metrics(metrics)
+    rounds = kept[-1]["round"]
+    assert f"{rounds} of 60 rounds are kept, fastfact run --resume {tmp_path / 'a'} goes on" in err
+    assert (tmp_path / "a" / "checkpoints" / f"round-{rounds:06d}.safetensors").is_file()
+    code, _, err = call("run", "--resume", tmp_path / "a", "--rounds", rounds + 2)
+    assert code == 0, err
+    rows = report.read_metrics(metrics)
+    assert rows[: len(kept)] == kept and [row["round"] for row in rows[len(kept) :: 3]] == [rounds + 1, rounds + 2]
+    code, _, err = call("run", "--resume", tmp_path / "a", "--rounds", rounds + 2, "--set", "tau=0.4")
+    assert code == 2 and "settings is" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "out: name the directory"),
+        (["a"], "a: a new run is put into --out DIR"),
+        (["--resume", "a", "--out", "b"], "--resume a names another directory"),
+        (["--resume", "nowhere"], "nowhere: nothing to resume, there is no such directory"),
+    ],
+)
+def test_which_run_to_resume(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call("run", *arguments)
+    assert code == 2 and message in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_run_that_saved_no_round_cannot_be_resumed(one_run, tmp_path):
+    directory, _ = one_run
+    shutil.copytree(directory / "a", tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    before = content(tmp_path / "a")
+    for command in (["run", "--resume"], ["resume"]):
+        code, _, err = call(*command, tmp_path / "a")
+        assert code == 2 and "nothing to resume, it was stopped before a round" in err and err.count("\n") == 1
+    assert content(tmp_path / "a") == before
 
 
 @pytest.mark.parametrize(("lr", "rounds"), [("1e30", "1"), ("1e30", "20"), ("1e6", "3")])

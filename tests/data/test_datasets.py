@@ -377,6 +377,18 @@ def test_leaf_names_a_bad_file(tmp_path, name, content, message):
         data.load(name, tmp_path)
 
 
+def test_the_digits_are_those_of_scikit_learn_which_is_not_imported():
+    code = "import sys, fastfact.data as d; d.load('digits'); print('sklearn' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+    from sklearn.datasets import load_digits
+
+    raw, digits = load_digits(), data.load("digits")
+    x = (torch.from_numpy(raw.images).float().unsqueeze(1) / 16 - 0.3053) / 0.3760
+    assert torch.equal(digits.x, x) and digits.y.tolist() == raw.target.tolist()
+    assert digits.y.dtype == torch.int64 and digits.classes == tuple(map(str, raw.target_names))
+
+
 @pytest.mark.parametrize("name", [name for name in data.DATASETS if name != "digits"])
 def test_a_missing_data_set_says_what_to_get_and_where_to_put_it(tmp_path, monkeypatch, name):
     monkeypatch.setattr(datasets, "DEBIAN", tmp_path / "usr")

@@ -16,6 +16,7 @@ from torch import nn
 import fastfact as ff
 from fastfact import files, models
 from fastfact.federation import RunDirectoryError
+from fastfact.federation.storage import checkpoint
 from fastfact.federation.storage import run_directory as store
 
 # One for each kind of round; tests/methods has what holds for every method.
@@ -352,6 +353,19 @@ def test_an_unregistered_strategy_is_asked_for(make, tmp_path):
     with pytest.raises(RunDirectoryError, match=r"method 'mine' is not known here, pass method="):
         ff.Federation.load(tmp_path / "run")
     assert ff.Federation.load(tmp_path / "run", method=Mine(share_norm=False)).round == 1
+
+
+def test_a_checkpoint_is_due_when_the_last_one_is_minutes_old(make, tmp_path, monkeypatch):
+    """What a crash, which leaves no time to save, can cost."""
+    seen, now = [], [0.0]
+
+    def look(number, rows):
+        seen.append((number, max(store.checkpoints(tmp_path / "run"), default=0)))
+        now[0] += 70
+
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    make(method="fedavg").fit(5, tmp_path / "run", checkpoint_every=100, on_round=look)
+    assert seen == [(1, 0), (2, 0), (3, 3), (4, 3), (5, 5)]
 
 
 @pytest.mark.parametrize("how", ["interrupt", "terminated", "error", "callback"])
