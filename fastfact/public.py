@@ -1,7 +1,7 @@
 """What `import fastfact` gives its users."""
 
 from fastfact import data, methods, models, nn, ops
-from fastfact.federation import Client, Federation, History, Phase, Strategy
+from fastfact.federation import Callback, Client, Federation, History, Phase, Strategy, TensorBoard, register
 from fastfact.nn import adapters, optim, sparsity
 from fastfact.nn.compress import compress
 from fastfact.nn.convert import densify, factorize, factorized_layers
@@ -13,6 +13,7 @@ from fastfact.nn.summary import summary
 from fastfact.ops.backends import backends, use_backend
 
 __all__ = [
+    "Callback",
     "Client",
     "Federation",
     "Hadamard",
@@ -23,6 +24,7 @@ __all__ = [
     "Schedule",
     "Spec",
     "Strategy",
+    "TensorBoard",
     "adapters",
     "backends",
     "compress",
@@ -36,6 +38,7 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "register",
     "register_transformers",
     "save",
     "sparsity",

@@ -16,6 +16,7 @@ import typer
 from rich.markup import escape
 
 import fastfact
+from fastfact import plugins
 from fastfact.cli.terminal import Display, Json, Out, console, jobs_of, outcome, show, table_of, tables_of, write_json
 from fastfact.experiment.config import Config, read_file, with_settings
 
@@ -47,8 +48,13 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    use: Annotated[
+        list[str] | None,
+        typer.Option("--use", metavar="FILE.py", help="Import methods or callbacks of your own first; repeatable."),
+    ] = None,
 ) -> None:
-    pass
+    for text in use or ():
+        plugins.use(text)
 
 
 def _option(item) -> Any:

@@ -1,8 +1,10 @@
 """From a configuration to a federation: data, clients, method and model."""
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,8 @@ import torch
 from torch import nn
 
 from fastfact import data, methods, models
-from fastfact.experiment.config import AUGMENT, SIMULATION, Config
-from fastfact.federation import Client, Federation, Strategy
+from fastfact.experiment.config import AUGMENT, AUTO, NONE, SIMULATION, Config
+from fastfact.federation import Callback, Client, Federation, Strategy
 from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import STRATEGIES
 from fastfact.federation.storage.states import MEMORY
@@ -46,6 +48,19 @@ def strategy(config: Config) -> Strategy:
             f"init_from={config.init_from!r}: the factors of {config.method} cannot start as given weights"
         )
     return made
+
+
+def callbacks(config: Config, directory: Path) -> list[Callback]:
+    """Who is told of the rounds of a run. Raises ValueError for one whose package is missing."""
+    name = config.track
+    if name == AUTO:
+        name = "tensorboard" if importlib.util.find_spec("tensorboard") else NONE
+    if name == NONE:
+        return []
+    try:
+        return [Callback.BY_NAME[name](directory)]
+    except ImportError as error:
+        raise ValueError(f"track={name!r}: {error}; install it, or --track none") from error
 
 
 def sharing_note(config: Config) -> str | None:

@@ -13,8 +13,8 @@ SIMULATION = "simulation"
 """FedFac's simulated clients as a data set, whatever the scenario; `Config.simulation` are its settings."""
 
 AUGMENT = {"none": {}, "flip": {"flip": True}, "full": {"crop": True, "flip": True, "jitter": True}}
-WHERE = ("data_dir", "device", "store", "memory_limit")
-"""Where data and clients lie and train, and how many fit: nothing that decides numbers, but for rounding."""
+WHERE = ("data_dir", "device", "store", "memory_limit", "track")
+"""Where data and clients lie and train, and who is told: nothing that decides numbers, but for rounding."""
 
 
 def _methods() -> tuple[str, ...]:
@@ -39,6 +39,17 @@ def _models() -> tuple[str, ...]:
     from fastfact import models
 
     return tuple(models.MODELS)
+
+
+AUTO, NONE = "auto", "none"
+
+
+def _trackers() -> tuple[str, ...]:
+    from fastfact import plugins
+    from fastfact.federation import Callback
+
+    plugins.load()
+    return (AUTO, NONE, *Callback.BY_NAME)
 
 
 def _cohort(value: str) -> str | None:
@@ -185,6 +196,13 @@ class Config:
     only: str = setting("", "Of the clients of the scenario only these, counted from 1: 1,3.", group="Data and clients")
     record: str = setting(
         "", "More to keep of every round, see `fastfact info`: similarity,matching.", group="Evaluation"
+    )
+    track: str = setting(
+        AUTO,
+        "Who is told of each round: tensorboard, none, a Callback of your own by its name (see fastfact --help, --use),"
+        " or auto, TensorBoard where it is installed.",
+        group="Evaluation",
+        choices=_trackers,
     )
     simulation: dict = setting({}, "")
     settings: dict = setting({}, "")

@@ -98,7 +98,7 @@ def finished(config: Config, directory: Path) -> bool:
     """Whether `directory` holds this run with all its rounds."""
     if not (directory / report.RESULT).is_file():
         return False
-    there = asdict(Config()) | report.read_cell(directory).result["config"]
+    there = asdict(Config()) | report.read_cell(directory).result["config"] | {"track": config.track}
     return json.loads(json.dumps(there)) == json.loads(json.dumps(asdict(config)))
 
 
@@ -187,7 +187,13 @@ def _train(
             on_round(number, float(np.mean([row["accuracy"] for row in rows])))
 
     keep()
-    fed.fit(config.rounds - fed.round, directory, checkpoint_every=-(-config.rounds // 10), on_round=after_round)
+    fed.fit(
+        config.rounds - fed.round,
+        directory,
+        checkpoint_every=-(-config.rounds // 10),
+        on_round=after_round,
+        callbacks=build.callbacks(config, directory) if group.rank == 0 else (),
+    )
     if fed.history and all(row["left_out"] for row in fed.history.last()):
         raise ValueError(
             f"no client could report when it last took part ({report.left_out_line(report.left_out(fed.history))}):"

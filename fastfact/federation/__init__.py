@@ -8,6 +8,7 @@ Besides what one runs, it exports what a method's page is written with: `Strateg
 """
 
 from fastfact.data.client import Client
+from fastfact.federation.callbacks import Callback, TensorBoard
 from fastfact.federation.client.data import LazyClients
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.federation import Federation
@@ -19,6 +20,7 @@ from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.ledger import Ledger
 
 __all__ = [
+    "Callback",
     "Client",
     "Federation",
     "History",
@@ -27,6 +29,7 @@ __all__ = [
     "Phase",
     "RunDirectoryError",
     "Strategy",
+    "TensorBoard",
     "TensorInfo",
     "Uploads",
     "mixing",

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fastfact.data.client import Client
 from fastfact.federation import analysis, newcomers, setup
+from fastfact.federation.callbacks import Callback
 from fastfact.federation.client import memory, train
 from fastfact.federation.client.executor import ExecutionPlan
 from fastfact.federation.config import name_of, record, resolve
@@ -296,6 +297,7 @@ class Federation(Local):
         on_client: Callable[[int, int, int, int], None] | None = None,
         on_row: Callable[[dict], None] | None = None,
         on_round: Callable[[int, list[dict]], None] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> History:
         """Run `rounds` more rounds and return the whole history.
 
@@ -305,7 +307,8 @@ class Federation(Local):
         An interrupt or an error leaves a checkpoint of the last round that ended; several processes stop together after
         the round in which one of them was told to.
         on_client(round, client, done, total) is called as clients finish training, on_row(row) for each finished row,
-        on_round(round, rows) after each round.
+        on_round(round, rows) after each round. callbacks: objects that are told of rows, rounds and the end, see
+        `Callback`; where one raises, the round that it was told of is kept.
 
         Raises ValueError for bad arguments, a memory limit that is too small, or where the federation was loaded
         without its clients.
@@ -347,6 +350,10 @@ class Federation(Local):
                         on_row(row)
                     if on_round:
                         on_round(self.round, done.rows)
+                    for told in callbacks if self.group.rank == 0 else ():
+                        for row in done.rows:
+                            told.on_client(self, row)
+                        told.on_round(self, done.rows)
                     if stopped:
                         raise KeyboardInterrupt
             except BaseException:
@@ -355,6 +362,9 @@ class Federation(Local):
                     with contextlib.suppress(OSError, RunDirectoryError), checkpoint.uninterrupted():
                         self._save(out, directory)
                 raise
+            finally:
+                for told in callbacks if self.group.rank == 0 else ():
+                    told.on_end(self)
         return self.history
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 Imports `federation` and what stands below it. Read `fedavg.py` first.
 """
 
+from fastfact import plugins
 from fastfact.federation.server.strategy import STRATEGIES, make
 from fastfact.methods.agnostic_fl import AgnosticFL
 from fastfact.methods.clustered_fl import ClusteredFL
@@ -30,7 +31,9 @@ from fastfact.methods.stand_alone import StandAlone
 
 
 def names() -> list[str]:
-    """The names `Federation(method=)` and `make` know."""
+    """The names `Federation(method=)` and `make` know, those of packages that are installed (see `fastfact.plugins`)
+    among them."""
+    plugins.load()
     return sorted(STRATEGIES)
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastfact import plugins
 from fastfact.federation.client import batchnorm as statistics
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.train import Encoder
@@ -308,7 +309,10 @@ STRATEGIES: dict[str, type[Strategy]] = {}
 
 
 def register(cls: type[Strategy]) -> type[Strategy]:
-    """Class decorator: make a method known by its `name`."""
+    """Class decorator: make a method known by its `name`. Raises ValueError for a name that another module's has."""
+    there = STRATEGIES.get(cls.name)
+    if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"method={cls.name!r}: is the name of {there.__module__}.{there.__qualname__} already")
     STRATEGIES[cls.name] = cls
     return cls
 
@@ -318,6 +322,8 @@ def make(name: str, **settings) -> Strategy:
 
     Raises ValueError for an unknown name, an unknown setting or a setting out of range.
     """
+    if name not in STRATEGIES:
+        plugins.load()
     if name not in STRATEGIES:
         raise ValueError(f"method={name!r}: unknown, must be one of {', '.join(sorted(STRATEGIES))}")
     cls = STRATEGIES[name]
