@@ -37,6 +37,8 @@ def _bound(value: float | str | None) -> str | None:
     return None if right else "above 0, as 2.5, or 2x for twice the median of the round"
 
 
+OPTIMIZERS = ("sgd", "adam", "adamw")
+PRECISIONS = ("full", "bfloat16")
 RULES = ("mean", "median", "trimmed-mean", "multi-krum")
 
 
@@ -46,9 +48,42 @@ class FederationSettings:
 
     epochs: int = setting(5, "Local epochs in each round.", group="Method and training", at_least=1)
     batch_size: int = setting(50, "Samples in a local step.", group="Method and training", at_least=1)
-    lr: float = setting(1e-3, "Learning rate of local SGD.", group="Method and training", above=0)
-    momentum: float = setting(0.9, "Momentum of local SGD.", group="Method and training", at_least=0, below=1)
-    weight_decay: float = setting(1e-6, "Weight decay of local SGD.", group="Method and training", at_least=0)
+    lr: float = setting(1e-3, "Learning rate of local training.", group="Method and training", above=0)
+    momentum: float = setting(
+        0.9, "Momentum of local SGD; β₁ of Adam.", group="Method and training", at_least=0, below=1
+    )
+    weight_decay: float = setting(1e-6, "Weight decay of local training.", group="Method and training", at_least=0)
+    optimizer: str = setting("sgd", "Optimizer of local training.", group="Local training", choices=OPTIMIZERS)
+    beta2: float = setting(0.999, "β₂ of Adam.", group="Local training", at_least=0, below=1)
+    eps: float = setting(1e-8, "ε of Adam.", group="Local training", above=0)
+    optimizer_states: str = setting(
+        "dropped",
+        "Momenta of a client from one of its rounds to the next: dropped, or kept.",
+        group="Local training",
+        choices=("dropped", "kept"),
+    )
+    schedule: str = setting(
+        "constant", "Learning rate after its warm-up.", group="Local training", choices=("constant", "linear", "cosine")
+    )
+    schedule_rounds: int = setting(
+        0,
+        "Rounds over which the learning rate goes from warm-up to its end; 0: anew in each round, over its steps.",
+        group="Local training",
+        at_least=0,
+    )
+    lr_warmup: float = setting(
+        0.0, "Fraction of these rounds in which it rises.", group="Local training", at_least=0, below=1
+    )
+    max_grad_norm: float | None = setting(
+        None,
+        "Gradients of a local step are scaled down to this Euclidean norm [default: no limit].",
+        group="Local training",
+        above=0,
+    )
+    accumulate: int = setting(1, "Batches whose gradients make one local step.", group="Local training", at_least=1)
+    precision: str = setting(
+        "full", "Products of local training: full, or bfloat16 by autocast.", group="Local training", choices=PRECISIONS
+    )
     participation: float = setting(
         1.0, "Fraction of the clients that take part in a round.", group="Method and training", above=0, at_most=1
     )
@@ -114,7 +149,23 @@ class FederationSettings:
     )
 
 
-LATER = {"rule": "mean", "hostile": 0.2, "clip": None, "noise": 0.0, "delta": None}
+LATER = {
+    "rule": "mean",
+    "hostile": 0.2,
+    "clip": None,
+    "noise": 0.0,
+    "delta": None,
+    "optimizer": "sgd",
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "optimizer_states": "dropped",
+    "schedule": "constant",
+    "schedule_rounds": 0,
+    "lr_warmup": 0.0,
+    "max_grad_norm": None,
+    "accumulate": 1,
+    "precision": "full",
+}
 """What config.json of an older run does not say, and what it was: it is said only where it is something else."""
 
 

@@ -88,6 +88,22 @@ class Config:
     lr: float = like(FederationSettings, "lr", 0.01)
     momentum: float = like(FederationSettings, "momentum", 0.9)
     weight_decay: float = like(FederationSettings, "weight_decay", 1e-6)
+    optimizer: str = like(FederationSettings, "optimizer", "sgd")
+    beta2: float = like(FederationSettings, "beta2", 0.999)
+    eps: float = like(FederationSettings, "eps", 1e-8)
+    optimizer_states: str = like(FederationSettings, "optimizer_states", "dropped")
+    schedule: str = like(FederationSettings, "schedule", "constant")
+    schedule_rounds: int | None = setting(
+        None,
+        "Rounds over which the learning rate goes from its warm-up to its end; 0: anew in each round, over its steps"
+        " [default: --rounds].",
+        group="Local training",
+        at_least=0,
+    )
+    lr_warmup: float = like(FederationSettings, "lr_warmup", 0.0)
+    max_grad_norm: float | None = like(FederationSettings, "max_grad_norm", None)
+    accumulate: int = like(FederationSettings, "accumulate", 1)
+    precision: str = like(FederationSettings, "precision", "full")
     l1: float | None = setting(
         None,
         "λ, the L1 penalty on μ of factorized layers [default: the method's].",

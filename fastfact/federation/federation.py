@@ -82,8 +82,18 @@ class Federation(Local):
         put in place at once, any other sequence (see `LazyClients`) as rounds ask for its clients.
     method: a name (see `ff.methods.names()`), or a `Strategy` object. settings: of the method, where it is a name, as
         `{"mu": 0.1}`.
-    epochs, batch_size, lr, momentum, weight_decay: local SGD in each round; the momentum starts at zero. A last batch
-        of a single sample joins the one before it.
+    epochs, batch_size, lr, momentum, weight_decay: local training in each round. A last batch of a single sample joins
+        the one before it.
+    optimizer: "sgd", "adam" or "adamw", as those of PyTorch with β₁ = momentum, `beta2` and `eps`; μ takes its L1
+        penalty by the proximal step of each (see `ff.optim`). What it keeps starts at zero in each round, or, with
+        optimizer_states="kept", is a part of the client's state, from each of its rounds to the next. Copies of models
+        that adapt before they are evaluated (`Phase.adapts`) do so by SGD.
+    schedule, schedule_rounds, lr_warmup: the learning rate is "constant", or falls to 0 in a line ("linear") or half a
+        cosine ("cosine") over `schedule_rounds` rounds, 0: anew over the steps of each round; in the fraction
+        `lr_warmup` of them at the start it rises. Phases with a learning rate of their own keep it.
+    max_grad_norm: the gradients of each client's step are scaled down to this Euclidean norm. accumulate: so many
+        batches make a step, with the mean of their gradients by their samples; the last of an epoch may be fewer.
+    precision: "bfloat16" trains (and does not evaluate) under autocast; parameters and the loss stay as they are.
     participation: the fraction of the clients that takes part in a round, drawn anew each round, at least one.
     augment: (x, generator) → x on each training batch; draw from the generator alone.
     seed: every random draw derives from it, the round and the client: a run repeats bit for bit on one machine.
@@ -141,6 +151,16 @@ class Federation(Local):
         lr: float = 1e-3,
         momentum: float = 0.9,
         weight_decay: float = 1e-6,
+        optimizer: str = "sgd",
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        optimizer_states: str = "dropped",
+        schedule: str = "constant",
+        schedule_rounds: int = 0,
+        lr_warmup: float = 0.0,
+        max_grad_norm: float | None = None,
+        accumulate: int = 1,
+        precision: str = "full",
         participation: float = 1.0,
         augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
         seed: int = 0,
@@ -172,6 +192,16 @@ class Federation(Local):
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
+            "optimizer": optimizer,
+            "beta2": beta2,
+            "eps": eps,
+            "optimizer_states": optimizer_states,
+            "schedule": schedule,
+            "schedule_rounds": schedule_rounds,
+            "lr_warmup": lr_warmup,
+            "max_grad_norm": max_grad_norm,
+            "accumulate": accumulate,
+            "precision": precision,
             "participation": participation,
             "seed": seed,
             "cohort": cohort,
@@ -518,7 +548,10 @@ class Federation(Local):
         # thread, and the allocator keeps what that thread and this one let go of: measured, 4 blocks in all.
         loaded = each * (5 if self.settings["store"] == MEMORY else 20) // 4
         loaded += memory.bytes_of({name: self.initial[name] for name in self.exchange.bounded})
-        return memory.Need(fixed, loaded, 3 * each + memory.WORKSPACE * activations)
+        # A gradient, the weights made from factors, and what the optimizer keeps.
+        settings = self.trainer.settings
+        own = 2 + max(1, len(settings.update.slots) + (settings.accumulate > 1))
+        return memory.Need(fixed, loaded, own * each + memory.WORKSPACE * activations)
 
     def _downloads(self, round: int, done: Round) -> Downloads | None:
         """The mix of the last round's uploads; None where there is nothing to mix."""

@@ -16,6 +16,7 @@ from fastfact.federation import analysis, setup
 from fastfact.federation.client import compact as sparse
 from fastfact.federation.client import train
 from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan, Executor, choose
+from fastfact.federation.client.optimizer import KEPT
 from fastfact.federation.client.placement import Placement, formatted
 from fastfact.federation.client.step import Settings
 from fastfact.federation.config import check_settings, taking_part
@@ -34,6 +35,18 @@ log = logging.getLogger("fastfact")
 
 MIXED = ("rule", "hostile", "clip", "max_norm", "noise")
 """The settings that say how the server mixes."""
+TRAINING = (
+    "optimizer",
+    "beta2",
+    "eps",
+    "schedule",
+    "schedule_rounds",
+    "lr_warmup",
+    "max_grad_norm",
+    "accumulate",
+    "precision",
+)
+"""The settings that say how clients train, which configurations of before do not have."""
 
 
 class Local:
@@ -144,6 +157,10 @@ class Local:
             raise ValueError(f"{self.method.name}: extra tensor {clash[0]} has the name of a tensor of the model")
         if self.settings["clip"] is not None:
             extra |= {START + name: state[name].clone() for name in bounded(self.method, self.infos)}
+        if self.settings.get("optimizer_states") == "kept":
+            params = {name: state[name] for name, info in self.infos.items() if not info.buffer}
+            kept = self.trainer.settings.update.start(params)
+            extra |= {KEPT + name: tensor for name, tensor in kept.items()}
         return state | extra
 
     @property
@@ -187,6 +204,7 @@ class Local:
                 seed=s["seed"],
                 draws=self._draws,
                 graphs=self.graphs,
+                **{name: s.get(name, LATER.get(name)) for name in TRAINING},
             ),
         )
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastfact.data.client import Samples
+from fastfact.federation.client.optimizer import KEPT
 from fastfact.federation.client.phase import EVALUATION_BATCH, Phase
 from fastfact.federation.client.step import Settings
 from fastfact.federation.client.train import Trainer
@@ -82,7 +83,6 @@ class CompactTrainer:
                 wanted |= gradients[name].reshape(-1).abs() > self.schedule.l1
             index = wanted.nonzero().flatten()
             small[name], small[_index(name)] = mu[:, index], index.to(torch.int32)[None]
-            self.inner.momenta[name] = torch.zeros_like(small[name][0])
         return small
 
     def _together(self, k: int) -> list[slice]:
@@ -116,10 +116,17 @@ class CompactTrainer:
                     small = self._compact(state, gradients)
                 else:
                     self._regrow(small, row, gradients)
+        # What the optimizer keeps of μ follows it; what joins the support starts at zero.
+        on_support = {name: name for name in self.layers}
+        for key in state:
+            slot, _, name = key.removeprefix(KEPT).partition("/")
+            if key.startswith(KEPT) and name in self.layers and slot != "count":
+                on_support[key] = name
+                small[key] = state[key].flatten(1).gather(1, small[_index(name)].long())
         result = self.inner.train(small, data, round, clients, phases, purpose)
-        for name in self.layers:
-            rows = torch.zeros_like(state[name].reshape(len(state[name]), -1))
-            state[name].copy_(rows.scatter_(1, small[_index(name)].long(), small[name]).reshape(state[name].shape))
+        for key, name in on_support.items():
+            rows = torch.zeros_like(state[key].reshape(len(state[key]), -1))
+            state[key].copy_(rows.scatter_(1, small[_index(name)].long(), small[key]).reshape(state[key].shape))
         return result
 
     def evaluate(self, state: State, data: Sequence[Samples], together: int = 1) -> list[float]:

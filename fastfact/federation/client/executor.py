@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
 from fastfact import machine
 from fastfact.data.client import Samples
@@ -156,7 +157,7 @@ def rule(trainer: Trainer, data: Samples) -> ExecutionPlan:
     if trainer.device.type == "cuda":
         # There it always pays, as far as half of the device's memory goes.
         most = torch.cuda.get_device_properties(trainer.device).total_memory // 2
-        return ExecutionPlan(BATCHED, memory_cohort(trainer.model, data[0][0], trainer.settings.batch_size, most))
+        return ExecutionPlan(BATCHED, _largest(trainer, data[0][0], most))
     parameters = sum(param.numel() for param in trainer.params.values())
     batch = data[0][0].numel() * min(trainer.settings.batch_size, len(data[1]))
     vectors = data[0][0].dim() == 1
@@ -165,6 +166,12 @@ def rule(trainer: Trainer, data: Samples) -> ExecutionPlan:
     if cores() > 1 and trainer.settings.draws != "globally":
         return ExecutionPlan(THREADS)
     return ExecutionPlan(ONE)
+
+
+def _largest(trainer: Trainer, sample: Tensor, most: int) -> int:
+    settings = trainer.settings
+    slots = len(settings.update.slots) + (settings.accumulate > 1)
+    return memory_cohort(trainer.model, sample, settings.batch_size, most, max(1, slots))
 
 
 SURE = 1.25
@@ -200,6 +207,8 @@ def choose(
         "draws": settings.draws,
         "recorded": settings.graphs,
     }
+    if (settings.optimizer, settings.precision) != ("sgd", "full"):
+        question["optimizer"] = [settings.optimizer, settings.precision]
     found = machine.remembered(question, lambda: asdict(_fastest(trainers, data, clients, most, expected)))
     chosen = ExecutionPlan(**found) if found else expected
     log.info("cohort=auto: %s", chosen)

@@ -4,9 +4,12 @@
 where they are, and `capture` replays the operations of the gradient. `Steps` chooses; all give the same numbers.
 """
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +19,10 @@ from fastfact import ops
 from fastfact.data.client import Samples
 from fastfact.federation.client.attention import Together
 from fastfact.federation.client.capture import Captured
+from fastfact.federation.client.optimizer import OPTIMIZERS, Optimizer, clipped, rate
 from fastfact.federation.client.phase import Net, Phase
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo, tensors_of
-from fastfact.nn.optim import step_l1
 
 
 @dataclass(frozen=True)
@@ -41,25 +44,73 @@ class Settings:
     graphs: bool = True
     """Whether a cohort's step is captured and replayed in phases without a loss of their own: on a GPU as a CUDA graph,
     on the CPU the operations of its gradient (see `capture`)."""
+    optimizer: str = "sgd"
+    beta2: float = 0.999
+    eps: float = 1e-8
+    schedule: str = "constant"
+    schedule_rounds: int = 0
+    lr_warmup: float = 0.0
+    max_grad_norm: float | None = None
+    accumulate: int = 1
+    precision: str = "full"
 
-    def penalty(self, name: str) -> float:
-        """The l1 of `ops.prox_sgd_step` for a tensor."""
-        if name not in self.penalized:
-            return 0.0
-        return step_l1(self.l1, self.momentum, self.proximal)
-
-    def update_(self, phase: Phase, params: dict[str, Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor]):
-        """Step `params` by their gradients, in place."""
-        ops.prox_sgd_step(
-            list(params.values()),
-            grads,
-            momenta,
-            [self.penalty(name) for name in params],
-            lr=self.lr if phase.lr is None else phase.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            proximal=self.proximal,
+    @functools.cached_property
+    def adapting(self) -> "Settings":
+        """How clients adapt the copies that are evaluated: by plain steps of SGD, however they train."""
+        return dataclasses.replace(
+            self, optimizer="sgd", schedule="constant", lr_warmup=0.0, max_grad_norm=None, accumulate=1
         )
+
+    def of(self, phases: Sequence[Phase]) -> "Settings":
+        """Those of some phases, which all adapt or all train."""
+        return self.adapting if any(phase.adapts for phase in phases) else self
+
+    @functools.cached_property
+    def update(self) -> Optimizer:
+        """The optimizer."""
+        return OPTIMIZERS[self.optimizer](self)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the learning rate changes from step to step."""
+        return self.schedule != "constant" or self.lr_warmup > 0
+
+    def lr_at(self, phase: Phase, round: int, step: int, steps: int) -> float:
+        """The learning rate of a client's step, from 0, of so many in a round. That of a phase with one of its own is
+        constant."""
+        if phase.lr is not None:
+            return phase.lr
+        return self.lr * rate(self, round, step, steps) if self.scheduled else self.lr
+
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager:
+        """What a forward pass of training runs in."""
+        if self.precision == "full":
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+    def move_(self, params: State, grads: Sequence[Tensor], kept: State, lr: float | Tensor, part: "Part") -> None:
+        """Step `params` [k, …] by their gradients, or add these to what is accumulated, in place."""
+        if part.share != 1:
+            sums = [kept[f"{SUM}/{name}"] for name in params]
+            torch._foreach_add_(sums, grads, alpha=part.share)
+            if not part.due:
+                return
+            grads = [grad.clone() for grad in sums]
+            torch._foreach_zero_(sums)
+        if self.max_grad_norm is not None:
+            grads = clipped(grads, self.max_grad_norm)
+        self.update.step_(params, grads, kept, lr)
+
+
+SUM = "sum"
+"""The slot of gradients that are accumulated."""
+
+
+class Part(NamedTuple):
+    """What a batch is of a local step: the share of its samples, and whether the step is due with it."""
+
+    share: float = 1.0
+    due: bool = True
 
 
 class Buffers:
@@ -111,30 +162,30 @@ class Steps:
         # Dropout that draws from each client's own stream draws on the CPU, which a replay would not do again.
         return self.device.type == "cuda" and self.settings.draws != "own"
 
-    def places(self, state: State, momenta: State) -> tuple[State, State]:
-        """Where `state` and `momenta` [k, …] train: copies at addresses that stay from cohort to cohort and from round
-        to round, as CUDA graphs need them; the tensors themselves where there are none."""
+    def places(self, state: State, kept: State) -> tuple[State, State]:
+        """Where `state` and what the optimizer has `kept` of it [k, …] train: copies at addresses that stay from cohort
+        to cohort and from round to round, as CUDA graphs need them; the tensors themselves where there are none."""
         if not (self._has_cuda_graphs and self.settings.graphs):
-            return state, momenta
-        places, moved = zip(self.buffers.copies("state", state), self.buffers.copies("momentum", momenta), strict=True)
+            return state, kept
+        places, moved = zip(self.buffers.copies("state", state), self.buffers.copies("kept", kept), strict=True)
         if any(moved):
             self._replayed.clear()
-        for place, tensors in zip(places, (state, momenta), strict=True):
+        for place, tensors in zip(places, (state, kept), strict=True):
             for name, tensor in place.items():
                 tensor.copy_(tensors[name])
         return places
 
-    def of(self, phase: Phase, names: Sequence[str], state: State, momenta: State, start: State) -> "Step":
-        """The step of a phase that trains the tensors `names` of `state` [k, …]; it moves `state` and `momenta` (empty
-        without momentum) in place. start: what `Net.start` is, [k, …]."""
+    def of(self, phase: Phase, names: Sequence[str], state: State, kept: State, start: State) -> "Step":
+        """The step of a phase that trains the tensors `names` of `state` [k, …]; it moves `state` and `kept`, what the
+        optimizer keeps of all, in place. start: what `Net.start` is, [k, …]."""
         settings, kind = self.settings, Step
         plain = phase.loss is None and settings.draws == "no"
-        if self.device.type == "cpu" and plain and settings.augment is None and not self._has_cuda_graphs:
+        if self.device.type == "cpu" and plain and settings.augment is None and settings.precision == "full":
             kind = GatheredStep
-        step = kind(self, phase, names, state, momenta, start if phase.loss is not None else {})
+        step = kind(self, phase, names, state, kept, start if phase.loss is not None else {})
         if settings.graphs and phase.loss is None:
             if self._has_cuda_graphs:
-                key = tuple(step.names), frozenset(step.common), phase.lr, step.k
+                key = tuple(step.names), frozenset(step.common), phase.lr, phase.adapts, step.k
                 return self._replayed.setdefault(key, ReplayedStep(step))
             if plain:
                 key = tuple(step.names), frozenset(step.common)
@@ -160,17 +211,22 @@ class Step:
     counted: int | None = None
     """Of how many tensors of `gradients`, the last ones, the shapes are those of a capture; None: of all."""
 
-    def __init__(self, steps: Steps, phase: Phase, names: Sequence[str], state: State, momenta: State, start: State):
-        self.phase, self.names, self.state, self.momenta, self.start = phase, names, state, momenta, start
-        self.settings, self.infos, self.device, self.buffers = steps.settings, steps.infos, steps.device, steps.buffers
+    def __init__(self, steps: Steps, phase: Phase, names: Sequence[str], state: State, kept: State, start: State):
+        self.phase, self.names, self.state, self.start = phase, names, state, start
+        self.kept = {key: tensor for key, tensor in kept.items() if key.partition("/")[2] in set(names)}
+        self.settings, self.infos = steps.settings.of([phase]), steps.infos
+        self.device, self.buffers = steps.device, steps.buffers
         self.k = len(next(iter(state.values())))
         frozen = [name for name in steps.params if name not in names]
         self.common = {name for name in frozen if torch.equal(state[name], state[name][:1].expand_as(state[name]))}
         self.rest = [name for name in steps.tensors if name not in names]
         model, objective = steps.model, phase.loss or _batched_cross_entropy
 
+        settings, device = self.settings, self.device
+
         def loss(params, rest, start, x, y):
-            return objective(Net(model, params, start, rest), x, y)
+            with settings.autocast(device):
+                return objective(Net(model, params, start, rest), x, y)
 
         rest = {name: None if name in self.common else 0 for name in self.rest}
         batched = vmap(grad_and_value(loss), in_dims=(0, rest, 0, 0, 0), randomness="different")
@@ -206,22 +262,22 @@ class Step:
             x = torch.stack([self.settings.augment(b, augmentations[row]) for b, row in zip(x, rows, strict=True)])
         return [x, y]
 
-    def __call__(self, rows: list[int], *batch: Tensor) -> Tensor:
-        """The losses of the rows; they and their momenta move."""
+    def __call__(self, rows: list[int], batch: Sequence[Tensor], lr: float | Tensor, part: Part) -> Tensor:
+        """The losses of the rows; they, and what the optimizer keeps of them, move. lr: see `Optimizer.step_`."""
         state = self.state
         params = {name: _rows(state[name], rows) for name in self.names}
         rest = {name: state[name][0] if name in self.common else _rows(state[name], rows) for name in self.rest}
-        moving = {name: _rows(self.momenta[name], rows) for name in self.names} if self.momenta else {}
+        kept = {key: _rows(tensor, rows) for key, tensor in self.kept.items()}
         start = {name: _rows(tensor, rows) for name, tensor in self.start.items()}
         losses, *grads = self.gradients(*batch, *params.values(), *rest.values(), *start.values())
-        self.settings.update_(self.phase, params, grads, list(moving.values()))
-        # Rows that were copied out go back: parameters, momenta, and the buffers the forward moved.
+        self.settings.move_(params, grads, kept, lr, part)
+        # Rows that were copied out go back: parameters, what is kept, and the buffers the forward moved.
         if len(rows) < self.k:
             for name, tensor in {**params, **rest}.items():
                 if name in params or self.infos[name].buffer:
                     state[name][rows] = tensor
-            for name, tensor in moving.items():
-                self.momenta[name][rows] = tensor
+            for key, tensor in kept.items():
+                self.kept[key][rows] = tensor
         return losses
 
 
@@ -251,8 +307,8 @@ class GatheredStep(Step):
 
 
 class ReplayedStep:
-    """A `Step` whose calls with all rows are captured as a CUDA graph, one for each shape of batch, and replayed for as
-    long as its state is where it was (see `Steps.places`).
+    """A `Step` whose calls with all rows are captured as a CUDA graph, one for each shape of batch and part of a local
+    step, and replayed for as long as its state is where it was (see `Steps.places`).
 
     The first calls run as they are: what they initialise must not be initialised in a capture.
     """
@@ -265,17 +321,21 @@ class ReplayedStep:
         self.calls: dict[tuple, int] = {}
         self.captured: dict[tuple, tuple] = {}
 
-    def __call__(self, rows: list[int], x: Tensor, y: Tensor) -> Tensor:
-        shape = tuple(x.shape)
+    def __call__(self, rows: list[int], batch: Sequence[Tensor], lr: float | Tensor, part: Part) -> Tensor:
+        shape = *(tuple(tensor.shape) for tensor in batch), part
         self.calls[shape] = self.calls.get(shape, 0) + 1
         if len(rows) < self.step.k or self.calls[shape] <= self.warm_up:
-            return self.step(rows, x, y)
+            return self.step(rows, batch, lr, part)
+        # A learning rate that changes is read from a tensor.
+        read = [*batch, lr] if isinstance(lr, Tensor) else [*batch]
         if shape not in self.captured:
-            images, labels = x.clone(), y.clone()
-            self.captured[shape] = images, labels, *cuda_graph(lambda: self.step(rows, images, labels))
-        images, labels, replay, losses = self.captured[shape]
-        images.copy_(x)
-        labels.copy_(y)
+            places = [tensor.clone() for tensor in read]
+            rates = places[-1] if isinstance(lr, Tensor) else lr
+            step = functools.partial(self.step, rows, places[: len(batch)], rates, part)
+            self.captured[shape] = places, *cuda_graph(step)
+        places, replay, losses = self.captured[shape]
+        for place, tensor in zip(places, read, strict=True):
+            place.copy_(tensor)
         replay()
         return losses
 

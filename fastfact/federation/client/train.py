@@ -21,8 +21,9 @@ from fastfact.federation.client.attention import Together
 from fastfact.federation.client.capture import Captured
 from fastfact.federation.client.data import batches
 from fastfact.federation.client.dropout import Streams
+from fastfact.federation.client.optimizer import KEPT
 from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase
-from fastfact.federation.client.step import Settings, Steps
+from fastfact.federation.client.step import SUM, Part, Settings, Steps
 from fastfact.federation.state import State, evenly, generator_for, seed_for, seeded
 from fastfact.federation.tensors import TensorInfo, copy_of, tensors_of
 
@@ -38,7 +39,6 @@ class Trainer:
         self.params = {name: param for name, param in model.named_parameters() if name in self.tensors}
         self.trainable = {name for name, param in self.params.items() if param.requires_grad}
         self.device = next(iter(self.tensors.values())).device
-        self.momenta = {name: torch.zeros_like(param) for name, param in self.params.items() if param.requires_grad}
         self.shared_generator = True
         """Whether PyTorch's generator of the process may be set: not while other threads train."""
         self._orders: list[torch.Generator] = []
@@ -57,6 +57,21 @@ class Trainer:
     def trained(self, phase: Phase) -> list[str]:
         """The names of the tensors that train in a phase."""
         return [name for name in self.params if name in self.trainable and phase.trains(self.infos[name])]
+
+    def _split(self, state: State, phases: Sequence[Phase]) -> tuple[State, State]:
+        """The clients' own tensors of `state` [k, …], and what the optimizer has of them: what is kept there from round
+        to round, or else a start."""
+        own = {name: tensor for name, tensor in state.items() if not name.startswith(KEPT)}
+        kept = {name.removeprefix(KEPT): state[name] for name in state if name not in own}
+        params, settings = (
+            {name: state[name] for name in self.params if name in self.trainable},
+            self.settings.of(phases),
+        )
+        if not kept or settings is not self.settings:
+            kept = settings.update.start(params)
+        if settings.accumulate > 1:
+            kept |= {f"{SUM}/{name}": torch.zeros_like(param) for name, param in params.items()}
+        return own, kept
 
     def train(
         self,
@@ -115,16 +130,15 @@ class Trainer:
     def _train_one(
         self, state: State, data: Samples, round: int, client: int, phases: Sequence[Phase], purpose: str
     ) -> float:
-        settings, model, (x, y) = self.settings, self.model, data
+        settings, model, (x, y) = self.settings.of(phases), self.model, data
+        state, kept = self._split(state, phases)
         self.bind(state, 0)
         (order,) = self._streams(round, [client], purpose)
         augmentation = self._augmentation(round, client, purpose)
-        momenta = self.momenta if settings.momentum else {}
-        if momenta:
-            torch._foreach_zero_(list(momenta.values()))
-        steps = batches(len(y), settings.batch_size)
+        steps = parts(batches(len(y), settings.batch_size), settings.accumulate)
+        taken, all_of_them = 0, steps_of(phases, steps)
         total, seen = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        longest = max(end - begin for begin, end in steps)
+        longest = max(end - begin for begin, end, _ in steps)
         xs, ys = (self.steps.buffers.of(f"batch {n}", part, longest) for n, part in enumerate(data))
         start: State = {}
         if any(phase.loss is not None or phase.update is not None for phase in phases):
@@ -136,20 +150,25 @@ class Trainer:
             for name in self.trainable:
                 self.params[name].requires_grad_(name in names)
             params = {name: self.params[name] for name in names}
-            moving = [momenta[name] for name in names] if momenta else []
+            # With a client axis, as the optimizer takes them.
+            moved = {name: param.detach()[None] for name, param in params.items()}
             net = Net(model, params, start, None)
             for _ in range(phase.epochs):
                 permutation = torch.randperm(len(y), generator=order).to(self.device)
-                for begin, end in steps[: phase.steps]:
+                for begin, end, part in first_steps(steps, phase.steps):
                     # A buffer of one batch stays in cache, an epoch's copy of the samples does not.
                     some, xb, yb = permutation[begin:end], xs[: end - begin], ys[: end - begin]
                     torch.index_select(x, 0, some, out=xb)
                     torch.index_select(y, 0, some, out=yb)
                     if settings.augment is not None:
                         xb = settings.augment(xb, augmentation)
-                    loss = F.cross_entropy(model(xb), yb) if phase.loss is None else phase.loss(net, xb, yb)
+                    with settings.autocast(self.device):
+                        loss = F.cross_entropy(model(xb), yb) if phase.loss is None else phase.loss(net, xb, yb)
                     grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-                    settings.update_(phase, params, grads, moving)
+                    with torch.no_grad():
+                        lr = settings.lr_at(phase, round, taken, all_of_them)
+                        settings.move_(moved, [grad[None] for grad in grads], kept, lr, part)
+                    taken += part.due and phase.lr is None
                     total.add_(loss.detach(), alpha=end - begin)
                     seen += end - begin
         for name in self.trainable:
@@ -166,14 +185,15 @@ class Trainer:
         purpose: str,
         masks: Streams | None,
     ) -> list[float]:
-        settings, k = self.settings, len(clients)
+        settings, k = self.settings.of(phases), len(clients)
         generators = None if masks is None else masks.generators
         orders = self._streams(round, clients, purpose)
         augmentations = [self._augmentation(round, client, purpose) for client in clients]
         sizes = [len(y) for _, y in data]
-        steps = [batches(n, settings.batch_size) for n in sizes]
-        momenta = {name: torch.zeros_like(state[name]) for name in self.momenta} if settings.momentum else {}
-        trained, (state, momenta) = state, self.steps.places(state, momenta)
+        steps = [parts(batches(n, settings.batch_size), settings.accumulate) for n in sizes]
+        taken, all_of_them = [0] * k, [steps_of(phases, some) for some in steps]
+        own, began = self._split(state, phases)
+        state, kept = self.steps.places(own, began)
         total, seen = torch.zeros(k, dtype=torch.float64, device=self.device), 0
         start = {}
         if any(phase.loss is not None or phase.update is not None for phase in phases):
@@ -181,24 +201,33 @@ class Trainer:
         for phase in phases:
             for row in range(k if phase.update is not None else 0):
                 self._update(phase, state, row, {name: tensor[row] for name, tensor in start.items()}, data[row])
-            step = self.steps.of(phase, self.trained(phase), state, momenta, start)
+            step = self.steps.of(phase, self.trained(phase), state, kept, start)
             for _ in range(phase.epochs):
                 step.shuffle(data, self._order(sizes, orders))
-                for index in range(len(max(steps, key=len)[: phase.steps])):
-                    for (begin, end), rows in _same_batch(steps, index).items():
+                for index in range(len(first_steps(max(steps, key=len), phase.steps))):
+                    for (begin, end, part), rows in _same_batch(steps, index).items():
                         batch = step.batch(rows, begin, end, augmentations)
                         if masks is not None:
                             masks.generators = [generators[row] for row in rows]
-                        losses = step(rows, *batch)
+                        lr = [settings.lr_at(phase, round, taken[row], all_of_them[row]) for row in rows]
+                        losses = step(rows, batch, self._rates(lr), part)
+                        for row in rows if part.due and phase.lr is None else ():
+                            taken[row] += 1
                         if len(rows) < k:
                             total[rows] += losses.to(total) * (end - begin)
                         else:
                             total.add_(losses, alpha=end - begin)
                 seen += 1
-        if state is not trained:
-            for name, tensor in trained.items():
-                tensor.copy_(state[name])
+        for before, after in ((own, state), (began, kept)):
+            for name, tensor in before.items() if before is not after else ():
+                tensor.copy_(after[name])
         return [loss / (n * max(seen, 1)) for loss, n in zip(total.tolist(), sizes, strict=True)]
+
+    def _rates(self, rates: Sequence[float]) -> float | Tensor:
+        """Learning rates as `Optimizer.step_` takes them: a number where it is one and no graph would keep it."""
+        if not self.settings.scheduled or (self.device.type == "cpu" and len(set(rates)) == 1):
+            return rates[0]
+        return torch.tensor(rates, dtype=torch.float64).to(self.device, non_blocking=True)
 
     def _order(self, sizes: Sequence[int], orders: Sequence[torch.Generator]) -> Tensor:
         """One epoch's order of every client's samples, int64 [k, longest]; the tail of shorter ones is unused."""
@@ -311,23 +340,50 @@ class Encoder:
         return torch.stack(seen)
 
 
-def _same_batch(steps: Sequence[Sequence[tuple[int, int]]], index: int) -> dict[tuple[int, int], list[int]]:
-    """(start, stop) of batch `index` → the clients whose batch it is; those without one appear nowhere."""
-    groups: dict[tuple[int, int], list[int]] = {}
+Batch = tuple[int, int, Part]
+"""(start, stop) of a batch, and what it is of a local step."""
+
+
+def parts(steps: Sequence[tuple[int, int]], accumulate: int) -> list[Batch]:
+    """The batches of an epoch, of which so many make a local step; the last one may have fewer."""
+    made = []
+    for begin in range(0, len(steps), accumulate):
+        some = steps[begin : begin + accumulate]
+        samples = some[-1][1] - some[0][0]
+        made += [(a, b, Part((b - a) / samples, (a, b) == some[-1])) for a, b in some]
+    return made
+
+
+def first_steps(batches: Sequence[Batch], most: int | None) -> Sequence[Batch]:
+    """The batches of the first local steps of an epoch, of all if None."""
+    due = [index + 1 for index, (*_, part) in enumerate(batches) if part.due]
+    return batches if most is None or most >= len(due) else batches[: due[most - 1]] if most else []
+
+
+def steps_of(phases: Sequence[Phase], batches: Sequence[Batch]) -> int:
+    """How many local steps a client takes in a round by the federation's learning rate."""
+    some = [phase for phase in phases if phase.lr is None]
+    return sum(phase.epochs * sum(p.due for *_, p in first_steps(batches, phase.steps)) for phase in some)
+
+
+def _same_batch(steps: Sequence[Sequence[Batch]], index: int) -> dict[Batch, list[int]]:
+    """Batch `index` → the clients whose batch it is; those without one appear nowhere."""
+    groups: dict[Batch, list[int]] = {}
     for row, client_steps in enumerate(steps):
         if index < len(client_steps):
             groups.setdefault(client_steps[index], []).append(row)
     return groups
 
 
-def memory_cohort(model: nn.Module, sample: Tensor, batch_size: int, memory: int) -> int:
+def memory_cohort(model: nn.Module, sample: Tensor, batch_size: int, memory: int, slots: int = 1) -> int:
     """How many clients, 1 to 256, fit into `memory` bytes in a training step.
 
-    A client takes its state, the download it started from, momentum, gradient, and as much again for the weights made
-    from factors, and twice what autograd keeps of a forward pass: the tensors and their gradients.
+    A client takes its state, the download it started from, what the optimizer keeps (`slots` times as much), gradient,
+    and as much again for the weights made from factors, and twice what autograd keeps of a forward pass: the tensors
+    and their gradients.
     """
     kept, state = kept_by_a_step(model, sample, batch_size), sum(t.nbytes for t in tensors_of(model).values())
-    return max(1, min(256, memory // (6 * state + 2 * kept)))
+    return max(1, min(256, memory // ((5 + slots) * state + 2 * kept)))
 
 
 def kept_by_a_step(model: nn.Module, sample: Tensor, batch_size: int) -> int:
