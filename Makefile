@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 CHECK := tests/test_floors.py tests/test_kinds.py tests/nn/test_layers.py tests/ops/test_ops.py tests/federation/wire \
 	tests/federation/server/test_mixing.py tests/federation/test_federation.py tests/methods/test_every_method.py
 
-.PHONY: setup demo test test-all check fuzz crash-test bench gpu-check gpu-bundle lint format clean
+.PHONY: setup demo test test-all check fuzz fuzz-asan crash-test bench gpu-check gpu-bundle lint format clean
 setup: $(VENV)/.built
 
 demo: setup
@@ -31,11 +31,19 @@ test-all: setup
 	FASTFACT_BUILD=skip $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[surroundings]'
 	$(PYTEST) -m "slow or not slow"
 
-# Random arguments for every public op, files and command lines, for MINUTES each; damage at every system call of small runs (hours).
+# Random arguments for every public op, files and command lines, for MINUTES each, and the ops once more under
+# AddressSanitizer; damage at every system call of small runs (hours).
 MINUTES ?= 60
 fuzz: setup
 	for target in ops files config; do $(PY) -m tests.fuzz $$target --minutes $(MINUTES) || exit 1; done
 	FASTFACT_FUZZ=10000 $(PY) -m pytest -q tests/federation/storage/test_fuzz_storage.py
+	$(MAKE) fuzz-asan
+
+fuzz-asan: setup
+	FASTFACT_SANITIZE=address FASTFACT_BUILD= CUDA_HOME=/nonexistent \
+		$(PY) setup.py --quiet build --build-lib build/asan --build-temp build/temp-asan
+	PYTHONPATH=build/asan:. LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+		$(PY) -P -m tests.fuzz ops --minutes $(MINUTES)
 
 crash-test: setup
 	$(PY) tests/federation/storage/crash.py

@@ -99,6 +99,8 @@ def pack_bitmap(x: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
         raise ValueError(f"{op}: dtype={dtype}, must be one of {', '.join(map(str, VALUE_TYPES))}")
     clients, (x,) = with_clients(op, {"x": (x, 2)})
     check_floating(op, "x", x)
+    if x.is_meta:
+        raise NotImplementedError(f"{op}: x is a meta tensor, which has no numbers to count")
     bits, values, scale = implementation(op)(x if clients else x.unsqueeze(0), VALUE_TYPES[dtype])
     if not clients:
         bits, scale = bits.squeeze(0), scale.squeeze(0) if scale.dim() > 1 else scale

@@ -35,6 +35,9 @@ class Case:
     def call(self):
         return self.function(**self.args)
 
+    def as_float64(self) -> "Case":
+        return Case(self.function, {name: as_float64(value) for name, value in self.args.items()})
+
 
 small = st.integers(1, 5)
 dtypes = st.sampled_from([torch.float32, torch.float32, *FLOATING])
@@ -436,7 +439,10 @@ NAMED = re.compile(rf"^({'|'.join(map(re.escape, NAMES))})\b.*: ", re.DOTALL)
 
 
 def attempt(case: Case, spoils: int) -> None:
-    """Call, and compare with the reference in float64 where the arguments fit."""
+    """Call, and compare with the reference in float64 where the arguments fit: the gradients as well, if enabled."""
+    truth = case.as_float64() if not spoils else None
+    if truth and torch.is_grad_enabled():
+        want_gradients(case), want_gradients(truth)
     try:
         out = case.call()
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -449,13 +455,36 @@ def attempt(case: Case, spoils: int) -> None:
     if spoils or not case.compare:
         return
     with use_backend("reference"):
-        truth = Case(case.function, {name: as_float64(value) for name, value in case.args.items()}).call()
-    for one, true in zip(flat(out), flat(truth), strict=True):
-        assert one.shape == true.shape
-        scale = 1 + true.double().abs().max().item() if true.numel() else 1
-        torch.testing.assert_close(
-            one.double(), true.double(), rtol=0, atol=TOLERANCE[case.dtype] * scale if case.dtype in TOLERANCE else 0
-        )
+        true = truth.call()
+        gradients = backward(truth, true, true)
+    for one, other in zip(flat(out), flat(true), strict=True):
+        close(one, other, case.dtype)
+    for name, gradient in backward(case, out, true).items():
+        close(gradient, gradients[name], case.dtype)
+
+
+def want_gradients(case: Case) -> None:
+    for name, value in case.args.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            case.args[name] = value.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+
+
+def backward(case: Case, out, like) -> dict[str, Tensor]:
+    """Gradients by argument of the sum of the outputs times cosines; of those that the outputs depend on."""
+    outputs = [(one, true) for one, true in zip(flat(out), flat(like), strict=True) if one.requires_grad]
+    inputs = {name: value for name, value in case.args.items() if isinstance(value, Tensor) and value.requires_grad}
+    if not outputs or not inputs:
+        return {}
+    signs = [torch.arange(true.numel(), dtype=torch.float64).cos().reshape(true.shape).to(one) for one, true in outputs]
+    found = torch.autograd.grad([one for one, _ in outputs], list(inputs.values()), signs, allow_unused=True)
+    return {name: grad for name, grad in zip(inputs, found, strict=True) if grad is not None}
+
+
+def close(one: Tensor, true: Tensor, dtype: torch.dtype) -> None:
+    assert one.shape == true.shape
+    scale = 1 + true.double().abs().max().item() if true.numel() else 1
+    tolerance = TOLERANCE[dtype] * scale if dtype in TOLERANCE else 0
+    torch.testing.assert_close(one.double(), true.double(), rtol=0, atol=tolerance)
 
 
 def check(draw_from, name: str) -> None:
