@@ -1,6 +1,6 @@
 """The GPU kernels against their rivals: the rows of the goal table.
 
-    python -m bench.gpu weights|layers|rank1|separable|clients|resident|mix|tune
+    python -m bench.gpu weights|layers|rank1|separable|clients|resident|adapters|mix|tune
                         [--jsonl FILE] [--seconds S] [--dry-run | --fake]
 
 weights   the weight ops and the elementwise kernels for K clients: bytes of the floor (bench/NOTES.md) a second, over
@@ -12,6 +12,8 @@ separable kernel factors without μ, forward and data gradient, in one kernel ag
 clients   a training step of ResNet-9 for K clients together, against one client after the other, and against vmap over
           plain layers (cuDNN's grouped convolution); with peak memory. Then FedDecomp's personal phase (σ frozen and
           shared), with one convolution for σ against each client's own W.
+adapters  a step of many clients that fine-tune one transformer by low-rank factors, against one client after the other;
+          then of one frozen linear layer with them, against the same products in plain PyTorch.
 mix       similarity_mix of many clients by the CUDA and the Triton kernels, against its matrix products alone (cuBLAS)
           and the same step in plain PyTorch.
 tune      the tiles of the fused convolution's kernels: what they choose against other choices.
@@ -50,7 +52,9 @@ from torch import Tensor, nn
 import fastfact as ff
 from bench.gpu_rows import LEAST, Row, append, in_a_process
 from fastfact import models
+from fastfact.bench import adapters as adapter_bench
 from fastfact.bench.common import RESNET9, interleaved, name_of
+from fastfact.federation import Client, Federation
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.step import Settings
 from fastfact.federation.client.train import Trainer
@@ -668,6 +672,131 @@ def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
     }
 
 
+class Added(nn.Module):
+    """A frozen linear layer and what low-rank factors add to it, as one writes it in PyTorch (and PEFT does)."""
+
+    def __init__(self, layer: ff.nn.FactorizedLinear):
+        super().__init__()
+        self.register_buffer("weight", layer.sigma.detach())
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+        self.A, self.B = (nn.Parameter(getattr(layer, name).detach().clone()) for name in ("A", "B"))
+        self.scaling = layer.spec.scaling
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) + self.scaling * F.linear(F.linear(x, self.A), self.B)
+
+
+def adapters(bench: Bench) -> Rows:
+    for dtype in bench.pick((torch.bfloat16, torch.float32), (torch.float32,)):
+        name = str(dtype).removeprefix("torch.")
+        for work in bench.pick(adapter_bench.WORKS.values(), (adapter_bench.Work(3, 16, 1, 2, 2, 2, 3, 1.0),)):
+            common = {"op": "adapters, training step", "clients": work.clients, "batch": work.batch, "dtype": name}
+            common |= {"width": work.width, "depth": work.depth, "rank": work.rank}
+            yield row(common, functools.partial(adapter_clients_row, bench, work, dtype))
+        for count in bench.pick((512, 16384), (4,)):
+            for i, o in bench.pick(list(adapter_bench.LAYERS.values()), [(6, 5)]):
+                common = {"op": "adapter layer, forward + backward", "shape": f"{i}→{o}", "rows": count, "dtype": name}
+                yield row(common, functools.partial(adapter_row, bench, i, o, count, dtype))
+
+
+def adapter_row(bench: Bench, i: int, o: int, count: int, dtype: torch.dtype) -> dict:
+    torch.manual_seed(0)
+    spec = ff.LowRank(rank=bench.pick(8, 2), scaling=2.0)
+    ours = ff.factorize(nn.Sequential(nn.Linear(i, o)), spec, freeze=True)[0]
+    nn.init.normal_(ours.B, std=0.01)
+    ours = ours.to(bench.device, dtype)
+    plain = Added(ours)
+    x, grad = (torch.randn(count, n, device=bench.device).to(dtype) for n in (i, o))
+    x.requires_grad_()
+
+    def step(layer, x=x, grad=grad):
+        y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, layer.A, layer.B], grad)]
+
+    truth = step(copy.deepcopy(plain).double(), x.detach().double().requires_grad_(), grad.double())
+    check(f"adapter {i}→{o}", step(ours), truth, step(plain))
+    repeats = bench.pick(10, 1)
+    sides = {"ours": functools.partial(step, ours), "plain": functools.partial(step, plain)}
+    times = bench.medians({name: bench.graphed(side, repeats) for name, side in sides.items()})
+    times = {name: t / repeats for name, t in times.items()}
+    size = dtype.itemsize
+    operations, moved = 2 * 2 * count * i * o, size * (2 * i * o + 2 * count * (i + o))
+    against = bench.against(times, operations, moved, dtype)
+    return {**times, **against, "plain/ours": times["plain"] / times["ours"], "goal": {"plain/ours": 1.1}}
+
+
+def adapter_clients_row(bench: Bench, work: adapter_bench.Work, dtype: torch.dtype) -> dict:
+    """All clients' step of SGD together, a cohort after the other, against a loop over their models."""
+    clients = [
+        Client((x.to(dtype), y), (test_x.to(dtype), test_y))
+        for (x, y), (test_x, test_y) in ((one.train, one.test) for one in adapter_bench.clients_of(work))
+    ]
+    fed = Federation(
+        lambda: work.ours().to(dtype),
+        clients,
+        "stand-alone",
+        epochs=1,
+        batch_size=work.batch,
+        lr=adapter_bench.LR,
+        momentum=0.0,
+        weight_decay=0.0,
+        cohort=work.cohort,
+        device=bench.device,
+    )
+    everybody, cohort = range(work.clients), fed.cohort
+    state = {
+        name: t.expand(work.clients, *t.shape[1:]).contiguous().to(bench.device) for name, t in fed.initial.items()
+    }
+    data = [tuple(t.to(bench.device) for t in client.train) for client in clients]
+    phases = fed.method.active_phases(1, adapts=False)
+
+    def together() -> list[float]:
+        losses: list[float] = []
+        for begin in range(0, work.clients, cohort):
+            some = everybody[begin : begin + cohort]
+            rows = {name: t[begin : begin + cohort] for name, t in state.items()}
+            losses += fed.trainer.train(rows, [data[k] for k in some], 1, some, phases)[0]
+        return losses
+
+    network = work.ours().to(bench.device, dtype)
+    for path, layer in factorized_layers(network).items():
+        network.set_submodule(path, Added(layer))
+        for name in ("A", "B"):
+            with torch.no_grad():
+                getattr(network.get_submodule(path), name).copy_(fed.initial[f"{path}.{name}"][0])
+    trained = {f"{path}.{name}" for path in factorized_layers(fed.models[0]) for name in ("A", "B")}
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name in trained)
+    shared = {id(t): t for t in (*network.parameters(), *network.buffers()) if not t.requires_grad}
+    models = [copy.deepcopy(network, dict(shared)) for _ in everybody]
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], adapter_bench.LR) for m in models]
+
+    def loop() -> list[float]:
+        losses = []
+        for model, optimizer, (x, y) in zip(models, optimizers, data, strict=True):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x).float(), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).tolist()
+
+    sides: Sides = {"ours": together, "loop": loop}
+    agree({name: torch.tensor(side()) for name, side in sides.items()}, "loop", dtype)
+    peaks = {name: bench.peak_bytes(side) for name, side in sides.items()}
+    times = bench.medians(sides, rounds=bench.pick(7, 1), warmup=1)
+    # σ is applied to every token, forward and for the gradient of its input.
+    numbers = sum(t.numel() for t in (*network.parameters(), *network.buffers()) if t.dim() == 2)
+    operations = 4 * work.clients * work.batch * 17 * numbers
+    return {
+        **times,
+        **bench.against(times, operations, 0, dtype),
+        "loop/ours": times["loop"] / times["ours"],
+        "peak_bytes": peaks,
+        "goal": {"loop/ours": work.goal},
+    }
+
+
 def resident(bench: Bench) -> Rows:
     yield row({"op": "clients resident, ResNet-9 at 10 % density"}, functools.partial(resident_row, bench))
 
@@ -843,10 +972,17 @@ SECTIONS = {
     "rank1": rank1,
     "separable": separable,
     "resident": resident,
+    "adapters": adapters,
     "mix": mix,
     "tune": tune,
 }
-ROW_SECONDS = dict.fromkeys(SECTIONS, 25.0) | {"clients": 90.0, "layers": 45.0, "resident": 30.0, "tune": 60.0}
+ROW_SECONDS = dict.fromkeys(SECTIONS, 25.0) | {
+    "clients": 90.0,
+    "layers": 45.0,
+    "resident": 30.0,
+    "adapters": 40.0,
+    "tune": 60.0,
+}
 
 
 def fake(position: int) -> dict:

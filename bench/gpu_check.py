@@ -40,12 +40,12 @@ SANITIZERS = {
     "memcheck-triton": ("memcheck", "conv_", TESTS[2], "(test_conv2d and 2-2-5-7) or (test_without_mu and 1-3-3-18)"),
 }
 """step → (tool, part of the names of the kernels watched, test file, tests)."""
-BENCHMARKS = ("clients", "layers", "weights", "rank1", "separable", "mix", "resident", "tune")
+BENCHMARKS = ("clients", "layers", "weights", "rank1", "separable", "mix", "resident", "adapters", "tune")
 PARTS: dict[str, dict[str, float]] = {
     "part1": {"environment": 25, "tests": 240, "clients": 220, "resident": 40},
     "part2": {"environment": 25, "layers": 270, "weights": 150, "rank1": 80},
-    "part3": {"environment": 25, "separable": 110, "mix": 50, "memcheck": 70, "memcheck-triton": 60, "racecheck": 60}
-    | {"tune": 150},
+    "part3": {"environment": 25, "adapters": 110, "mix": 50, "separable": 70, "memcheck": 60, "memcheck-triton": 50}
+    | {"racecheck": 50, "tune": 130},
 }
 """Seconds of each step, by part: in all less than `PART_SECONDS`."""
 PART_SECONDS = 570.0

@@ -185,7 +185,8 @@ def layer(name: str, rounds: int, clock: str) -> list[dict[str, Any]]:
     return [*rows, _row(f"layer {name}, rank {RANK}, {ROWS} rows, evaluation", times, None)]
 
 
-def _clients(work: Work) -> list[Client]:
+def clients_of(work: Work) -> list[Client]:
+    """Random tokens, a batch a client."""
     g = torch.Generator().manual_seed(1)
     clients = []
     for _ in range(work.clients):
@@ -200,7 +201,7 @@ def many(name: str, rounds: int, clock: str, clients: int | None = None) -> list
     if clients is not None:
         work = Work(clients, *list(vars(work).values())[1:])
         name = f"{name} ({clients})"
-    data = _clients(work)
+    data = clients_of(work)
     fed = Federation(
         work.ours,
         data,
