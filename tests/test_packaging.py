@@ -76,6 +76,32 @@ def test_wheel_works_elsewhere(sources, tmp_path):
     assert "_cpu" in out
 
 
+def test_wheel_for_another_processor(sources, tmp_path):
+    """By a cross-compiler, without optimization, against empty libraries in PyTorch's place, which are for this one."""
+    if shutil.which("aarch64-linux-gnu-g++") is None:
+        pytest.skip("aarch64-linux-gnu-g++ is not installed")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'for flag; do shift; case $flag in -O3) set -- "$@" -O0 -DFF_CONV_TYPE=float;; *) set -- "$@" "$flag";; esac;'
+        ' done\nexec aarch64-linux-gnu-g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    for name in ("torch", "torch_cpu", "torch_python", "c10"):
+        run(compiler, "-shared", "-x", "c++", os.devnull, "-o", f"lib{name}.so", cwd=tmp_path)
+    copy = shutil.copytree(sources, tmp_path / "sources", ignore=shutil.ignore_patterns("build"))
+    tools = dict.fromkeys(("CXX", "CC"), str(compiler)) | dict.fromkeys(
+        ("LDSHARED", "LDCXXSHARED"), f"{compiler} -shared"
+    )
+    tools |= {"LDFLAGS": f"-L{tmp_path}", "CUDA_HOME": "/nonexistent", "MAX_JOBS": "2"}
+    python("setup.py", "-q", "bdist_wheel", "--plat-name", "linux_aarch64", "-d", tmp_path, cwd=copy, **tools)
+    (wheel,) = tmp_path.glob("fastfact-*-cp311-abi3-linux_aarch64.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (library,) = (name for name in archive.namelist() if name.endswith(".so"))
+        header = archive.read(library)[:20]
+    assert header[:4] == b"\x7fELF" and header[18:20] == b"\xb7\x00", header  # AArch64
+
+
 @pytest.fixture
 def isolated(tmp_path):
     """The environment variables that hide all installed packages but setuptools, as pip does for a build."""
