@@ -259,23 +259,39 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command("report", epilog="Example: fastfact report runs/first")
+@app.command("report", epilog="Example: fastfact report runs/first --html runs/first.html")
 def report_command(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="What run or compare left, or a file of bench layers.")
     ],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with tables and charts, for any browser.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table, comma-separated.")] = None,
+    latex: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a LaTeX tabular.")] = None,
     json_file: Json = None,
 ) -> None:
     """Print the table of a run or comparison and draw its pictures again; of a benchmark, ratios over density."""
-    from fastfact.experiment import plots, report
+    from fastfact import files
+    from fastfact.experiment import page, plots, report
 
     if directory.is_file():
+        if given := [name for name, path in (("html", html), ("csv", csv), ("latex", latex)) if path is not None]:
+            raise ValueError(f"{directory}: is a file of a benchmark, --{given[0]} is for what run or compare left")
         rows = report.read_layers(directory)
         table_of([row for row in rows if row["shape"].startswith("all")], f"{directory}: geometric means")
         picture = plots.plot_ratio(rows, directory.with_suffix(".png"))
         console.print(f"picture: {picture}", markup=False, soft_wrap=True)
         return
-    rows = show(directory, report.read(directory))
+    cells = report.read(directory)
+    rows = show(directory, cells)
+    if html is not None:
+        console.print(f"page: {page.write(cells, html)}", markup=False, soft_wrap=True)
+    if csv is not None:
+        report.write_csv(rows, csv)
+    if latex is not None:
+        latex.parent.mkdir(parents=True, exist_ok=True)
+        files.write(latex, report.latex(rows).encode())
     write_json(json_file, {"table": rows})
 
 

@@ -5,7 +5,10 @@ once, at the end) and, for a factorized model, `similarity.safetensors` (u and v
 under `cells/`. Everything here is read from those files.
 """
 
+import csv
+import io
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +104,8 @@ def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
     `accuracy`: mean over clients in the last round, then mean and standard deviation over seeds; `accuracy_before`: the
     same of what they had downloaded, before they trained it, None where nothing was;
-    `client_std`: standard deviation over clients, mean over seeds; `uplink`, `downlink`: bytes of all clients and
+    `client_std`: standard deviation over clients, `worst_tenth`, `best_tenth` and `fairness` of the clients' accuracies
+    (see there), means over seeds; `uplink`, `downlink`: bytes of all clients and
     rounds, mean over seeds; `formula`: the papers' count, four bytes a number both ways; `density`: share of nonzero μ,
     None where there is no μ; `epsilon`: of all rounds, None without noise; `seconds`: local training of all clients and
     rounds, mean over seeds.
@@ -119,6 +123,10 @@ def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "accuracy_before": _spread(before) if before else None,
                 "client_std": float(np.mean([s["client_std"] for s in summaries])),
                 **{
+                    name: float(np.mean([of(final_accuracies(run)) for run in runs]))
+                    for name, of in (("worst_tenth", worst_tenth), ("best_tenth", best_tenth), ("fairness", fairness))
+                },
+                **{
                     name: float(np.mean([s[name] for s in summaries]))
                     for name in ("uplink", "downlink", "formula", "seconds")
                 },
@@ -127,6 +135,138 @@ def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def final_accuracies(cell: Cell) -> list[float]:
+    """The accuracy of each client's own model when it last took part, by client."""
+    newest = {row["client"]: row["accuracy"] for row in cell.rows}
+    return [newest[client] for client in sorted(newest)]
+
+
+def worst_tenth(values: Sequence[float] | np.ndarray) -> float:
+    """The mean of the lowest tenth of the values, rounded up: of at least one."""
+    return float(np.mean(np.sort(values)[: math.ceil(len(values) / 10)]))
+
+
+def best_tenth(values: Sequence[float]) -> float:
+    """The same of the highest."""
+    return -worst_tenth([-value for value in values])
+
+
+def fairness(values: Sequence[float]) -> float:
+    """Jain's index (Σa)² / (K Σa²): 1 where all have the same, 1 / K where one has everything."""
+    a = np.asarray(values, dtype=float)
+    return float(a.sum() ** 2 / (len(a) * (a**2).sum())) if a.any() else 1.0
+
+
+def t_probability(t: float, degrees: int) -> float:
+    """P(|T| > t) of Student's t with a whole number of degrees of freedom: the finite series in θ = atan(t / √ν)."""
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    cosine, total, term = math.cos(angle), 0.0, 1.0
+    first = 1 + degrees % 2
+    for k in range(first, degrees, 2):
+        if k > first:
+            term *= (k - 2) / (k - 1) * cosine**2
+        total += term
+    odd = 2 / math.pi * (angle + math.sin(angle) * cosine * total)
+    inside = odd if degrees % 2 else math.sin(angle) * total
+    return min(1.0, max(0.0, 1 - inside))
+
+
+def _t_bound(degrees: int, probability: float = 0.05) -> float:
+    """The t that |T| exceeds with this probability, by bisection."""
+    low, high = 0.0, 1e3
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_probability(middle, degrees) > probability else (low, middle)
+    return high
+
+
+def compare_methods(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The method of the highest mean accuracy against every other, paired by seed: a seed is the same clients, data and
+    initial model for both. Empty for one method, or where two have less than two seeds in common.
+
+    `difference` of accuracy, its 95 % interval `low`, `high`, and `p`, two-sided, by the t distribution over the pairs;
+    `adjusted`: p by Holm's correction for all comparisons; `seeds`: how many pairs.
+    """
+    accuracy = {
+        m: {run.seed: run.result["summary"]["accuracy"] for run in runs} for m, runs in by_method(cells).items()
+    }
+    best = max(accuracy, key=lambda method: float(np.mean(list(accuracy[method].values()))))
+    found: list[dict[str, Any]] = []
+    for other, of in accuracy.items():
+        both = sorted(accuracy[best].keys() & of.keys())
+        if other == best or len(both) < 2:
+            continue
+        pairs = np.array([accuracy[best][seed] - of[seed] for seed in both])
+        mean, error = float(pairs.mean()), float(pairs.std(ddof=1) / math.sqrt(len(pairs)))
+        # Rounding leaves a deviation where all differences are the same.
+        t = mean / error if error > 1e-12 else (math.inf if abs(mean) > 1e-12 else 0.0)
+        p, width = t_probability(t, len(pairs) - 1), _t_bound(len(pairs) - 1) * error
+        found.append({"method": best, "other": other, "seeds": len(both), "difference": mean, "p": p})
+        found[-1] |= {"low": mean - width, "high": mean + width}
+    reached = 0.0
+    for place, row in enumerate(sorted(found, key=lambda row: row["p"])):
+        reached = row["adjusted"] = max(reached, min(1.0, (len(found) - place) * row["p"]))
+    return found
+
+
+FLAT = (
+    *("method", "seeds", "accuracy", "accuracy_std", "accuracy_before", "accuracy_before_std", "client_std"),
+    *("worst_tenth", "best_tenth", "fairness", "uplink", "downlink", "formula", "density", "epsilon", "seconds"),
+)
+
+
+def flat(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `table` with one value a column, `FLAT`: means, and deviations over seeds as columns of their own."""
+    found = []
+    for row in rows:
+        values = dict(row) | {"seeds": len(row["seeds"])}
+        for name in ("accuracy", "accuracy_before"):
+            of = row[name] or {"mean": None, "std": None}
+            values |= {name: of["mean"], f"{name}_std": of["std"]}
+        found.append({name: values[name] for name in FLAT})
+    return found
+
+
+def write_csv(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write the rows of `table` as comma-separated values: fractions of 1, bytes, seconds; empty for what is not."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, FLAT, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat(rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, text.getvalue().encode())
+
+
+def latex(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of `table` as a LaTeX tabular (booktabs): the best accuracy of each column bold."""
+    several = any(len(row["seeds"]) > 1 for row in rows)
+    best = {
+        name: max((round(100 * row[name]["mean"], 1) for row in rows if row[name]), default=None)
+        for name in ("accuracy", "accuracy_before")
+    }
+
+    def percent(row: Mapping[str, Any], name: str) -> str:
+        if row[name] is None:
+            return "--"
+        mean = f"{100 * row[name]['mean']:.1f}"
+        if len(rows) > 1 and float(mean) == best[name]:
+            mean = f"\\textbf{{{mean}}}"
+        return mean + (f" $\\pm$ {100 * row[name]['std']:.1f}" if several else "")
+
+    lines = [
+        r"\begin{tabular}{lrrrrrr}",
+        r"\toprule",
+        r"Method & Accuracy [\%] & As downloaded [\%] & Worst tenth [\%] & Uplink & Downlink & Density \\",
+        r"\midrule",
+    ]
+    for row in rows:
+        name = row["method"].replace("_", r"\_")
+        density = "--" if row["density"] is None else f"{row['density']:.2f}"
+        cells = [name, percent(row, "accuracy"), percent(row, "accuracy_before"), f"{100 * row['worst_tenth']:.1f}"]
+        lines.append(" & ".join([*cells, size(row["uplink"]), size(row["downlink"]), density]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def left_out(rows: Iterable[Mapping[str, Any]]) -> dict[str, list]:

@@ -14,6 +14,7 @@ from fastfact import data, files
 from fastfact.experiment import build, probes, report
 from fastfact.experiment.config import SIMULATION, Config
 from fastfact.federation import Client, Federation, newcomers
+from fastfact.federation.client import memory
 from fastfact.federation.server.processes import Group
 from fastfact.federation.storage import run_directory
 from fastfact.federation.storage.states import DATABASE, MEMORY, about_database
@@ -158,6 +159,7 @@ def started(directory: Path) -> Config:
 def _train(
     config: Config, directory: Path, on_round: Callable[[int, float], None] | None, group: Group
 ) -> dict[str, Any]:
+    memory.forget_peak()
     recorders = config.recorders()
     parts = build.parts(config)
     if group.size == 1 and len(parts.clients) <= report.MOST_CLIENTS and parts.clients[0].group is not None:
@@ -219,6 +221,7 @@ def _train(
             "downlink": fed.ledger.down,
             "formula": fed.ledger.formula(),
             "seconds": fed.history.total("seconds"),
+            "memory": memory.peak(),
             "left_out": report.left_out(fed.history),
         },
         "downloaded": fed.accuracies_as_downloaded() if len(fed) <= report.MOST_CLIENTS else None,

@@ -37,3 +37,9 @@ class History(list[dict[str, Any]]):
     def total(self, key: str) -> float:
         """The sum of a numeric key over all rows."""
         return sum(row[key] for row in self if row[key] is not None)
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`, a column a key; needs pandas, which fastfact does not install."""
+        import pandas
+
+        return pandas.DataFrame(list(self))

@@ -459,6 +459,15 @@ def test_report_prints_the_table_again(comparison, tmp_path):
     code, out, _ = call("report", directory / "c", "--json", tmp_path / "r.json")
     assert code == 0 and "fedavg" in out and (directory / "c" / "density.png").is_file()
     assert json.loads((tmp_path / "r.json").read_text())["table"] == report.table(report.read(directory / "c"))
+    written = [tmp_path / "new" / name for name in ("p.html", "t.csv", "t.tex")]
+    options = [part for pair in zip(("--html", "--csv", "--latex"), written, strict=True) for part in pair]
+    code, out, err = call("report", directory / "c", *options)
+    assert code == 0, err
+    page, csv, latex = (path.read_text() for path in written)
+    assert "fedavg" in page and csv.count("\n") == 3 and latex.startswith("\\begin{tabular}")
+    assert written[0].stat().st_mode & 0o777 == 0o644 and f"page: {written[0]}" in out
+    code, _, err = call("report", ROOT / "bench" / "results" / "layers.json", "--html", tmp_path / "x.html")
+    assert code == 2 and "is a file of a benchmark" in err and not (tmp_path / "x.html").exists()
     code, _, err = call("report", tmp_path / "nothing")
     assert code == 2 and "holds no finished run" in err
 

@@ -232,6 +232,14 @@ def test_callbacks_see_every_client_row_and_round(make):
     assert seen == [*one(1), ("round", 1, 3), *one(2), ("round", 2, 3)]
 
 
+def test_history_as_a_data_frame(make):
+    history = make(method="factorized-fl-beta").fit(2)
+    frame = history.to_pandas()
+    assert list(frame.columns) == list(history[0]) and len(frame) == 6
+    means = frame.groupby("round")["accuracy"].mean()
+    assert means.tolist() == pytest.approx([mean for _, mean, _ in history.curve()])
+
+
 def test_history_rows_and_helpers(make):
     fed = make(method="factorized-fl-beta", l1=0.005)
     history = fed.fit(2)
