@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +16,23 @@ EVALUATION_BATCH = 1024
 
 
 class Net:
-    """The model with one client's tensors, as a `Phase.loss` sees it (see there)."""
+    """The model with one client's tensors, as a `Phase.loss` sees it (see there).
 
-    def __init__(self, model: nn.Module, params: dict[str, Tensor], start: State, rest: State | None):
+    settings, generator: for `Phase.update`, how the client trains (`step.Settings`), and its own stream of random
+    numbers, which also orders its batches. A loss has neither.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: dict[str, Tensor],
+        start: State,
+        rest: State | None,
+        settings: Any = None,
+        generator: torch.Generator | None = None,
+    ):
         self.model, self.params, self.start, self.rest = model, params, start, rest
+        self.settings, self.generator = settings, generator
 
     def __call__(
         self, x: Tensor, params: dict[str, Tensor] | None = None, *, evaluate: bool = False, **options
@@ -37,24 +51,33 @@ class Net:
             return self.model(x, **options)
         return functional_call(self.model, {**(self.rest or {}), **self.params, **(params or {})}, (x,), options)
 
-    def gradient(self, x: Tensor, y: Tensor, differentiable: bool = False) -> dict[str, Tensor]:
-        """The gradient of the cross-entropy of net(x) and y for each tensor in `params`."""
+    def gradient(
+        self,
+        x: Tensor,
+        y: Tensor,
+        params: dict[str, Tensor] | None = None,
+        *,
+        evaluate: bool = False,
+        differentiable: bool = False,
+    ) -> dict[str, Tensor]:
+        """The gradient of the cross-entropy of net(x) and y for each tensor in `params`, at these values: by default
+        all that train, as they are. evaluate: in eval mode."""
+        at = self.params if params is None else params
         if self.rest is not None:
 
-            def loss(params, rest):
-                return F.cross_entropy(functional_call(self.model, {**rest, **params}, (x,)), y)
+            def loss(at, rest):
+                net = Net(self.model, {**self.params, **at}, self.start, rest)
+                return F.cross_entropy(net(x, evaluate=evaluate), y)
 
-            grads = grad(loss)(self.params, self.rest)
+            grads = grad(loss)(at, self.rest)
         else:
-            loss = F.cross_entropy(self(x), y)
+            if params is not None:
+                at = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+            loss = F.cross_entropy(self(x, None if params is None else at, evaluate=evaluate), y)
             grads = torch.autograd.grad(
-                loss,
-                list(self.params.values()),
-                create_graph=differentiable,
-                allow_unused=True,
-                materialize_grads=True,
+                loss, list(at.values()), create_graph=differentiable, allow_unused=True, materialize_grads=True
             )
-            grads = dict(zip(self.params, grads, strict=True))
+            grads = dict(zip(at, grads, strict=True))
         return grads if differentiable else {name: g.detach() for name, g in grads.items()}
 
 

@@ -117,11 +117,13 @@ class Trainer:
             return None
         return generator_for(self.settings.seed, round, client, purpose.replace("order", "augment"), self.device)
 
-    def _update(self, phase: Phase, state: State, row: int, start: State, data: Samples) -> None:
+    def _update(
+        self, phase: Phase, state: State, row: int, start: State, data: Samples, order: torch.Generator
+    ) -> None:
         """The closed-form part of a phase, on one row of `state`; `start` is that row's."""
         tensors = {name: state[name][row] for name in self.tensors}
         with torch.no_grad():
-            net = Net(self.model, {n: tensors.pop(n) for n in self.params}, start, tensors)
+            net = Net(self.model, {n: tensors.pop(n) for n in self.params}, start, tensors, self.settings, order)
             for name, tensor in phase.update(net, *data).items():
                 state[name][row] = tensor
                 if name not in self.tensors:
@@ -145,7 +147,7 @@ class Trainer:
             start = {name: tensor[0].clone() for name, tensor in state.items()}
         for phase in phases:
             if phase.update is not None:
-                self._update(phase, state, 0, start, data)
+                self._update(phase, state, 0, start, data, order)
             names = self.trained(phase)
             for name in self.trainable:
                 self.params[name].requires_grad_(name in names)
@@ -200,7 +202,8 @@ class Trainer:
             start = {name: tensor.clone() for name, tensor in state.items()}
         for phase in phases:
             for row in range(k if phase.update is not None else 0):
-                self._update(phase, state, row, {name: tensor[row] for name, tensor in start.items()}, data[row])
+                own = {name: tensor[row] for name, tensor in start.items()}
+                self._update(phase, state, row, own, data[row], orders[row])
             step = self.steps.of(phase, self.trained(phase), state, kept, start)
             for _ in range(phase.epochs):
                 step.shuffle(data, self._order(sizes, orders))
