@@ -120,6 +120,8 @@ def check_sparsity(schedule: Schedule, method: Strategy, model: nn.Module, initi
         raise ValueError(f"Federation(sparsity=): no layer of the model has a μ; {method.name} does not make any")
     if any(layer.is_compact for layer in layers.values()):
         raise ValueError("Federation(sparsity=): the model is compact already, must start with a dense μ")
+    if not method.trains_compact:
+        raise ValueError(f"Federation(sparsity=): {method.name} mixes tensors of one client, which need the same μ")
     if extra := sorted(method.extra(initial)):
         raise ValueError(
             f"Federation(sparsity=): {method.name} keeps tensors of its own ({extra[0]}), which may follow a dense μ"

@@ -8,6 +8,8 @@ from fastfact.federation.server.strategy import STRATEGIES, make
 from fastfact.methods.agnostic_fl import AgnosticFL
 from fastfact.methods.clustered_fl import ClusteredFL
 from fastfact.methods.factorized_fl import FactorizedFedAvg, FactorizedFLAlpha, FactorizedFLBeta
+from fastfact.methods.fedadam import FedAdam
+from fastfact.methods.fedala import FedALA
 from fastfact.methods.fedamp import FedAMP
 from fastfact.methods.fedavg import FedAvg
 from fastfact.methods.fedcac import FedCAC
@@ -22,12 +24,16 @@ from fastfact.methods.flora import FLoRA
 from fastfact.methods.hetlora import HetLoRA
 from fastfact.methods.lora import FedIT, FedSALoRA, FFALoRA, StandAloneLoRA
 from fastfact.methods.matched_lora import MatchedLoRA
-from fastfact.methods.partial import FedBN, FedPer, FedRep, LGFedAvg
+from fastfact.methods.moon import MOON
+from fastfact.methods.partial import FedBABU, FedBN, FedPer, FedRep, LGFedAvg
 from fastfact.methods.per_fedavg import PerFedAvg
 from fastfact.methods.pfedgate import PFedGate
+from fastfact.methods.pfedme import PFedMe
 from fastfact.methods.pfedsd import PFedSD
+from fastfact.methods.scaffold import Scaffold
 from fastfact.methods.simfed import SimFed
 from fastfact.methods.stand_alone import StandAlone
+from fastfact.methods.two_models import APFL, Ditto
 
 
 def names() -> list[str]:
@@ -38,15 +44,21 @@ def names() -> list[str]:
 
 
 __all__ = [
+    "APFL",
+    "MOON",
     "AgnosticFL",
     "ClusteredFL",
+    "Ditto",
     "FFALoRA",
     "FLoRA",
     "FactorizedFLAlpha",
     "FactorizedFLBeta",
     "FactorizedFedAvg",
+    "FedALA",
     "FedAMP",
+    "FedAdam",
     "FedAvg",
+    "FedBABU",
     "FedBN",
     "FedCAC",
     "FedDecomp",
@@ -66,10 +78,12 @@ __all__ = [
     "LGFedAvg",
     "MatchedLoRA",
     "PFedGate",
+    "PFedMe",
     "PFedPara",
     "PFedSD",
     "PerFedAvg",
     "RandomSplit",
+    "Scaffold",
     "SimFed",
     "StandAlone",
     "StandAloneLoRA",

@@ -5,6 +5,7 @@ LG-FedAvg: "Think Locally, Act Globally: Federated Learning with Local and Globa
 Allen, Auerbach, Brent, Salakhutdinov, Morency; 2020).
 FedRep: "Exploiting Shared Representations for Personalized Federated Learning" (Collins, Hassani, Mokhtari,
 Shakkottai; ICML 2021).
+FedBABU: "FedBABU: Toward Enhanced Representation for Federated Image Classification" (Oh, Kim, Yun; ICLR 2022).
 FedBN: "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization" (Li, Jiang, Zhang, Kamp, Dou; ICLR
 2021).
 """
@@ -15,6 +16,7 @@ from typing import ClassVar
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.tensors import TensorInfo
+from fastfact.kinds import setting
 
 
 @dataclass(kw_only=True)
@@ -117,6 +119,38 @@ class FedRep(Strategy):
             Phase(head, trains=lambda info: info.classifier),
             Phase(self.body_epochs, trains=lambda info: not info.classifier),
         ]
+
+
+@register
+@dataclass(kw_only=True)
+class FedBABU(Strategy):
+    """FedBABU (Oh et al., ICLR 2022, Algorithm 1): clients train the body and FedAvg averages it; the head, as it was
+    drawn at the start, is the same for all and is never trained. To be evaluated, a client's model is fine-tuned.
+
+    finetune_epochs: τ_f, on the client's training samples with the federation's learning rate, before each evaluation,
+    on a copy. The paper fine-tunes once, after the last round: what the last row of a client says. 0 leaves it out.
+    finetune: what trains then: "all" (the paper's choice), "body" or "head" (its comparisons).
+
+    The head is the classifier; it does not travel, and `share_classifier` changes nothing. `fed.models` are the models
+    before fine-tuning; `Federation.join(how="fine-tune")` is the paper's for clients that are new. Batch-norm (of which
+    its MobileNet has plenty, and the text says nothing) belongs to the body, statistics included.
+    """
+
+    finetune: str = setting("all", "What fine-tuning trains.", choices=("all", "body", "head"))
+    finetune_epochs: int = setting(1, "Epochs of fine-tuning before an evaluation.", unit="epochs", at_least=0)
+
+    name: ClassVar[str] = "fedbabu"
+    paper: ClassVar[str] = "Oh et al., ICLR 2022"
+
+    def shares(self, info: TensorInfo) -> bool:
+        return not info.classifier and self.allowed(info)
+
+    def phases(self, epochs: int) -> list[Phase]:
+        def tuned(info: TensorInfo) -> bool:
+            return self.finetune == "all" or info.classifier == (self.finetune == "head")
+
+        training = [Phase(epochs, trains=lambda info: not info.classifier)]
+        return training + [Phase(self.finetune_epochs, trains=tuned, adapts=True)] * (self.finetune_epochs > 0)
 
 
 @register

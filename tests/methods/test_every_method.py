@@ -52,6 +52,7 @@ def test_with_permuted_labels_classifier_and_norm_stay(name):
     fed.fit(2)
     travelled = set(fed.ledger.by_name("down")) - {"(frame)"}
     assert travelled == set(fed.shared if name != "stand-alone" else ())
-    wrapped = [n.removeprefix("model.") for n in travelled]
+    wrapped = [n.removeprefix("control.").replace("/", ".") for n in travelled]
+    wrapped = [n.removeprefix("model.").removeprefix("shared.") for n in wrapped]
     wrapped = [n.split(".", 2)[2] if n.startswith("components.") else n for n in wrapped]
     assert not any(n.startswith(("7.", "2.")) for n in wrapped)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad_and_value
 
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
@@ -62,14 +62,26 @@ class Net:
     ) -> dict[str, Tensor]:
         """The gradient of the cross-entropy of net(x) and y for each tensor in `params`, at these values: by default
         all that train, as they are. evaluate: in eval mode."""
+        return self.gradient_and_loss(x, y, params, evaluate=evaluate, differentiable=differentiable)[0]
+
+    def gradient_and_loss(
+        self,
+        x: Tensor,
+        y: Tensor,
+        params: dict[str, Tensor] | None = None,
+        *,
+        evaluate: bool = False,
+        differentiable: bool = False,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """`gradient`, and the cross-entropy, without gradient."""
         at = self.params if params is None else params
         if self.rest is not None:
 
-            def loss(at, rest):
+            def objective(at, rest):
                 net = Net(self.model, {**self.params, **at}, self.start, rest)
                 return F.cross_entropy(net(x, evaluate=evaluate), y)
 
-            grads = grad(loss)(at, self.rest)
+            grads, loss = grad_and_value(objective)(at, self.rest)
         else:
             if params is not None:
                 at = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
@@ -78,7 +90,7 @@ class Net:
                 loss, list(at.values()), create_graph=differentiable, allow_unused=True, materialize_grads=True
             )
             grads = dict(zip(at, grads, strict=True))
-        return grads if differentiable else {name: g.detach() for name, g in grads.items()}
+        return grads if differentiable else {name: g.detach() for name, g in grads.items()}, loss.detach()
 
 
 def cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:

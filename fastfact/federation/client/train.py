@@ -202,8 +202,8 @@ class Trainer:
             start = {name: tensor.clone() for name, tensor in state.items()}
         for phase in phases:
             for row in range(k if phase.update is not None else 0):
-                own = {name: tensor[row] for name, tensor in start.items()}
-                self._update(phase, state, row, own, data[row], orders[row])
+                first = {name: tensor[row] for name, tensor in start.items()}
+                self._update(phase, state, row, first, data[row], orders[row])
             step = self.steps.of(phase, self.trained(phase), state, kept, start)
             for _ in range(phase.epochs):
                 step.shuffle(data, self._order(sizes, orders))

@@ -118,6 +118,8 @@ class Strategy:
     Guests are clients that download without having reported in the last round: they missed it, or are new.
 
     newcomers_upload: whether the mix for guests looks at what they have (only if there are keys): it then travels.
+    trains_compact: whether its local training makes sense of a μ that is compact (see `Federation(sparsity=)`): not
+        where it compares or mixes tensors of different supports.
     clients_mix: whether the clients mix, each by `merge` from what it is offered, and `mix` is not asked.
     validation: the fraction of each client's training samples kept out of training, for the losses `merge` sees.
 
@@ -136,6 +138,7 @@ class Strategy:
     name: ClassVar[str] = "strategy"
     paper: ClassVar[str] = ""
     newcomers_upload: ClassVar[bool] = True
+    trains_compact: ClassVar[bool] = True
     clients_mix: ClassVar[bool] = False
     validation = 0.0
 
