@@ -29,8 +29,14 @@ app = typer.Typer(
 )
 HELP = {item.name: escape(item.metadata["help"]) for item in fields(Config)}
 
-bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+TRAIN, RESULTS, PAPERS, MACHINE = "Train", "Results", "Methods and papers", "This machine"
+
+bench = typer.Typer(
+    help="Measure layers, networks and federations on this machine.",
+    epilog="Example: fastfact bench layers --quick",
+    no_args_is_help=True,
+)
+app.add_typer(bench, name="bench", rich_help_panel=MACHINE)
 
 Quick = Annotated[bool, typer.Option("--quick", help="A few rows and rounds, to see that it works.")]
 Clock = Annotated[str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")]
@@ -114,10 +120,12 @@ def _merge(given: dict[str, Any], *also: str, begun: Mapping[str, Any] | None = 
     return with_settings(Config(**values), settings, extra.get("methods")), extra
 
 
-@app.command(epilog="Example: fastfact run --method fedprox --set mu=0.1 --rounds 10 --out runs/fedprox")
+@app.command(
+    epilog="Example: fastfact run --method fedprox --set mu=0.1 --rounds 10 --out runs/fedprox", rich_help_panel=TRAIN
+)
 @_with_config()
 def run(
-    directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="With --resume, in place of --out.")] = None,
+    directory: Annotated[Path | None, typer.Argument(metavar="DIR", help="With --resume: the run to continue.")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory for the results.", show_default=False)
     ] = None,
@@ -128,8 +136,10 @@ def run(
     *,
     given: dict[str, Any],
 ) -> None:
-    """Train one method; leaves configuration, metrics, checkpoint and pictures in --out. Under torchrun the clients are
-    spread over its processes.
+    """Train one method.
+
+    Leaves configuration, metrics, checkpoints and pictures in --out. Ctrl-C keeps what is done; --resume DIR goes on.
+    Under torchrun the clients are spread over its processes.
     """
     from fastfact.experiment import run as experiment
 
@@ -172,7 +182,10 @@ def _train(config: Config, out: Path, resume: bool, json_file: Path | None) -> N
         write_json(json_file, {"config": result["config"], "table": rows})
 
 
-@app.command(epilog="Example: fastfact compare --methods factorized-fl-beta,fedavg --seeds 3 --out runs/first")
+@app.command(
+    epilog="Example: fastfact compare --methods factorized-fl-beta,fedavg --seeds 3 --out runs/first",
+    rich_help_panel=TRAIN,
+)
 @_with_config("method", "store", "store_values", "memory_limit")
 def compare(
     out: Out,
@@ -185,7 +198,10 @@ def compare(
     *,
     given: dict[str, Any],
 ) -> None:
-    """Train several methods on several seeds and print one table. The same command again continues where it stopped."""
+    """Train several methods on several seeds, and print one table.
+
+    The same command again continues where it stopped.
+    """
     from fastfact.experiment.compare import Comparison
     from fastfact.federation.server.processes import in_torchrun
     from fastfact.methods import names as known
@@ -219,14 +235,14 @@ def _compare(comparison: Any, out: Path, jobs: str, json_file: Path | None) -> N
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: fastfact resume runs/first")
+@app.command(epilog="Example: fastfact resume runs/first", rich_help_panel=TRAIN)
 def resume(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What run or compare left.")],
     rounds: Annotated[int | None, typer.Option(help="Of a run: so many in all, not as it was begun.")] = None,
     jobs: Annotated[str, typer.Option(help="Of a comparison: cells trained at once.")] = "auto",
     json_file: Json = None,
 ) -> None:
-    """Continue a run or a comparison where it stopped, with the options it was begun with."""
+    """Continue a run or a comparison where it stopped."""
     from fastfact.experiment import report
     from fastfact.experiment.compare import Comparison
     from fastfact.experiment.run import options, started
@@ -241,12 +257,15 @@ def resume(
     _train(config if rounds is None else replace(config, rounds=rounds), directory, True, json_file)
 
 
-@app.command(epilog="Example: fastfact verify runs/first")
+@app.command(epilog="Example: fastfact verify runs/first", rich_help_panel=RESULTS)
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run, a comparison or a store of clients.")],
     json_file: Json = None,
 ) -> None:
-    """Check every digest of what is there, without its model. Exit code 1 if anything is not as it was written."""
+    """Check that every file is as it was written.
+
+    Needs no model. Exit code 1 if a digest is not what was written.
+    """
     from fastfact.experiment.verify import verify as check
 
     problems = check(directory)
@@ -259,7 +278,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command("report", epilog="Example: fastfact report runs/first --html runs/first.html")
+@app.command("report", rich_help_panel=RESULTS, epilog="Example: fastfact report runs/first --html runs/first.html")
 def report_command(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="What run or compare left, or a file of bench layers.")
@@ -271,7 +290,10 @@ def report_command(
     latex: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a LaTeX tabular.")] = None,
     json_file: Json = None,
 ) -> None:
-    """Print the table of a run or comparison and draw its pictures again; of a benchmark, ratios over density."""
+    """Print the table of a run or comparison; as a page, CSV or LaTeX too.
+
+    Draws its pictures again. Of a file of `fastfact bench layers`: ratios over density.
+    """
     from fastfact import files
     from fastfact.experiment import page, plots, report
 
@@ -295,7 +317,7 @@ def report_command(
     write_json(json_file, {"table": rows})
 
 
-@app.command(epilog="Example: fastfact info --plan resnet18 --density 0.1")
+@app.command(epilog="Example: fastfact info --plan resnet18 --density 0.1", rich_help_panel=MACHINE)
 def info(
     directory: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="A run, or a store of clients: what it holds.")
@@ -310,7 +332,10 @@ def info(
     shape: Annotated[str, typer.Option("--input", metavar="CxHxW", help="Shape of a sample, for --plan.")] = "3x32x32",
     json_file: Json = None,
 ) -> None:
-    """Backends and why they serve or not, versions, hardware, data sets, scenarios, models, methods; or a DIR."""
+    """List data sets, scenarios, models, methods, versions; or say what a DIR holds.
+
+    Backends with why they serve or not, too. --plan MODEL measures which compute path each layer of a network takes.
+    """
     import torch
 
     from fastfact.cli import about, paths
@@ -325,6 +350,27 @@ def info(
     parts = about.package() if directory is None else {str(directory): checkpoint.about(directory)}
     tables_of(parts)
     write_json(json_file, parts)
+
+
+@app.command(epilog="Example: fastfact doctor --json doctor.json", rich_help_panel=MACHINE)
+def doctor(json_file: Json = None) -> None:
+    """What is missing here, what that costs, and the line that mends it.
+
+    Exit code 1 if something is not as it should be.
+    """
+    from fastfact.cli import doctor as examination
+
+    findings = examination.examine()
+    looks = {examination.RIGHT: "green", examination.ABSENT: "yellow", examination.WRONG: "bold red"}
+    for finding in findings:
+        state = f"[{looks[finding.state]}]{finding.state:<6}[/]"
+        console.print(f"{state}  {finding.part}: {escape(finding.detail)}", soft_wrap=True)
+        for what, line in (("costs", finding.cost), ("mend", finding.mend)):
+            if line:
+                console.print(f"        {what}: {line}", markup=False, soft_wrap=True)
+    write_json(json_file, {"findings": examination.as_json(findings)})
+    if any(finding.state == examination.WRONG for finding in findings):
+        raise typer.Exit(1)
 
 
 @bench.command("layers", epilog="Example: fastfact bench layers --only forward --quick")
@@ -481,7 +527,7 @@ def _in_parts(parts, title: Callable[[str], str], json_file: Path | None, draw: 
             draw(some, json_file.with_suffix(".png"))
 
 
-@app.command(epilog="Example: fastfact reproduce fedfac table-2 --quick")
+@app.command(epilog="Example: fastfact reproduce fedfac table-2 --quick", rich_help_panel=PAPERS)
 def reproduce(
     paper: Annotated[str | None, typer.Argument(metavar="PAPER", help="Of which paper; none for a list.")] = None,
     result: Annotated[str | None, typer.Argument(metavar="RESULT", help="Which table or figure, see the list.")] = None,
@@ -503,9 +549,9 @@ def reproduce(
     jobs: Annotated[str, typer.Option(help="Cells trained at once; the numbers do not depend on it.")] = "auto",
     json_file: Json = None,
 ) -> None:
-    """Run a table or figure of a paper: our numbers beside the paper's, and its picture. Without arguments a list.
+    """Run a table or figure of a paper: our numbers beside its own.
 
-    The same command again continues where it stopped; results that share runs share them.
+    Without arguments a list. The same command again continues where it stopped; results that share runs share them.
     """
     from fastfact.cli import papers
 
@@ -525,7 +571,7 @@ def reproduce(
     papers.reproduce_result(paper, result, dataset, given, quick=quick, out=out, jobs=jobs, json_file=json_file)
 
 
-@app.command("methods", epilog="Example: fastfact methods --model resnet18 --density 0.4")
+@app.command("methods", rich_help_panel=PAPERS, epilog="Example: fastfact methods --model resnet18 --density 0.4")
 def list_methods(
     model: Annotated[str, typer.Option(help="Network, see `fastfact info`.")] = "resnet9",
     width: Annotated[float, typer.Option(help="Width multiplier of the network.")] = 1.0,
@@ -537,7 +583,7 @@ def list_methods(
     rounds: Annotated[str, typer.Option(help="Rounds to give the cost of all clients for.")] = "50,100",
     json_file: Json = None,
 ) -> None:
-    """Every method: paper, what is shared, and the bytes of one client and round, from the tensors that travel."""
+    """Every method: its paper, what is shared, and the bytes of a client and round."""
     from fastfact.cli import papers
 
     papers.list_methods(model, width, shape, classes, clients, density, permuted, rounds, json_file)

@@ -54,7 +54,7 @@ def _load_library(name: str) -> Backend:
             why_not = f"{file.name} does not load: {error}"
     if why_not:
         if name == "cpu":
-            why_not += f"; with a C++ compiler (g++ or clang++) this builds it, or says why not: {_mend()}"
+            why_not += f"; with a C++ compiler (g++ or clang++) this builds it, or says why not: {mend()}"
             log.warning("fastfact runs without its compiled kernels, slower by far: %s", why_not)
         return Backend(False, why_not)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -68,7 +68,7 @@ def _load_library(name: str) -> Backend:
     return Backend(True, detail)
 
 
-def _mend() -> str:
+def mend() -> str:
     """The command that builds the library of this installation, or says why it cannot."""
     from importlib import metadata
 
