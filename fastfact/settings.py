@@ -42,6 +42,43 @@ PRECISIONS = ("full", "bfloat16")
 RULES = ("mean", "median", "trimmed-mean", "multi-krum")
 
 
+LOSSES = ("cross_entropy", "mse", "bce", "next_token")
+METRICS = ("test_loss", "mse", "mae", "top5")
+
+
+def _loss(value: Any) -> str | None:
+    right = value in LOSSES if isinstance(value, str) else callable(value)
+    return None if right else f"one of {', '.join(LOSSES)}, or a function (output, target) → number"
+
+
+def _metrics(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        names, right = list(value), all(callable(metric) for metric in value.values())
+    else:
+        right = isinstance(value, list | tuple) and all(name in METRICS for name in value)
+        names = list(value) if right else []
+    right &= all(isinstance(name, str) and name and name not in ROW for name in names)
+    return (
+        None if right else f"a list of {', '.join(METRICS)}, or functions (output, target) → number by names of yours"
+    )
+
+
+ROW = (
+    "round",
+    "client",
+    "loss",
+    "accuracy",
+    "accuracy_before",
+    "density",
+    "bytes_up",
+    "bytes_down",
+    "seconds",
+    "left_out",
+    "epsilon",
+)
+"""The keys of a row of `History` that are no metric."""
+
+
 @dataclass(frozen=True)
 class FederationSettings:
     """What `Federation` takes as numbers and words, with its defaults."""
@@ -81,6 +118,15 @@ class FederationSettings:
         above=0,
     )
     accumulate: int = setting(1, "Batches whose gradients make one local step.", group="Local training", at_least=1)
+    loss: Any = setting(
+        "cross_entropy",
+        f"Loss of local training: {', '.join(LOSSES)}.",
+        group="Local training",
+        check=_loss,
+    )
+    metrics: Any = setting(
+        (), "What else to measure on each client's test samples.", group="Evaluation", check=_metrics
+    )
     precision: str = setting(
         "full", "Products of local training: full, or bfloat16 by autocast.", group="Local training", choices=PRECISIONS
     )
@@ -165,6 +211,8 @@ LATER = {
     "max_grad_norm": None,
     "accumulate": 1,
     "precision": "full",
+    "loss": "cross_entropy",
+    "metrics": (),
 }
 """What config.json of an older run does not say, and what it was: it is said only where it is something else."""
 

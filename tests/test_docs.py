@@ -22,7 +22,7 @@ def code_of(page: Path) -> list[str]:
 def page():
     """The names the page's code leaves behind."""
     code = code_of(PAGE)
-    assert len(code) == 3
+    assert len(code) == 4
     names = {}
     try:
         for block in code:

@@ -7,15 +7,16 @@ Samples = tuple[Tensor, Tensor]
 
 
 class Client:
-    """One client: `train` and `test`, each (x [n, …], y [n]) or a map-style dataset of (x, y) samples.
+    """One client: `train` and `test`, each (x [n, …], y [n, …]) or a map-style dataset of (x, y) samples.
 
-    x may be float (cast to the model's dtype) or integer (tokens); y are labels from 0. Sizes and label sets may differ
-    from client to client. A dataset is read once, here; augmentation belongs into `Federation(augment=)`.
+    x may be float (cast to the model's dtype) or integer (tokens); y are what `Federation(loss=)` wants: labels from 0,
+    numbers, or several of either. Sizes and label sets may differ from client to client. A dataset is
+    read once, here; augmentation belongs into `Federation(augment=)`.
     num_classes: how many labels the client's classifier tells apart; vocabulary: how many different tokens there are,
     where x are tokens. group: which of the groups of clients that a scenario makes. `make_clients` sets the three, for
     whoever builds the model or asks who belongs together; a federation is told none of them.
 
-    Raises ValueError for an empty set, lengths that differ, labels that are no integers or negative, NaN or inf in x.
+    Raises ValueError for an empty set, lengths that differ, and NaN or inf in x or y.
     """
 
     def __init__(
@@ -60,22 +61,25 @@ def _samples(what: str, data) -> Samples:
                     f" {list(pairs[0][0].shape)}: must be alike"
                 )
         x = torch.stack([sample for sample, _ in pairs])
-        y = _tensor(f"{what}: y", [label.tolist() for _, label in pairs])
+        if odd := next((i for i, (_, y) in enumerate(pairs) if y.shape != pairs[0][1].shape), None):
+            raise ValueError(
+                f"{what}: y of sample {odd} is {list(pairs[odd][1].shape)}, of sample 0 {list(pairs[0][1].shape)}:"
+                " must be alike"
+            )
+        y = torch.stack([label for _, label in pairs])
     else:
         raise ValueError(f"{what} is {type(data).__name__}, must be a pair of tensors (x, y) or a map-style dataset")
-    if y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise ValueError(f"{what}: y is {y.dtype} {list(y.shape)}, must be integer labels [n]")
+    if y.dim() < 1 or y.is_complex():
+        raise ValueError(f"{what}: y is {y.dtype} {list(y.shape)}, must be labels or numbers [n, …]")
     if x.dim() < 1 or len(x) != len(y):
         raise ValueError(f"{what}: {len(x) if x.dim() else 0} samples x but {len(y)} labels y, must be as many")
     if len(y) == 0:
         raise ValueError(f"{what} has no samples, must have at least one")
-    y = y.long()
-    if int(y.min()) < 0:
-        raise ValueError(f"{what}: label {int(y.min())} in y, must be 0 or more")
-    if x.is_floating_point() and not torch.isfinite(x).all():
-        at = int((~torch.isfinite(x.flatten(1) if x.dim() > 1 else x[:, None])).any(1).nonzero()[0])
-        raise ValueError(f"{what}: sample {at} of x has NaN or inf")
-    return x, y
+    for name, part in (("x", x), ("y", y)):
+        if part.is_floating_point() and not torch.isfinite(part).all():
+            at = int((~torch.isfinite(part.flatten(1) if part.dim() > 1 else part[:, None])).any(1).nonzero()[0])
+            raise ValueError(f"{what}: sample {at} of {name} has NaN or inf")
+    return x, y if y.is_floating_point() or y.dtype == torch.bool else y.long()
 
 
 def _tensor(what: str, value) -> Tensor:

@@ -202,6 +202,7 @@ def assemble(config: Config, parts: Parts, group: Group | None = None) -> Federa
     """The federation of these parts, before its first round."""
     names = [item.name for item in fields(FederationSettings) if hasattr(config, item.name)]
     settings = {name: getattr(config, name) for name in names}
+    settings["metrics"] = [name for name in config.metrics.split(",") if name]
     if config.schedule_rounds is None:
         scheduled = config.schedule != "constant" or config.lr_warmup
         settings["schedule_rounds"] = config.rounds if scheduled else 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastfact.kinds import like, setting, value_error
-from fastfact.settings import FederationSettings
+from fastfact.settings import LOSSES, METRICS, FederationSettings
 
 SIMULATION = "simulation"
 """FedFac's simulated clients as a data set, whatever the scenario; `Config.simulation` are its settings."""
@@ -55,6 +55,11 @@ def _trackers() -> tuple[str, ...]:
 def _cohort(value: str) -> str | None:
     right = value in ("auto", "threads") or (value.isdigit() and int(value) > 0)
     return None if right else "auto, threads or a number of at least 1"
+
+
+def _metrics(value: str) -> str | None:
+    names = [name for name in value.split(",") if name]
+    return None if all(name in METRICS for name in names) else f"of {', '.join(METRICS)}, separated by commas"
 
 
 def _folder(value: str) -> str | None:
@@ -210,6 +215,14 @@ class Config:
         at_least=0,
     )
     only: str = setting("", "Of the clients of the scenario only these, counted from 1: 1,3.", group="Data and clients")
+    loss: str = like(FederationSettings, "loss", "cross_entropy", choices=LOSSES)
+    metrics: str = like(
+        FederationSettings,
+        "metrics",
+        "",
+        help=f"What else to measure on each client's test samples, separated by commas: {', '.join(METRICS)}.",
+        check=_metrics,
+    )
     record: str = setting(
         "", "More to keep of every round, see `fastfact info`: similarity,matching.", group="Evaluation"
     )

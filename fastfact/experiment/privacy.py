@@ -149,6 +149,9 @@ def leakage(
     rows = []
     for k in known if clients is None else clients:
         x, y = placed(members[k].train, federation.device, dtype)
+        classes = federation.classes
+        if classes is None:
+            raise ValueError("leakage: the clients have no class labels, which the attack finds")
         if not has_images(federation):
             raise ValueError(f"leakage: the samples are {x.dtype} {list(x.shape[1:])}, must be images (c, h, w)")
         model = federation.models[k]
@@ -162,7 +165,7 @@ def leakage(
             one, label = x[place : place + 1], y[place : place + 1]
             seen = {name: g.detach() for name, g in gradients(model, one, label, names).items()}
             found, odds, distance = invert(
-                attacked, seen, one.shape, federation.classes, steps=steps, tries=tries, masks=masks, generator=draw
+                attacked, seen, one.shape, classes, steps=steps, tries=tries, masks=masks, generator=draw
             )
             found = found.clamp(low, high)
             rows.append(

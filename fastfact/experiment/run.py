@@ -240,7 +240,7 @@ def _join(fed: Federation, clients: Sequence[Client]) -> dict[str, float]:
         if how == "ensemble" and fed.group.size > 1:
             continue
         with contextlib.suppress(newcomers.NothingPersonal):
-            accuracy[how] = float(np.mean(fed.join(clients, how).accuracy))
+            accuracy[how] = float(np.mean(np.array(fed.join(clients, how).accuracy, float)))
     return accuracy
 
 

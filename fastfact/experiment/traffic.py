@@ -57,8 +57,8 @@ def shape_of(model: str, text: str | None) -> tuple[int, ...]:
 class _Unmeasured(Federation):
     """A federation whose rounds are run for their bytes alone: no model is evaluated."""
 
-    def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
-        return [0.0] * len(clients)
+    def _evaluate(self, round: int, clients: list[int], work: State) -> list[dict[str, float | None]]:
+        return [{"accuracy": 0.0} for _ in clients]
 
 
 def _idle(method: Strategy) -> Strategy:

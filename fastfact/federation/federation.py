@@ -77,7 +77,8 @@ class Federation(Local):
     """Personalized federated learning of one model on many clients, simulated on this machine.
 
     model: () → nn.Module, called once, with PyTorch's generator seeded; every client starts from it. The method
-        factorizes it if it needs to. The model maps x [n, …] to logits [n, classes].
+        factorizes it if it needs to. The model maps x [n, …] to outputs [n, …], for class labels logits [n, classes];
+        of outputs that have `logits`, as those of transformers, these are taken.
     clients: `Client` objects. Samples have one shape; sizes and label sets may differ. A list or tuple is checked and
         put in place at once, any other sequence (see `LazyClients`) as rounds ask for its clients.
     method: a name (see `ff.methods.names()`), or a `Strategy` object. settings: of the method, where it is a name, as
@@ -87,12 +88,21 @@ class Federation(Local):
     optimizer: "sgd", "adam" or "adamw", as those of PyTorch with β₁ = momentum, `beta2` and `eps`; μ takes its L1
         penalty by the proximal step of each (see `ff.optim`). What it keeps starts at zero in each round, or, with
         optimizer_states="kept", is a part of the client's state, from each of its rounds to the next. Copies of models
-        that adapt before they are evaluated (`Phase.adapts`) do so by SGD.
+        that adapt before they are evaluated (`Phase.adapts`) do so from zero, and by SGD where the method has a
+        learning rate for it.
     schedule, schedule_rounds, lr_warmup: the learning rate is "constant", or falls to 0 in a line ("linear") or half a
         cosine ("cosine") over `schedule_rounds` rounds, 0: anew over the steps of each round; in the fraction
         `lr_warmup` of them at the start it rises. Phases with a learning rate of their own keep it.
     max_grad_norm: the gradients of each client's step are scaled down to this Euclidean norm. accumulate: so many
         batches make a step, with the mean of their gradients by their samples; the last of an epoch may be fewer.
+    loss: what local training minimises, the mean over a batch: "cross_entropy" of logits [n, classes, …] and labels
+        [n, …] (more axes, as of pixels or tokens, may have −100 for labels that do not count), "mse", "bce" (of logits,
+        for several labels a sample), "next_token" (logits [n, t, vocabulary] and the tokens [n, t]), or a function
+        (output [n, …], y [n, …]) → number. Methods whose own loss is one of class labels (`Strategy.classifies`) take
+        the first only, of one label a sample.
+    metrics: what `History` has of each client's test samples besides the accuracy (None where y are no classes): names,
+        "test_loss" (of `loss`), "mse", "mae", "top5", or functions as for `loss` by names of their own; of more than
+        1,024 samples the mean over batches of as many.
     precision: "bfloat16" trains (and does not evaluate) under autocast; parameters and the loss stay as they are.
     participation: the fraction of the clients that takes part in a round, drawn anew each round, at least one.
     augment: (x, generator) → x on each training batch; draw from the generator alone.
@@ -161,6 +171,8 @@ class Federation(Local):
         max_grad_norm: float | None = None,
         accumulate: int = 1,
         precision: str = "full",
+        loss: str | Callable[[Tensor, Tensor], Tensor] = "cross_entropy",
+        metrics: Sequence[str] | Mapping[str, Callable[[Tensor, Tensor], Tensor]] = (),
         participation: float = 1.0,
         augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
         seed: int = 0,
@@ -202,6 +214,8 @@ class Federation(Local):
             "max_grad_norm": max_grad_norm,
             "accumulate": accumulate,
             "precision": precision,
+            "loss": loss,
+            "metrics": tuple(metrics) if isinstance(metrics, list) else metrics,
             "participation": participation,
             "seed": seed,
             "cohort": cohort,
@@ -608,7 +622,7 @@ class Federation(Local):
             downloads.deliver(clients, state, lambda row, models: self._loss_of(clients[row], models))
         return downloads is not None
 
-    def accuracies_as_downloaded(self) -> list[float] | None:
+    def accuracies_as_downloaded(self) -> list[float | None] | None:
         """The accuracy of each client's model as the next round's download makes it, on the client's own test samples.
 
         What the last aggregation is worth, whoever took part in it; None where nothing is mixed. Changes nothing here.
@@ -617,7 +631,7 @@ class Federation(Local):
         if not self._deliver_next(state):
             return None
         parts = self.group.each(self._evaluate(self.round + 1, list(self.here), state))
-        return [accuracy for part in parts for accuracy in part]
+        return [measured["accuracy"] for part in parts for measured in part]
 
     def join(self, clients: Sequence[Client], how: str = "local-train", epochs: int | None = None) -> Newcomers:
         """What clients that come after training get out of it, on their own test samples. Changes nothing here.
@@ -654,7 +668,7 @@ class Federation(Local):
         """See `analysis.encode`."""
         return analysis.encode(self, x, client)
 
-    def accuracies(self, state: State) -> list[float]:
+    def accuracies(self, state: State) -> list[float | None]:
         """The accuracy of other tensors [K, …] in place of the clients' own, on the test samples of each."""
         return self.trainer.evaluate(state, [one.test for one in self._data])
 
@@ -672,7 +686,7 @@ class Federation(Local):
             "format": 1,
             "id": self.id,
             "method": {"name": self.method.name, "settings": _as_recorded(self.method)},
-            "settings": {name: value for name, value in self.settings.items() if LATER.get(name, ...) != value},
+            "settings": {name: _named(value) for name, value in self.settings.items() if LATER.get(name, ...) != value},
             "clients": len(self),
             "source": self.source,
             "executor": dataclasses.asdict(self.plan),
@@ -698,6 +712,8 @@ class Federation(Local):
         store: str | Path | None = None,
         memory_limit: float | None = None,
         group: Group | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None,
     ) -> "Federation":
         """The federation as its newest checkpoint in `directory` has it; `fit` goes on from there, bit for bit.
 
@@ -707,7 +723,7 @@ class Federation(Local):
         history, but `fit` raises. method: needed for a Strategy that is not registered. augment: as model.
         store: where the clients' states are now, if they were in a directory that has moved. memory_limit: in place of
         the one there was. group: as in the constructor, whatever it was when the checkpoint was written; every process
-        reads `directory`.
+        reads `directory`. loss, metrics: functions that were used, needed unless they are of a module already imported.
         `fed.source` is what was recorded when the federation was made.
 
         Raises RunDirectoryError (a ValueError) naming what is missing or does not fit.
@@ -730,6 +746,9 @@ class Federation(Local):
         model = model or resolve(config["model"])
         if model is None:
             raise RunDirectoryError(f"{directory}: the model {config['model']!r} cannot be found again, pass model=")
+        for name, given in (("loss", loss), ("metrics", metrics)):
+            if name in settings:
+                settings[name] = given or _found(directory, name, settings[name])
         used = config["augment"]
         settings["sparsity"] = settings.get("sparsity")
         fed = cls(
@@ -748,6 +767,25 @@ class Federation(Local):
 
 def _append(directory: RunDirectory, done: Round, sync: bool) -> None:
     directory.append(done.rows, done.ledger, sync)
+
+
+def _named(value: Any) -> Any:
+    """A setting as JSON can hold it: functions by their names."""
+    if isinstance(value, Mapping) and any(map(callable, value.values())):
+        return {name: _named(function) for name, function in value.items()}
+    return {"factory": name_of(value)} if callable(value) else list(value) if isinstance(value, tuple) else value
+
+
+def _found(directory: Path, name: str, recorded: Any) -> Any:
+    """The functions of a setting that `_named` recorded. Raises RunDirectoryError for one that is not known here."""
+    if not isinstance(recorded, dict):
+        return recorded
+    if "factory" not in recorded:
+        return {key: _found(directory, name, one) for key, one in recorded.items()}
+    function = resolve(recorded)
+    if function is None:
+        raise RunDirectoryError(f"{directory}: {name} {recorded['factory']!r} cannot be found again, pass {name}=")
+    return function
 
 
 def _as_recorded(method: Strategy) -> dict[str, Any]:

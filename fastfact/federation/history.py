@@ -6,10 +6,11 @@ from typing import Any
 
 class History(list[dict[str, Any]]):
     """A list of rows with the keys round, client, loss (mean over the round's local steps; None if not finite),
-    accuracy (of the client's model on its own test set, after local training), accuracy_before (the same after the
-    download, before training; None where nothing was mixed, as in the first round), density (of μ; None without one),
-    bytes_up, bytes_down, seconds (of local training), left_out (None, or why the client was left out of the round);
-    with noise also epsilon (of all rounds up to this one).
+    accuracy (of the client's model on its own test set, after local training; None where there are no classes),
+    accuracy_before (the same after the download, before training; None where nothing was mixed, as in the first round),
+    density (of μ; None without one), bytes_up, bytes_down, seconds (of local training), left_out (None, or why the
+    client was left out of the round); with noise also epsilon (of all rounds up to this one); for each metric of
+    `Federation(metrics=)` its name and NAME_before, as the accuracy.
     """
 
     def rounds(self) -> list[int]:

@@ -19,6 +19,7 @@ from fastfact.federation.client.executor import BATCHED, ONE, THREADS, Execution
 from fastfact.federation.client.optimizer import KEPT
 from fastfact.federation.client.placement import Placement, formatted
 from fastfact.federation.client.step import Settings
+from fastfact.federation.client.task import CLASSES
 from fastfact.federation.config import check_settings, taking_part
 from fastfact.federation.server import strategy
 from fastfact.federation.server.exchange import START, ClientRound, Download, Exchange, bounded, client_round, diverged
@@ -96,14 +97,17 @@ class Local:
         self.device = next(self.template.parameters()).device
         self.clients: Sequence[Client] | None = None
         self._draws = "globally"
+        self.task = CLASSES
 
     def _setup_clients(self, clients, first: int = 0, together: int | None = None) -> None:
         """together: how many train here in a round, if not what `participation` gives."""
         self.clients = list(clients) if isinstance(clients, list | tuple) else clients
         like = next(self.template.parameters())
         self._data = Placement(self.clients, like, self.method.validation, self.settings["seed"], first)
-        self.classes = setup.classes_of(self.template, self._data, self.settings["batch_size"])
-        self._data.set_classes(self.classes)
+        self.task, self.classes = setup.task_for(self.template, self._data, self.settings)
+        setup.check_task(self.task, self.method)
+        if self.task.plain:
+            self._data.set_classes(self.classes)
         self._draws = setup.draws_of(self.template, self._data)
         self._setup_plan(together or self._taking_part(len(self.clients)))
 
@@ -204,6 +208,7 @@ class Local:
                 seed=s["seed"],
                 draws=self._draws,
                 graphs=self.graphs,
+                task=self.task,
                 **{name: s.get(name, LATER.get(name)) for name in TRAINING},
             ),
         )
@@ -240,12 +245,13 @@ class Local:
             raise ValueError(f"{self.method.name} mixes by samples, pass Federation.load(DIR, clients=)")
         return self.trainer.loss(state, self._data[client].held_out)
 
-    def _evaluate(self, round: int, clients: list[int], work: State) -> list[float]:
-        """The accuracy of each client on its own test set, after the adaptation the strategy asks for (on a copy)."""
+    def _evaluate(self, round: int, clients: list[int], work: State) -> list[dict[str, float | None]]:
+        """The accuracy and metrics of each client on its own test set, after the adaptation the strategy asks for (on a
+        copy)."""
         if self.method.active_phases(self.settings["epochs"], adapts=True):
             work = take(work, range(len(clients)))
             self._train(round, clients, work, None, adapts=True)
-        return self._executor_of(round).evaluate(work, [self._data[k].test for k in clients])
+        return self._executor_of(round).measure(work, [self._data[k].test for k in clients])
 
     def _train(
         self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
@@ -312,20 +318,22 @@ class Local:
                 log.warning("round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k])
                 for name, tensor in kept(k).items():
                     work[name][row].copy_(tensor[0])
-        before = [None] * len(clients) if done.before is None else done.before
-        accuracies, densities = self._evaluate(round, clients, work), analysis.densities(work, self.infos, self.sparse)
+        measured, densities = self._evaluate(round, clients, work), analysis.densities(work, self.infos, self.sparse)
+        before = [dict.fromkeys(one) for one in measured] if done.before is None else done.before
         return done, [
             {
                 "round": round,
                 "client": k,
                 "loss": done.losses[row] if math.isfinite(done.losses[row]) else None,
-                "accuracy": accuracies[row],
-                "accuracy_before": before[row],
+                "accuracy": measured[row]["accuracy"],
+                "accuracy_before": before[row]["accuracy"],
                 "density": densities[row],
                 "bytes_up": 0,
                 "bytes_down": 0,
                 "seconds": done.seconds[row],
                 "left_out": left_out.get(k),
+                **measured[row],
+                **{f"{name}_before": value for name, value in before[row].items()},
             }
             for row, k in enumerate(clients)
         ]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastfact.data.client import Client
 from fastfact.federation import analysis, setup
-from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase, cross_entropy
+from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase, usual
 from fastfact.federation.client.placement import Placement
 from fastfact.federation.client.train import Trainer
 from fastfact.federation.server.exchange import server_round
@@ -44,7 +44,7 @@ class Newcomers:
     """What `Federation.join` found, in the order of its clients. models: None for an ensemble, which has none."""
 
     how: str
-    accuracy: list[float]
+    accuracy: list[float | None]
     bytes_up: list[int]
     bytes_down: list[int]
     models: Models | None = None
@@ -67,8 +67,12 @@ def join(fed: Trained, clients: Sequence[Client], how: str, epochs: int | None) 
             f"join(clients=): samples of shape {list(data.sample().shape)}, those of the federation have"
             f" {fed.identity['sample'][0]}"
         )
-    data.set_classes(setup.classes_of(fed.template, data, fed.settings["batch_size"]))
+    task, classes = setup.task_for(fed.template, data, fed.settings)
+    if task.plain:
+        data.set_classes(classes)
     if how == "ensemble":
+        if not task.plain:
+            raise ValueError("join(how='ensemble'): averages probabilities of classes, the loss must be cross_entropy")
         return _ensemble(fed, data)
     ledger, first, round = Ledger(), len(fed), fed.round + 1
     places = range(first, first + len(clients))
@@ -132,13 +136,13 @@ def _personal(fed: Trained, phases: Sequence[Phase], masks: Mapping[str, Tensor]
         def trains(info, phase=phase):
             return phase.trains(info) and (info.name not in shared or info.name in masks)
 
-        def loss(net, x, y, objective=phase.loss or cross_entropy):
+        def loss(net, x, y, objective=phase.loss or usual):
             fixed = {
                 name: torch.where(mask.view(-1, *[1] * (net.params[name].dim() - 1)), net.start[name], net.params[name])
                 for name, mask in masks.items()
                 if name in net.params
             }
-            return objective(Net(net.model, net.params | fixed, net.start, net.rest or {}), x, y)
+            return objective(Net(net.model, net.params | fixed, net.start, net.rest or {}, net.task), x, y)
 
         if any(trains(fed.infos[name]) for name in fed.trainer.trainable):
             kept.append(replace(phase, trains=trains, loss=loss if masks else phase.loss))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastfact.federation.client.compact import mu_layers
 from fastfact.federation.client.dropout import Streams
 from fastfact.federation.client.placement import Placement, channels_last
+from fastfact.federation.client.task import CLASSES, Task, metrics_of, task_of
 from fastfact.federation.server import privacy
 from fastfact.federation.server.exchange import Exchange, is_relative
 from fastfact.federation.server.strategy import Strategy
@@ -66,16 +67,18 @@ def channels_last_of(template: nn.Module, data: Placement) -> nn.Module | None:
     return model
 
 
-def classes_of(template: nn.Module, data: Placement, batch_size: int) -> int:
-    """Run the model on a sample: it must take the clients' x and give logits. Returns the number of classes."""
-    x = data[data.first].train[0][:2]
+def task_for(template: nn.Module, data: Placement, settings: Mapping[str, Any]) -> tuple[Task, int | None]:
+    """Run the model on a sample: it must take the clients' x and give what the loss wants for their y. Returns the task
+    of a federation of these settings, and the number of classes, None where y are no classes."""
+    (x, y), batch_size = (part[:2] for part in data[data.first].train), settings["batch_size"]
     try:
-        logits = logits_of(template, x)
+        output = logits_of(template, x)
     except Exception as error:
         raise ValueError(f"Federation(model=): does not take samples {x.dtype} {list(x.shape[1:])}: {error}") from error
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
-        got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"Federation(model=): gives {got} for {len(x)} samples, must give logits [n, classes]")
+    if not isinstance(output, Tensor) or not output.dim() or len(output) != len(x):
+        got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(f"Federation(model=): gives {got} for {len(x)} samples, must give outputs [n, …]")
+    task = task_of(settings.get("loss", "cross_entropy"), metrics_of(settings.get("metrics", ())), output, y)
     alone = [k for k, client in data.placed.items() if batch_size == 1 or len(client.train[1]) == 1]
     if alone:
         try:
@@ -88,13 +91,22 @@ def classes_of(template: nn.Module, data: Placement, batch_size: int) -> int:
             logits_of(template, x[:1], train=True)
         except ValueError as error:
             data.alone = error
-    return logits.shape[1]
+    return task, output.shape[1] if task.plain else None
+
+
+def check_task(task: Task, method: Strategy) -> None:
+    """Raise ValueError for a method whose own loss is one of class labels, where there are none."""
+    if method.classifies and not task.plain:
+        raise ValueError(
+            f"Federation(method={method.name!r}): its loss is a cross-entropy of one label a sample and takes no other;"
+            " loss must be cross_entropy, and y integer labels [n]"
+        )
 
 
 def logits_of(model: nn.Module, x: Tensor, train: bool = False) -> Tensor:
     """What a copy of `model` makes of x; neither the model nor the global generator notices."""
     with torch.no_grad(), seeded(0, 0, 0, "probe", x.device):
-        return copy.deepcopy(model).train(train)(x)
+        return CLASSES.output(copy.deepcopy(model).train(train), x)
 
 
 def draws_of(template: nn.Module, data: Placement) -> str:

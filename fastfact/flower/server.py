@@ -121,6 +121,8 @@ class Server(Local):
         if unknown := sorted(set(settings) - set(SETTINGS)):
             raise ValueError(f"Server({unknown[0]}=): unknown setting, must be one of {', '.join(SETTINGS)}")
         all_of_them = {**SETTINGS, **settings, **FIXED}
+        if callable(all_of_them["loss"]) or isinstance(all_of_them["metrics"], Mapping):
+            raise ValueError("loss and metrics of a deployment must be names: functions do not travel")
         super().__init__(method, method_settings, all_of_them, l1=l1)
         self.k, self.run = clients, run or secrets.token_hex(8)
         self._setup_model(model, device)
@@ -318,7 +320,8 @@ class Server(Local):
     def _upload(self, round: int, client: Mapping[str, Any], group: list[bytes], made: _Round) -> _Upload:
         k = client["row"]["client"]
         asked, row = made.asked[k], {"round": round, "client": k}
-        for name in ("loss", "accuracy", "accuracy_before", "density", "seconds"):
+        own = [name for metric in self.settings["metrics"] for name in (metric, f"{metric}_before")]
+        for name in ("loss", "accuracy", "accuracy_before", "density", "seconds", *own):
             value = client["row"][name]
             if type_error(value, float | None):
                 raise RefusedError(f"client {k}: {name} is {value!r}")

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server import mixing
@@ -65,7 +64,7 @@ class AgnosticFL(Strategy):
         return [Phase(epochs, update=self._measure)]
 
     def _measure(self, net: Any, x: Tensor, y: Tensor) -> State:
-        return {"loss": F.cross_entropy(net(x, evaluate=True), y)[None]}
+        return {"loss": net.loss(x, y, evaluate=True)[None]}
 
     def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
         # Guests come after the mix, which has moved λ on.

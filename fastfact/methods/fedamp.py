@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server import mixing
@@ -70,7 +69,7 @@ class FedAMP(Strategy):
     def _loss(self, net: Any, x: Tensor, y: Tensor) -> Tensor:
         pulled = [name for name in self._shared if name in net.params]
         distance = sum((net.params[name] - net.start[f"cloud/{name}"]).square().sum() for name in pulled)
-        return F.cross_entropy(net(x), y) + self.lam / (2 * self.alpha) * distance
+        return net.loss(x, y) + self.lam / (2 * self.alpha) * distance
 
     def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
         if guests is None:

@@ -58,6 +58,7 @@ class FedEM(Strategy):
 
     name: ClassVar[str] = "fedem"
     paper: ClassVar[str] = "Marfoq et al., NeurIPS 2021"
+    classifies: ClassVar[bool] = True
 
     def check(self) -> None:
         super().check()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
@@ -46,4 +45,4 @@ class FedProx(Strategy):
     def _loss(self, net: Any, x: Tensor, y: Tensor) -> Tensor:
         pulled = [name for name in self._downloaded if name in net.params]
         distance = sum((net.params[name] - net.start[name]).square().sum() for name in pulled)
-        return F.cross_entropy(net(x), y) + self.prox / 2 * distance
+        return net.loss(x, y) + self.prox / 2 * distance

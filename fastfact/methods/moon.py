@@ -81,4 +81,4 @@ class MOON(Strategy):
             previous = self._seen(net, x, {name: net.start[PREVIOUS + name] for name in self._names})[1]
         logits, z = self._seen(net, x)
         near, far = F.cosine_similarity(z, downloaded), F.cosine_similarity(z, previous)
-        return F.cross_entropy(logits, y) + self.contrast * F.softplus((far - near) / self.temperature).mean()
+        return net.task.loss(logits, y) + self.contrast * F.softplus((far - near) / self.temperature).mean()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
@@ -49,4 +48,4 @@ class PerFedAvg(Strategy):
         first = slice(0, half or None)
         gradient = net.gradient(x[first], y[first], differentiable=not self.first_order)
         adapted = {name: tensor - self.alpha * gradient[name] for name, tensor in net.params.items()}
-        return F.cross_entropy(net(x[half:], adapted), y[half:])
+        return net.loss(x[half:], y[half:], adapted)

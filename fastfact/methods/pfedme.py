@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Uploads, register
@@ -57,7 +56,7 @@ class PFedMe(ServerStep):
     def _loss(self, net: Any, x: Tensor, y: Tensor) -> Tensor:
         theta = self._personal(net, x, y)
         with torch.no_grad():
-            loss = F.cross_entropy(net(x, theta, evaluate=True), y)
+            loss = net.loss(x, y, theta, evaluate=True)
         return loss + self.prox / 2 * sum((net.params[name] - theta[name]).square().sum() for name in theta)
 
     def _personalize(self, net: Any, x: Tensor, y: Tensor) -> State:

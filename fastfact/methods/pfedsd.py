@@ -36,6 +36,7 @@ class PFedSD(Strategy):
 
     name: ClassVar[str] = "pfedsd"
     paper: ClassVar[str] = "Jin et al., TPDS 2023"
+    classifies: ClassVar[bool] = True
 
     def check(self) -> None:
         super().check()

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastfact.federation.client.data import batches
 from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase
@@ -108,7 +107,7 @@ class Scaffold(ServerStep):
             for name in self._controlled
             if name in net.params
         )
-        loss = F.cross_entropy(net(x), y)
+        loss = net.loss(x, y)
         return loss + (correction - correction.detach()) if isinstance(correction, Tensor) else loss
 
     def _renew(self, training: Phase, net: Any, x: Tensor, y: Tensor) -> State:
@@ -126,7 +125,7 @@ class Scaffold(ServerStep):
     def _gradient(self, net: Any, x: Tensor, y: Tensor) -> State:
         """Of the mean loss of the client's samples, at x."""
         params, rest = ({name: net.start[name] for name in some} for some in (net.params, net.rest))
-        at = Net(net.model, params, net.start, rest)
+        at = Net(net.model, params, net.start, rest, net.task)
         sums: State = {}
         for some, labels in zip(x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True):
             for name, part in at.gradient(some, labels, evaluate=True).items():

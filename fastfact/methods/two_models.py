@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
@@ -113,7 +112,7 @@ class Ditto(_TwoModels):
 
     def _loss(self, net: Any, x: Tensor, y: Tensor) -> Tensor:
         apart = [net.params[PERSONAL + name] - net.start[SHARED + name] for name in self._pulled]
-        return F.cross_entropy(net(x), y) + self.prox / 2 * sum(part.square().sum() for part in apart)
+        return net.loss(x, y) + self.prox / 2 * sum(part.square().sum() for part in apart)
 
 
 @register
@@ -148,7 +147,7 @@ class APFL(_TwoModels):
         return [Phase(epochs, update=self._adapt if self.adaptive else None, loss=self._loss)]
 
     def _loss(self, net: Any, x: Tensor, y: Tensor) -> Tensor:
-        return _loss_of_shared(net, x, y) + F.cross_entropy(net(x), y)
+        return _loss_of_shared(net, x, y) + net.loss(x, y)
 
     def _adapt(self, net: Any, x: Tensor, y: Tensor) -> State:
         batch = torch.randperm(len(y), generator=net.generator)[: net.settings.batch_size].to(y.device)
@@ -158,4 +157,4 @@ class APFL(_TwoModels):
 
 
 def _loss_of_shared(net: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(net(x, part="shared"), y)
+    return net.loss(x, y, part="shared")

@@ -386,8 +386,6 @@ def test_bad_clients():
         ((x[:0], y[:0]), "train has no samples"),
         (([]), "train has no samples"),
         ((x, y[:3]), "4 samples x but 3 labels"),
-        ((x, y.double()), "y is torch.float64"),
-        ((x, y - 1), "label -1"),
         ((torch.where(x == x[2, 3], torch.nan, x), y), "sample 2 of x has NaN"),
         (3, "train is int"),
     ]:
@@ -401,9 +399,15 @@ def test_bad_clients():
 
 def test_clients_that_do_not_fit_together(make):
     clients = make.clients()
-    with pytest.raises(ValueError, match="client 1 has label 3, the model has 3 outputs"):
-        x, y = clients[1].train
-        make(clients=[clients[0], ff.Client(train=(x, y + 1), test=clients[1].test)])
+    x, y = clients[1].train
+    for labels, message in [
+        (y + 1, "client 1 has label 3, the model has 3 outputs"),
+        (y - 1, "client 1 has label -1, .* labels must be 0 … 2"),
+        (y.double(), "targets y of client 1 are floating numbers .* each, of client 0 integers"),
+        (torch.stack([y, y], 1), r"targets y of client 1 are integers \[2\] each, of client 0 integers \[\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make(clients=[clients[0], ff.Client(train=(x, labels), test=clients[1].test)])
     with pytest.raises(ValueError, match=r"samples of client 2 have shape \[4\], of client 0 \[6\]"):
         make(clients=[*clients[:2], *make.clients(shape=(4,), sizes=(5,))])
 

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastfact.data.client import Samples
@@ -129,23 +128,23 @@ class CompactTrainer:
             state[key].copy_(rows.scatter_(1, small[_index(name)].long(), small[key]).reshape(state[key].shape))
         return result
 
-    def evaluate(self, state: State, data: Sequence[Samples], together: int = 1) -> list[float]:
-        """`Trainer.evaluate`."""
-        accuracies = []
+    def measure(self, state: State, data: Sequence[Samples], together: int = 1) -> list[dict[str, float | None]]:
+        """`Trainer.measure`."""
+        found = []
         for rows in self._together(len(data)):
             some = {name: tensor[rows] for name, tensor in state.items()}
-            accuracies += self.inner.evaluate(self._compact(some), data[rows], together)
-        return accuracies
+            found += self.inner.measure(self._compact(some), data[rows], together)
+        return found
 
     def _dense_gradients(self, small: State, row: int, data: Samples) -> dict[str, Tensor]:
-        """The gradient of one row's mean cross-entropy on `data` by the dense form of each μ, in eval mode."""
-        model = self.inner.model.eval()
+        """The gradient of one row's mean loss on `data` by the dense form of each μ, in eval mode."""
+        model, task = self.inner.model.eval(), self.inner.settings.task
         self.inner.bind(small, row)
         (x, y), sums = data, None
         for some, labels in zip(x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True):
 
             def loss(some=some, labels=labels) -> Tensor:
-                return F.cross_entropy(model(some), labels, reduction="sum") / len(y)
+                return task.total(task.output(model, some), labels) / len(y)
 
             parts = dense_gradients(self.layers.values(), loss)
             sums = parts if sums is None else [a + b for a, b in zip(sums, parts, strict=True)]

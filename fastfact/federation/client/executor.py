@@ -95,17 +95,17 @@ class Executor:
             finished(chunk, *self.trainer.train(rows, data[some], round, chunk, phases, purpose))
         return losses, seconds
 
-    def evaluate(self, work: State, data: Sequence[Samples]) -> list[float]:
-        """The accuracy of each row of `work` on its own data."""
+    def measure(self, work: State, data: Sequence[Samples]) -> list[dict[str, float | None]]:
+        """The accuracy and metrics of each row of `work` on its own data, see `Trainer.measure`."""
         if not self.threads:
-            return self.trainer.evaluate(work, data, self.plan.cohort)
-        accuracies: list[float] = []
+            return self.trainer.measure(work, data, self.plan.cohort)
+        found: list[dict[str, float | None]] = []
         self._spread(
-            lambda worker, row: worker.evaluate(_row(work, row), data[row : row + 1])[0],
+            lambda worker, row: worker.measure(_row(work, row), data[row : row + 1])[0],
             len(data),
-            lambda row, accuracy: accuracies.append(accuracy),
+            lambda row, measured: found.append(measured),
         )
-        return accuracies
+        return found
 
     def _spread(self, call: Callable, n: int, finished: Callable) -> None:
         """call(trainer, row) for each row on the threads, finished(row, result) here, in order.

@@ -40,7 +40,8 @@ class Placement:
         self.alone: Exception | None = None
         """Why the model cannot train on a single sample; of clients that are made when asked for."""
         self.placed: dict[int, Placed] = {}
-        x = self._checked(first).train[0]
+        x, y = self._checked(first).train
+        self.targets = _kind(y)
         self.shape, self.floats = x.shape[1:], x.is_floating_point()
         for k in [first] if self.lazy else range(len(clients)):
             self.placed[k] = self._place(k)
@@ -77,6 +78,12 @@ class Placement:
                 f"Federation(clients=): samples of client {k} have shape {list(client.train[0].shape[1:])}, of client"
                 f" {self.first} {list(self.shape)}: must be the same"
             )
+        for y in (client.train[1], client.test[1]):
+            if (kind := _kind(y)) != self.targets:
+                raise ValueError(
+                    f"Federation(clients=): targets y of client {k} are {kind[0]} {kind[1]} each, of client"
+                    f" {self.first} {self.targets[0]} {self.targets[1]}: must be alike"
+                )
         if client.train[0].is_floating_point() != self.floats or client.test[0].is_floating_point() != self.floats:
             kinds = " and ".join(str(data[0].dtype) for data in (client.train, client.test))
             raise ValueError(
@@ -124,18 +131,26 @@ class Placement:
     def _check_labels(self, k: int, client: Client) -> None:
         if self.classes is None:
             return
+        low = min(int(client.train[1].min()), int(client.test[1].min()))
         top = max(int(client.train[1].max()), int(client.test[1].max()))
-        if top >= self.classes:
+        if top >= self.classes or low < 0:
+            label = top if low >= 0 else low
             raise ValueError(
-                f"Federation(clients=): client {k} has label {top}, the model has {self.classes} outputs:"
+                f"Federation(clients=): client {k} has label {label}, the model has {self.classes} outputs:"
                 f" labels must be 0 … {self.classes - 1}"
             )
 
 
+def _kind(y: Tensor) -> tuple[str, list[int]]:
+    """What each of the targets y is, in words and by shape."""
+    kind = "floating numbers" if y.is_floating_point() else "booleans" if y.dtype == torch.bool else "integers"
+    return kind, list(y.shape[1:])
+
+
 def placed(data: Samples, device, dtype: torch.dtype) -> Samples:
-    """`data` on the model's device, float x in the model's dtype."""
-    x, y = data
-    return x.to(device, dtype if x.is_floating_point() else x.dtype), y.to(device)
+    """`data` on the model's device, floating numbers in the model's dtype."""
+    x, y = (part.to(device, dtype if part.is_floating_point() else part.dtype) for part in data)
+    return x, y
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from fastfact.data.client import Samples
 from fastfact.federation.client.attention import Together
 from fastfact.federation.client.capture import Captured
 from fastfact.federation.client.optimizer import OPTIMIZERS, Optimizer, clipped, rate
-from fastfact.federation.client.phase import Net, Phase
+from fastfact.federation.client.phase import Net, Phase, usual
+from fastfact.federation.client.task import CLASSES, Task
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo, tensors_of
 
@@ -53,17 +54,23 @@ class Settings:
     max_grad_norm: float | None = None
     accumulate: int = 1
     precision: str = "full"
+    task: Task = CLASSES
 
     @functools.cached_property
     def adapting(self) -> "Settings":
-        """How clients adapt the copies that are evaluated: by plain steps of SGD, however they train."""
-        return dataclasses.replace(
-            self, optimizer="sgd", schedule="constant", lr_warmup=0.0, max_grad_norm=None, accumulate=1
-        )
+        """How clients adapt the copies that are evaluated: at a constant learning rate."""
+        return dataclasses.replace(self, schedule="constant", lr_warmup=0.0)
+
+    @functools.cached_property
+    def descending(self) -> "Settings":
+        """How they do where a method sets that rate, which is one of plain steps."""
+        return dataclasses.replace(self.adapting, optimizer="sgd", max_grad_norm=None, accumulate=1)
 
     def of(self, phases: Sequence[Phase]) -> "Settings":
         """Those of some phases, which all adapt or all train."""
-        return self.adapting if any(phase.adapts for phase in phases) else self
+        if not any(phase.adapts for phase in phases):
+            return self
+        return self.adapting if all(phase.lr is None for phase in phases) else self.descending
 
     @functools.cached_property
     def update(self) -> Optimizer:
@@ -179,11 +186,13 @@ class Steps:
         """The step of a phase that trains the tensors `names` of `state` [k, …]; it moves `state` and `kept`, what the
         optimizer keeps of all, in place. start: what `Net.start` is, [k, …]."""
         settings, kind = self.settings, Step
-        plain = phase.loss is None and settings.draws == "no"
-        if self.device.type == "cpu" and plain and settings.augment is None and settings.precision == "full":
+        task, usual = settings.task, phase.loss is None and settings.task.name is not None
+        plain = usual and settings.draws == "no"
+        gathers = plain and task.plain and settings.augment is None and settings.precision == "full"
+        if self.device.type == "cpu" and gathers:
             kind = GatheredStep
         step = kind(self, phase, names, state, kept, start if phase.loss is not None else {})
-        if settings.graphs and phase.loss is None:
+        if settings.graphs and usual:
             if self._has_cuda_graphs:
                 key = tuple(step.names), frozenset(step.common), phase.lr, phase.adapts, step.k
                 return self._replayed.setdefault(key, ReplayedStep(step))
@@ -196,7 +205,7 @@ class Steps:
 
 
 def _batched_cross_entropy(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """`phase.cross_entropy` for labels that are all classes, in few operations under `vmap`."""
+    """`phase.usual` for labels that are all classes, in few operations under `vmap`."""
     return ops.cross_entropy(net(x), y)
 
 
@@ -220,13 +229,14 @@ class Step:
         frozen = [name for name in steps.params if name not in names]
         self.common = {name for name in frozen if torch.equal(state[name], state[name][:1].expand_as(state[name]))}
         self.rest = [name for name in steps.tensors if name not in names]
-        model, objective = steps.model, phase.loss or _batched_cross_entropy
+        task = self.settings.task
+        model, objective = steps.model, phase.loss or (_batched_cross_entropy if task.plain else usual)
 
         settings, device = self.settings, self.device
 
         def loss(params, rest, start, x, y):
             with settings.autocast(device):
-                return objective(Net(model, params, start, rest), x, y)
+                return objective(Net(model, params, start, rest, task), x, y)
 
         rest = {name: None if name in self.common else 0 for name in self.rest}
         batched = vmap(grad_and_value(loss), in_dims=(0, rest, 0, 0, 0), randomness="different")

@@ -7,13 +7,13 @@ time, the same step runs batched over the client axis. Both take the same batche
 import contextlib
 import functools
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from fastfact import ops
 from fastfact.data.client import Samples
@@ -22,7 +22,7 @@ from fastfact.federation.client.capture import Captured
 from fastfact.federation.client.data import batches
 from fastfact.federation.client.dropout import Streams
 from fastfact.federation.client.optimizer import KEPT
-from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase
+from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase, usual
 from fastfact.federation.client.step import SUM, Part, Settings, Steps
 from fastfact.federation.state import State, evenly, generator_for, seed_for, seeded
 from fastfact.federation.tensors import TensorInfo, copy_of, tensors_of
@@ -63,10 +63,8 @@ class Trainer:
         to round, or else a start."""
         own = {name: tensor for name, tensor in state.items() if not name.startswith(KEPT)}
         kept = {name.removeprefix(KEPT): state[name] for name in state if name not in own}
-        params, settings = (
-            {name: state[name] for name in self.params if name in self.trainable},
-            self.settings.of(phases),
-        )
+        params = {name: state[name] for name in self.params if name in self.trainable}
+        settings = self.settings.of(phases)
         if not kept or settings is not self.settings:
             kept = settings.update.start(params)
         if settings.accumulate > 1:
@@ -123,7 +121,8 @@ class Trainer:
         """The closed-form part of a phase, on one row of `state`; `start` is that row's."""
         tensors = {name: state[name][row] for name in self.tensors}
         with torch.no_grad():
-            net = Net(self.model, {n: tensors.pop(n) for n in self.params}, start, tensors, self.settings, order)
+            settings, params = self.settings, {n: tensors.pop(n) for n in self.params}
+            net = Net(self.model, params, start, tensors, settings.task, settings, order)
             for name, tensor in phase.update(net, *data).items():
                 state[name][row] = tensor
                 if name not in self.tensors:
@@ -154,7 +153,7 @@ class Trainer:
             params = {name: self.params[name] for name in names}
             # With a client axis, as the optimizer takes them.
             moved = {name: param.detach()[None] for name, param in params.items()}
-            net = Net(model, params, start, None)
+            net = Net(model, params, start, None, settings.task)
             for _ in range(phase.epochs):
                 permutation = torch.randperm(len(y), generator=order).to(self.device)
                 for begin, end, part in first_steps(steps, phase.steps):
@@ -165,7 +164,7 @@ class Trainer:
                     if settings.augment is not None:
                         xb = settings.augment(xb, augmentation)
                     with settings.autocast(self.device):
-                        loss = F.cross_entropy(model(xb), yb) if phase.loss is None else phase.loss(net, xb, yb)
+                        loss = (phase.loss or usual)(net, xb, yb)
                     grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
                     with torch.no_grad():
                         lr = settings.lr_at(phase, round, taken, all_of_them)
@@ -241,21 +240,47 @@ class Trainer:
 
     @torch.no_grad()
     def loss(self, state: State, data: Samples) -> Tensor:
-        """The mean cross-entropy of each row of `state` on the same samples, in eval mode: float64 on the CPU."""
+        """The mean loss of each row of `state` on the same samples, in eval mode: float64 on the CPU."""
         self.model.eval()
+        task = self.settings.task
         (x, y), losses = data, []
         for row in range(len(next(iter(state.values())))):
             self.bind(state, row)
             total = torch.zeros((), dtype=torch.float64, device=self.device)
             for some, labels in zip(x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True):
-                total += F.cross_entropy(self.model(some), labels, reduction="sum")
+                total += task.total(task.output(self.model, some), labels)
             losses.append(total / len(y))
         return torch.stack(losses).cpu()
 
+    def measure(self, state: State, data: Sequence[Samples], together: int = 1) -> list[dict[str, float | None]]:
+        """ "accuracy" and the task's metrics of each row of `state` on its own data, see `evaluate`; None for a number
+        that is not finite. Of more than `EVALUATION_BATCH` samples, the mean of a metric over batches of them."""
+        task, rows = self.settings.task, []
+        for row, accuracy in enumerate(self.evaluate(state, data, together)):
+            sums = dict.fromkeys(task.metrics, 0.0)
+            for output, y in self._outputs(state, row, data[row]) if sums else ():
+                for name, value in task.measured(output, y).items():
+                    sums[name] += float(value) * len(y)
+            means = {name: total / len(data[row][1]) for name, total in sums.items()}
+            rows.append(
+                {"accuracy": accuracy} | {n: mean if math.isfinite(mean) else None for n, mean in means.items()}
+            )
+        return rows
+
     @torch.no_grad()
-    def evaluate(self, state: State, data: Sequence[Samples], together: int = 1) -> list[float]:
-        """The accuracy of each row of `state` on its own data. together: how many rows may be evaluated over the client
-        axis where their test sets are small and alike."""
+    def _outputs(self, state: State, row: int, data: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+        """What the model of a row gives for its samples, and their targets, batch by batch."""
+        self.model.eval()
+        self.bind(state, row)
+        for x, y in zip(*(part.split(EVALUATION_BATCH) for part in data), strict=True):
+            yield self.settings.task.output(self.model, x), y
+
+    @torch.no_grad()
+    def evaluate(self, state: State, data: Sequence[Samples], together: int = 1) -> list[float | None]:
+        """The accuracy of each row of `state` on its own data; None where the task has none. together: how many rows
+        may be evaluated over the client axis where their test sets are small and alike."""
+        if not self.settings.task.plain:
+            return [self._accuracy(state, row, samples) for row, samples in enumerate(data)]
         self.model.eval()
         k = len(data)
         correct = torch.zeros(k, dtype=torch.long, device=self.device)
@@ -275,10 +300,16 @@ class Trainer:
                     correct[begin : rows.stop] = right
                     continue
             for row in rows:
-                self.bind(state, row)
-                for x, y in zip(*(part.split(EVALUATION_BATCH) for part in data[row]), strict=True):
-                    correct[row] += (self.model(x).argmax(1) == y).sum()
+                for output, y in self._outputs(state, row, data[row]):
+                    correct[row] += (output.argmax(1) == y).sum()
         return [right / n for right, n in zip(correct.tolist(), sizes, strict=True)]
+
+    def _accuracy(self, state: State, row: int, data: Samples) -> float | None:
+        hits, met, number = self.settings.task.hits, 0, 0
+        for output, y in self._outputs(state, row, data) if hits else ():
+            some, of = hits(output, y)
+            met, number = met + int(some), number + int(of)
+        return met / number if number else None
 
     def _count_together(self, *tensors: Tensor) -> Tensor | None:
         """`_count`; None from the first time on that the model's forward has an operation without a rule for `vmap`."""
@@ -295,7 +326,7 @@ class Trainer:
     def _count(self) -> Callable[..., Sequence[Tensor]]:
         """(x [n, …] of each of k clients, y [k, n], the rows of x [k, n], the model's tensors [k, …]) → how many of
         their own n samples the clients get right."""
-        batched = vmap(lambda tensors, x: functional_call(self.model, tensors, (x,)))
+        batched = vmap(lambda tensors, x: self.settings.task.output(self.model, x, tensors))
         last = 2 + len(self.tensors)
 
         def count(*tensors: Tensor) -> list[Tensor]:
@@ -337,7 +368,7 @@ class Encoder:
         try:
             for row in range(len(next(iter(state.values())))):
                 self.trainer.bind(state, row)
-                self.trainer.model(x)
+                self.trainer.settings.task.output(self.trainer.model, x)
         finally:
             handle.remove()
         return torch.stack(seen)

@@ -212,7 +212,7 @@ class ClientRound(NamedTuple):
     losses: list[float]
     """The mean loss of each over its local steps."""
     seconds: list[float]
-    before: list[float] | None
+    before: list[dict[str, float | None]] | None
     """What `evaluate` says after the download."""
     broken: dict[int, str]
     """client → which of its tensors has NaN or inf."""
@@ -230,7 +230,7 @@ def client_round(
     masks: State,
     train: Callable[[State], tuple[list[float], list[float]]],
     loss: Loss,
-    evaluate: Callable[[State], list[float]] | None = None,
+    evaluate: Callable[[State], list[dict[str, float | None]]] | None = None,
 ) -> ClientRound:
     """The clients' step: `state` [k, …] takes the downloads, trains, all in place, and is uploaded.
 

@@ -122,6 +122,8 @@ class Strategy:
         where it compares or mixes tensors of different supports.
     clients_mix: whether the clients mix, each by `merge` from what it is offered, and `mix` is not asked.
     validation: the fraction of each client's training samples kept out of training, for the losses `merge` sees.
+    classifies: whether its phases have losses of their own that are of class labels, in place of the federation's;
+    other methods take their loss from `Net.loss`.
 
     share_classifier: the last layer with a weight (off where labels differ between clients).
     share_norm, share_norm_statistics: learned scale and shift of normalisation layers; their running statistics.
@@ -140,6 +142,7 @@ class Strategy:
     newcomers_upload: ClassVar[bool] = True
     trains_compact: ClassVar[bool] = True
     clients_mix: ClassVar[bool] = False
+    classifies: ClassVar[bool] = False
     validation = 0.0
 
     share_classifier: bool = True
