@@ -19,8 +19,9 @@ from fastfact.ops.weights import How, follows_channels_last, weight
 
 Size = tuple[int, ...]
 INITS = ("random", "svd")
-_FULL, _MORE = 64, 8
-"""Rows up to which the full singular value decomposition is taken; columns of a Krylov block beyond the rank."""
+_FULL, _MORE, _WIDTH = 64, 8, 16
+"""Rows up to which the full singular value decomposition is taken; columns of a Krylov block beyond the rank, and what
+their number is a multiple of: products with other numbers of columns take up to ten times as long."""
 
 
 def _fan_in(size: Size) -> int:
@@ -43,29 +44,46 @@ def leading_vectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Where they are few of many, from a block Krylov space (Musco and Musco 2015) that grows until one more block lowers
     the squared error of the approximation by less than 1e-7 of it; the start is the same in every call. Else by
-    the full decomposition.
+    the full decomposition. Computed in float32 and float64 for what is not float64 itself; returned in float64.
     """
     m, n = matrix.shape
     if m > n:
         left, values, right = leading_vectors(matrix.T, rank)
         return right.T, values, left.T
+    exact = matrix.dtype == torch.float64
     if m <= _FULL or 4 * rank >= m:
-        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-        return left[:, :rank], values[:rank], right[:rank]
-    start = torch.randn(n, rank + _MORE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return _leading(matrix.double(), rank, exact)
+    matrix = matrix if exact else matrix.float()
+    columns = _WIDTH * -(-(rank + _MORE) // _WIDTH)
+    start = torch.randn(n, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     block = matrix @ start.to(matrix)
-    basis, images, all_energy, captured = block[:, :0], matrix[:0], matrix.square().sum(), 0.0
+    all_energy, captured, noise = matrix.square().sum().double(), 0.0, torch.finfo(matrix.dtype).eps
+    basis, images, gram = block[:, :0], matrix[:0], matrix.new_empty(0, 0, dtype=torch.float64)
     while True:
         for _ in range(2):  # once leaves parts of the basis where the block is nearly inside it
             block = torch.linalg.qr(block - basis @ (basis.T @ block)).Q
-        basis, image = torch.cat([basis, block], 1), block.T @ matrix
-        images = torch.cat([images, image])
-        before, captured = captured, torch.linalg.eigvalsh(images @ images.T)[-rank:].sum()
-        if captured - before <= 1e-7 * (all_energy - captured) or basis.shape[1] + block.shape[1] > m:
+        image = block.T @ matrix
+        basis, images = torch.cat([basis, block], 1), torch.cat([images, image])
+        beside = (images @ image.T).double()
+        gram = torch.cat([torch.cat([gram, beside[: len(gram)].T]), beside], 1)
+        before, captured = captured, torch.linalg.eigvalsh(gram)[-rank:].sum()
+        enough = captured - before <= 1e-7 * (all_energy - captured) + noise * captured
+        if enough or basis.shape[1] + block.shape[1] > m:
             break
         block = matrix @ image.T
-    left, values, right = torch.linalg.svd(images, full_matrices=False)
-    return basis @ left[:, :rank], values[:rank], right[:rank]
+    left, values, right = _leading(images.double(), rank, exact)
+    return basis.double() @ left, values, right
+
+
+def _leading(matrix: Tensor, rank: int, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `leading_vectors`, of a `matrix` in float64 with few rows. exact: to the last digits of float64 too; else by
+    the products of its rows, whose rounding is far below that of numbers that were float32."""
+    if exact:
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        return left[:, :rank], values[:rank], right[:rank]
+    squares, left = torch.linalg.eigh(matrix @ matrix.T)
+    left, values = left.flip(1)[:, :rank], squares.flip(0)[:rank].clamp_min(0).sqrt()
+    return left, values, left.T @ matrix / values.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
 
 
 def _check_choice(spec: str, name: str, value: object, allowed: tuple) -> None:
@@ -179,7 +197,7 @@ class Rank1(Spec):
             factors = {name: _scaled_normal(shapes[name], rms[name], dense, generator) for name in ("u", "v")}
             mu = torch.zeros_like(dense)
         else:
-            left, values, right = leading_vectors(self._matrix(dense.double(), size), self.rank)
+            left, values, right = leading_vectors(self._matrix(dense, size), self.rank)
             factors = {}
             for name, vectors in (("u", left.T), ("v", right)):
                 factor = torch.zeros(self.rank, vectors.shape[1], dtype=torch.float64, device=dense.device)

@@ -448,7 +448,8 @@ def test_layers_that_grow_are_told(recwarn):
 
 @pytest.mark.parametrize("shape, rank", [((200, 300), 1), ((300, 200), 3), ((80, 400), 30), ((70, 70), 1)])
 @pytest.mark.parametrize("decay", [0.0, 0.3, 1.0])
-def test_truncated_vectors_approximate_as_the_full_decomposition_does(shape, rank, decay):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_truncated_vectors_approximate_as_the_full_decomposition_does(shape, rank, decay, dtype):
     from fastfact.nn.specs import leading_vectors
 
     generator = torch.Generator().manual_seed(0)
@@ -456,13 +457,16 @@ def test_truncated_vectors_approximate_as_the_full_decomposition_does(shape, ran
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     matrix = left * (values * torch.arange(1, len(values) + 1) ** -decay) @ right
     state = torch.random.get_rng_state()
+    matrix = matrix.to(dtype)
     left, values, right = leading_vectors(matrix, rank)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(map(torch.equal, leading_vectors(matrix, rank), (left, values, right)))
+    matrix = matrix.double()
     best = torch.linalg.svdvals(matrix)[rank:].norm()
     # Growth ends where a block gains less than 1e-7 of the squared error; 1e-5 allows two hundred such blocks.
     assert (matrix - left * values @ right).norm() <= best * (1 + 1e-5)
-    torch.testing.assert_close(left.T @ left, torch.eye(rank, dtype=torch.float64))
+    limits = {} if dtype == torch.float64 else {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(left.T @ left, torch.eye(rank, dtype=torch.float64), **limits)
 
 
 def test_a_large_layer_starts_from_few_vectors(monkeypatch):
