@@ -6,6 +6,7 @@ Imports nothing of the package. Read `scenarios.py` first.
 from fastfact.data.augment import Augment, color_jitter, random_flip, random_resized_crop, random_shift
 from fastfact.data.client import Client
 from fastfact.data.datasets import DATASETS, Dataset, load
+from fastfact.data.samples import pad
 from fastfact.data.scenarios import SCENARIOS, groups_of, label_permutation, make_clients
 from fastfact.data.simulation import Simulation, fedfac_simulation
 
@@ -22,6 +23,7 @@ __all__ = [
     "label_permutation",
     "load",
     "make_clients",
+    "pad",
     "random_flip",
     "random_resized_crop",
     "random_shift",

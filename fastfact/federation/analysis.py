@@ -4,7 +4,7 @@ Functions of what a federation tells everybody, see `Trained`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -120,7 +120,8 @@ def mixing_matrix(fed: Trained) -> Tensor:
     return matrix
 
 
-def encode(fed: Trained, x: Tensor, client: int | None = None) -> Tensor:
-    """What the classifier of each client (or of one) gets to see of x [n, …], in eval mode: [K or 1, n, d]."""
+def encode(fed: Trained, x: Tensor | Mapping[str, Tensor], client: int | None = None) -> Tensor:
+    """What the classifier of each client (or of one) gets to see of x [n, …] (of samples of several entries, these by
+    name), in eval mode: [K or 1, n, d]."""
     rows = range(len(fed)) if client is None else [client]
-    return fed.exchange.encoder(fed.states.load(rows), x.to(fed.device))
+    return fed.exchange.encoder(fed.states.load(rows), x.to(fed.device) if isinstance(x, Tensor) else x)

@@ -557,7 +557,8 @@ class Federation(Local):
         fixed = memory.resident() + 2 * n * uploads
         if self.settings["store"] == MEMORY:
             fixed += (len(self) + n) * each
-        activations = train.kept_by_a_step(self.template, self._data.sample(), self.settings["batch_size"])
+        sample, batch = self._data.sample(), self.settings["batch_size"]
+        activations = train.kept_by_a_step(self.template, sample, batch, self.task)
         # Counting nonzeros takes a byte a number. A database reads the records of the next clients ahead on a
         # thread, and the allocator keeps what that thread and this one let go of: measured, 4 blocks in all.
         loaded = each * (5 if self.settings["store"] == MEMORY else 20) // 4
@@ -664,7 +665,7 @@ class Federation(Local):
         """See `analysis.mixing_matrix`."""
         return analysis.mixing_matrix(self)
 
-    def encode(self, x: Tensor, client: int | None = None) -> Tensor:
+    def encode(self, x: Tensor | Mapping[str, Tensor], client: int | None = None) -> Tensor:
         """See `analysis.encode`."""
         return analysis.encode(self, x, client)
 

@@ -104,6 +104,8 @@ class Local:
         self.clients = list(clients) if isinstance(clients, list | tuple) else clients
         like = next(self.template.parameters())
         self._data = Placement(self.clients, like, self.method.validation, self.settings["seed"], first)
+        if self.augment is not None and self._data.entries is not None:
+            raise ValueError(f"Federation(augment=): takes an x, the samples are of {self._data.entries}")
         self.task, self.classes = setup.task_for(self.template, self._data, self.settings)
         setup.check_task(self.task, self.method)
         if self.task.plain:

@@ -60,7 +60,7 @@ def channels_last_of(template: nn.Module, data: Placement) -> nn.Module | None:
         return None
     model = copy.deepcopy(template).to(memory_format=torch.channels_last)
     try:
-        logits_of(model, channels_last(x))
+        output_of(CLASSES, model, channels_last(x))
     except RuntimeError:
         log.info("the model does not run in channels_last")
         return None
@@ -71,24 +71,28 @@ def task_for(template: nn.Module, data: Placement, settings: Mapping[str, Any]) 
     """Run the model on a sample: it must take the clients' x and give what the loss wants for their y. Returns the task
     of a federation of these settings, and the number of classes, None where y are no classes."""
     (x, y), batch_size = (part[:2] for part in data[data.first].train), settings["batch_size"]
+    plain = Task(entries=data.entries)
     try:
-        output = logits_of(template, x)
+        output = output_of(plain, template, x)
     except Exception as error:
-        raise ValueError(f"Federation(model=): does not take samples {x.dtype} {list(x.shape[1:])}: {error}") from error
+        samples = f"{x.dtype} {list(x.shape[1:])}" if data.entries is None else f"of {data.entries}"
+        raise ValueError(f"Federation(model=): does not take samples {samples}: {error}") from error
     if not isinstance(output, Tensor) or not output.dim() or len(output) != len(x):
         got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"Federation(model=): gives {got} for {len(x)} samples, must give outputs [n, …]")
-    task = task_of(settings.get("loss", "cross_entropy"), metrics_of(settings.get("metrics", ())), output, y)
+    task = task_of(
+        settings.get("loss", "cross_entropy"), metrics_of(settings.get("metrics", ())), output, y, data.entries
+    )
     alone = [k for k, client in data.placed.items() if batch_size == 1 or len(client.train[1]) == 1]
     if alone:
         try:
-            logits_of(template, data[alone[0]].train[0][:1], train=True)
+            output_of(plain, template, data[alone[0]].train[0][:1], train=True)
         except ValueError as error:
             one = f"batch_size={batch_size}" if batch_size == 1 else f"client {alone[0]} has a single training sample"
             raise ValueError(f"Federation: {one}, and the model cannot train on one sample: {error}") from error
     elif data.lazy:
         try:
-            logits_of(template, x[:1], train=True)
+            output_of(plain, template, x[:1], train=True)
         except ValueError as error:
             data.alone = error
     return task, output.shape[1] if task.plain else None
@@ -103,10 +107,10 @@ def check_task(task: Task, method: Strategy) -> None:
         )
 
 
-def logits_of(model: nn.Module, x: Tensor, train: bool = False) -> Tensor:
+def output_of(task: Task, model: nn.Module, x: Tensor, train: bool = False) -> Tensor:
     """What a copy of `model` makes of x; neither the model nor the global generator notices."""
     with torch.no_grad(), seeded(0, 0, 0, "probe", x.device):
-        return CLASSES.output(copy.deepcopy(model).train(train), x)
+        return task.output(copy.deepcopy(model).train(train), x)
 
 
 def draws_of(template: nn.Module, data: Placement) -> str:
@@ -116,7 +120,7 @@ def draws_of(template: nn.Module, data: Placement) -> str:
         x = x.repeat_interleave(2, 0)
     with torch.no_grad(), seeded(0, 0, 0, "probe", x.device), Streams([torch.Generator()]) as streams:
         before = torch.get_rng_state()
-        model(x)
+        Task(entries=data.entries).output(model, x)
         globally = not torch.equal(before, torch.get_rng_state())
     if x.device.type != "cpu" or globally:
         return "globally"

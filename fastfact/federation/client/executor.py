@@ -171,7 +171,7 @@ def rule(trainer: Trainer, data: Samples) -> ExecutionPlan:
 def _largest(trainer: Trainer, sample: Tensor, most: int) -> int:
     settings = trainer.settings
     slots = len(settings.update.slots) + (settings.accumulate > 1)
-    return memory_cohort(trainer.model, sample, settings.batch_size, most, max(1, slots))
+    return memory_cohort(trainer.model, sample, settings.batch_size, most, max(1, slots), settings.task)
 
 
 SURE = 1.25

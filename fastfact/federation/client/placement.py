@@ -40,7 +40,8 @@ class Placement:
         self.alone: Exception | None = None
         """Why the model cannot train on a single sample; of clients that are made when asked for."""
         self.placed: dict[int, Placed] = {}
-        x, y = self._checked(first).train
+        client = self._checked(first)
+        (x, y), self.entries = client.train, client.entries
         self.targets = _kind(y)
         self.shape, self.floats = x.shape[1:], x.is_floating_point()
         for k in [first] if self.lazy else range(len(clients)):
@@ -73,6 +74,15 @@ class Placement:
 
     def _place(self, k: int) -> Placed:
         client = self._checked(k)
+        if str(client.entries) != str(self.entries):
+            raise ValueError(
+                f"Federation(clients=): samples of client {k} have {client.entries or 'one x'}, of client {self.first}"
+                f" {self.entries or 'one x'}: must be the same"
+            )
+        for x, _ in (client.train, client.test) if client.entries is not None and client.entries.mixed else ():
+            for name, column in client.entries.unpacked(x).items():
+                if not column.is_floating_point():
+                    client.entries.check(name, int(column.abs().max()), self.dtype)
         if client.train[0].shape[1:] != self.shape:
             raise ValueError(
                 f"Federation(clients=): samples of client {k} have shape {list(client.train[0].shape[1:])}, of client"

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fastfact.data.samples import Entries
 from fastfact.federation.state import State
 
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -89,13 +90,15 @@ class Task:
     """What a federation asks of its model. As it stands: logits [n, classes] for labels [n], cross-entropy, accuracy.
 
     loss: the mean over a batch. name: of a loss that has one. plain: as it stands. hits: (how many, of how many)
-    targets are met, for the accuracy; None where there is none. metrics: what else is measured, by name.
+    targets are met, for the accuracy; None where there is none. metrics: what else is measured, by name. entries: what
+    the model takes by name, where a sample is of several (see `fastfact.data.Client`).
     """
 
     loss: Function = F.cross_entropy
     name: str | None = "cross_entropy"
     plain: bool = True
     hits: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = _hits
+    entries: Entries | None = None
     metrics: Mapping[str, Function] = field(default_factory=dict)
 
     def output(
@@ -103,10 +106,10 @@ class Task:
     ) -> Tensor:
         """What the model makes of a batch, with `tensors` in place of its own of those names. Of what has `logits`, as
         the models of transformers give, these."""
-        if tensors is None:
-            out = model(x, **options or {})
-        else:
-            out = functional_call(model, tensors, (x,), dict(options or {}))
+        inputs, options = (x,), dict(options or {})
+        if self.entries is not None:
+            inputs, options = (), {**self.entries.unpacked(x), **options}
+        out = model(*inputs, **options) if tensors is None else functional_call(model, tensors, inputs, options)
         return out if isinstance(out, Tensor) else getattr(out, "logits", out)
 
     def total(self, output: Tensor, target: Tensor) -> Tensor:
@@ -128,7 +131,13 @@ def metrics_of(metrics: Sequence[str] | Mapping[str, Function]) -> dict[str, Fun
     return dict(metrics) if isinstance(metrics, Mapping) else {name: METRICS[name] for name in metrics}
 
 
-def task_of(loss: str | Function, metrics: Mapping[str, Function | None], output: Tensor, target: Tensor) -> Task:
+def task_of(
+    loss: str | Function,
+    metrics: Mapping[str, Function | None],
+    output: Tensor,
+    target: Tensor,
+    entries: Entries | None = None,
+) -> Task:
     """The task of a loss and metrics, for a model that gives `output` for samples of `target`.
 
     Raises ValueError where they do not go together.
@@ -152,6 +161,7 @@ def task_of(loss: str | Function, metrics: Mapping[str, Function | None], output
         name=loss if isinstance(loss, str) else None,
         plain=plain,
         hits=hits,
+        entries=entries,
         metrics=found,
     )
     for key, what in {f"loss={name!r}": task.loss, **{f"metrics={key!r}": f for key, f in found.items()}}.items():

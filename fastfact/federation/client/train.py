@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from fastfact.federation.client.dropout import Streams
 from fastfact.federation.client.optimizer import KEPT
 from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase, usual
 from fastfact.federation.client.step import SUM, Part, Settings, Steps
+from fastfact.federation.client.task import CLASSES, Task
 from fastfact.federation.state import State, evenly, generator_for, seed_for, seeded
 from fastfact.federation.tensors import TensorInfo, copy_of, tensors_of
 
@@ -355,11 +356,17 @@ class Encoder:
         self.vocabulary = next(tables, None)
 
     @torch.no_grad()
-    def __call__(self, state: State, x: Tensor) -> Tensor:
+    def __call__(self, state: State, x: Tensor | Mapping[str, Tensor]) -> Tensor:
         """The input of the classifier of each row of `state` [k, …] for x [n, …], in eval mode: [k, n, d].
 
-        Raises ValueError for a model without a classifier (a layer with a weight).
+        Raises ValueError for a model without a classifier (a layer with a weight), and for a made-up x where the model
+        takes several entries by name.
         """
+        task = self.trainer.settings.task
+        if isinstance(x, Mapping) and task.entries is not None:
+            x = task.entries.packed(x, next(iter(self.trainer.params.values())).dtype).to(self.device)
+        elif task.entries is not None:
+            raise ValueError(f"clients cannot be compared by one x that is drawn: samples are of {task.entries}")
         if self.classifier is None:
             raise ValueError("the model has no layer with a weight, so no classifier whose input could be taken")
         seen: list[Tensor] = []
@@ -368,7 +375,7 @@ class Encoder:
         try:
             for row in range(len(next(iter(state.values())))):
                 self.trainer.bind(state, row)
-                self.trainer.settings.task.output(self.trainer.model, x)
+                task.output(self.trainer.model, x)
         finally:
             handle.remove()
         return torch.stack(seen)
@@ -409,18 +416,20 @@ def _same_batch(steps: Sequence[Sequence[Batch]], index: int) -> dict[Batch, lis
     return groups
 
 
-def memory_cohort(model: nn.Module, sample: Tensor, batch_size: int, memory: int, slots: int = 1) -> int:
+def memory_cohort(
+    model: nn.Module, sample: Tensor, batch_size: int, memory: int, slots: int = 1, task: Task = CLASSES
+) -> int:
     """How many clients, 1 to 256, fit into `memory` bytes in a training step.
 
     A client takes its state, the download it started from, what the optimizer keeps (`slots` times as much), gradient,
     and as much again for the weights made from factors, and twice what autograd keeps of a forward pass: the tensors
     and their gradients.
     """
-    kept, state = kept_by_a_step(model, sample, batch_size), sum(t.nbytes for t in tensors_of(model).values())
+    kept, state = kept_by_a_step(model, sample, batch_size, task), sum(t.nbytes for t in tensors_of(model).values())
     return max(1, min(256, memory // ((5 + slots) * state + 2 * kept)))
 
 
-def kept_by_a_step(model: nn.Module, sample: Tensor, batch_size: int) -> int:
+def kept_by_a_step(model: nn.Module, sample: Tensor, batch_size: int, task: Task = CLASSES) -> int:
     """Bytes autograd keeps of a forward pass of a batch; `sample` is one x without the batch axis."""
     kept = 0
 
@@ -433,7 +442,7 @@ def kept_by_a_step(model: nn.Module, sample: Tensor, batch_size: int) -> int:
     model.eval()
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            model(sample.to(next(model.parameters()).device).expand(batch_size, *sample.shape))
+            task.output(model, sample.to(next(model.parameters()).device).expand(batch_size, *sample.shape))
     finally:
         model.train(training)
     return kept
