@@ -39,6 +39,15 @@ def _bound(value: float | str | None) -> str | None:
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 PRECISIONS = ("full", "bfloat16")
+
+
+def _rate(value: Any) -> str | None:
+    """A number above 0, or a list of them."""
+    each = value if isinstance(value, list | tuple) else [value]
+    right = each and all(type_error(one, float) is None and 0 < one < math.inf for one in each)
+    return None if right else "a number above 0, a list of one for each client, or None"
+
+
 RULES = ("mean", "median", "trimmed-mean", "multi-krum")
 
 
@@ -75,6 +84,8 @@ ROW = (
     "seconds",
     "left_out",
     "epsilon",
+    "duration",
+    "time",
 )
 """The keys of a row of `History` that are no metric."""
 
@@ -193,6 +204,44 @@ class FederationSettings:
         above=0,
         below=1,
     )
+    speed: Any = setting(
+        None,
+        "Simulated clock: samples that a client trains on in a second, the median where they differ [default: training"
+        " takes no time].",
+        unit="1/s",
+        group="Simulated clock",
+        check=_rate,
+    )
+    speed_spread: float = setting(
+        0.0, "Standard deviation of the logarithm of the clients' speeds.", group="Simulated clock", at_least=0
+    )
+    bandwidth: Any = setting(
+        None,
+        "Simulated clock: bytes that a client's link takes in a second, either way, the median where they differ"
+        " [default: messages take no time].",
+        unit="B/s",
+        group="Simulated clock",
+        check=_rate,
+    )
+    bandwidth_spread: float = setting(
+        0.0, "Standard deviation of the logarithm of the clients' bandwidths.", group="Simulated clock", at_least=0
+    )
+    deadline: float | None = setting(
+        None,
+        "Seconds of the simulated clock after which a round ends; late clients are left out [default: it waits for"
+        " all].",
+        unit="s",
+        group="Simulated clock",
+        above=0,
+    )
+    buffer: int = setting(
+        0,
+        "Asynchronous rounds, which end when so many uploads have arrived, while the others work on: method fedbuff."
+        " --participation is how many clients work at a time. 0: rounds wait.",
+        unit="uploads",
+        group="Simulated clock",
+        at_least=0,
+    )
 
 
 LATER = {
@@ -213,6 +262,12 @@ LATER = {
     "precision": "full",
     "loss": "cross_entropy",
     "metrics": (),
+    "speed": None,
+    "speed_spread": 0.0,
+    "bandwidth": None,
+    "bandwidth_spread": 0.0,
+    "deadline": None,
+    "buffer": 0,
 }
 """What config.json of an older run does not say, and what it was: it is said only where it is something else."""
 
@@ -223,3 +278,11 @@ def check_federation(settings: Mapping[str, Any]) -> None:
         value = LATER[item.name] if item.name in LATER and item.name not in settings else settings[item.name]
         if rule := value_error(value, item):
             raise ValueError(f"Federation({item.name}={value!r}): must be {rule}")
+    told = {name: settings.get(name, LATER[name]) for name in ("speed", "bandwidth", "deadline", "buffer")}
+    for name in ("deadline", "buffer"):
+        if told[name] and told["speed"] is None and told["bandwidth"] is None:
+            raise ValueError(f"Federation({name}={told[name]!r}): needs a clock: speed, bandwidth or both")
+    if told["deadline"] and told["buffer"]:
+        raise ValueError(
+            f"Federation(deadline={told['deadline']!r}): asynchronous rounds (buffer={told['buffer']}) wait for nobody"
+        )

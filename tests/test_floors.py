@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
-    {"kinds", "formats", "files", "plugins"},
+    {"kinds", "formats", "files", "plugins", "spread"},
     {"machine"},
     {"settings"},
     {"kernels"},

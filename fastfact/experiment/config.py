@@ -149,6 +149,12 @@ class Config:
     max_norm: str = like(FederationSettings, "max_norm", "1000x")
     noise: float = like(FederationSettings, "noise", 0.0)
     delta: float | None = like(FederationSettings, "delta", None)
+    speed: float | None = like(FederationSettings, "speed", None)
+    speed_spread: float = like(FederationSettings, "speed_spread", 0.0)
+    bandwidth: float | None = like(FederationSettings, "bandwidth", None)
+    bandwidth_spread: float = like(FederationSettings, "bandwidth_spread", 0.0)
+    deadline: float | None = like(FederationSettings, "deadline", None)
+    buffer: int = like(FederationSettings, "buffer", 0)
     model: str = setting("resnet9", "Network, see `fastfact info`.", group="Network", choices=_models)
     width: float = setting(0.25, "Width multiplier of the network.", group="Network", above=0)
     init_from: str | None = setting(

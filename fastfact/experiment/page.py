@@ -464,7 +464,7 @@ def _strips(title: str, cells: Sequence[Cell], methods: Sequence[str]) -> str:
             for k, value in enumerate(values[:400])
         )
         mean = float(np.mean([values.mean() for values in runs]))
-        worst = float(np.mean([report.worst_tenth(values) for values in runs]))
+        worst = float(np.mean([report.worst_tenth(values.tolist()) for values in runs]))
         dots += (
             f'<path class="line" d="M{at(mean):.1f} {y - 10}V{y + 10}"><title>{name}: mean {mean:.1f} %</title></path>'
         )

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fastfact import files
+from fastfact.spread import best_tenth, fairness, worst_tenth
 
 CELLS, METRICS, RESULT, SIMILARITY, COMPARISON = (
     "cells",
@@ -141,22 +142,6 @@ def final_accuracies(cell: Cell) -> list[float]:
     """The accuracy of each client's own model when it last took part, by client."""
     newest = {row["client"]: row["accuracy"] for row in cell.rows}
     return [newest[client] for client in sorted(newest)]
-
-
-def worst_tenth(values: Sequence[float] | np.ndarray) -> float:
-    """The mean of the lowest tenth of the values, rounded up: of at least one."""
-    return float(np.mean(np.sort(values)[: math.ceil(len(values) / 10)]))
-
-
-def best_tenth(values: Sequence[float]) -> float:
-    """The same of the highest."""
-    return -worst_tenth([-value for value in values])
-
-
-def fairness(values: Sequence[float]) -> float:
-    """Jain's index (Σa)² / (K Σa²): 1 where all have the same, 1 / K where one has everything."""
-    a = np.asarray(values, dtype=float)
-    return float(a.sum() ** 2 / (len(a) * (a**2).sum())) if a.any() else 1.0
 
 
 def t_probability(t: float, degrees: int) -> float:

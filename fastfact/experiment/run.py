@@ -215,6 +215,7 @@ def _train(
         "summary": {
             **{key: mean(key) for key in ("accuracy", "accuracy_before", "density")},
             **({"epsilon": fed.epsilon()} if config.noise else {}),
+            **({"time": fed.history.time()} if fed.clock else {}),
             "parameters": _parameters(fed),
             "client_std": float(np.std([row["accuracy"] for row in last])),
             "uplink": fed.ledger.up,

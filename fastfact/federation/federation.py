@@ -31,9 +31,10 @@ from fastfact.federation.config import name_of, record, resolve
 from fastfact.federation.history import History
 from fastfact.federation.local import Local
 from fastfact.federation.newcomers import Newcomers
-from fastfact.federation.server import privacy, strategy
+from fastfact.federation.server import clock, privacy, strategy
 from fastfact.federation.server.exchange import (
     START,
+    ClientRound,
     Downloads,
     is_relative,
     server_round,
@@ -41,7 +42,7 @@ from fastfact.federation.server.exchange import (
 )
 from fastfact.federation.server.processes import Group, Shard, Stop
 from fastfact.federation.server.strategy import Strategy, Uploads
-from fastfact.federation.state import State
+from fastfact.federation.state import State, generator_for
 from fastfact.federation.storage import checkpoint
 from fastfact.federation.storage.checkpoint import Recorded, RunDirectory, ServerState
 from fastfact.federation.storage.run_directory import RunDirectoryError
@@ -138,6 +139,15 @@ class Federation(Local):
         itself.
     graphs: record the step of clients that train together and replay it, on a GPU as a CUDA graph, on the CPU as a list
         of operations; False runs it as it is, for a model whose forward depends on more than tensors.
+    speed, bandwidth: a simulated clock: samples a second that a client trains on, bytes a second that its link takes,
+        a list of one for each client, or the median of log-normal draws with `speed_spread` and `bandwidth_spread`, see
+        `server.clock`. What is None takes no time; with either, rows have `time` and `duration`.
+    deadline: the round ends after so many seconds. Who would take longer is left out: it gives up, keeps its previous
+        state, and its upload is not counted.
+    buffer: rounds are asynchronous (FedBuff): `participation` is how many clients work at a time, each begins with what
+        the server has when another has ended, and a round ends when so many uploads have arrived. Rows are of the
+        clients that begin in a round; who works on meanwhile reports in a later one. Method "fedbuff" weighs them by
+        their staleness, others mix them as they are.
     source: anything JSON can hold that says where the clients came from; kept in config.json as it is.
     group: the processes that share the clients, see `federation.group`. Each makes the federation with the same
         arguments and calls the same methods in the same order. `states`, `models`, `mixed` and `encode` know only the
@@ -188,6 +198,12 @@ class Federation(Local):
         max_norm: float | str | None = MAX_NORM,
         noise: float = 0.0,
         delta: float | None = None,
+        speed: float | Sequence[float] | None = None,
+        speed_spread: float = 0.0,
+        bandwidth: float | Sequence[float] | None = None,
+        bandwidth_spread: float = 0.0,
+        deadline: float | None = None,
+        buffer: int = 0,
         sparsity: Schedule | None = None,
         device: str | torch.device | None = None,
         graphs: bool = True,
@@ -229,6 +245,12 @@ class Federation(Local):
             "max_norm": max_norm,
             "noise": noise,
             "delta": delta,
+            "speed": list(speed) if isinstance(speed, tuple) else speed,
+            "speed_spread": speed_spread,
+            "bandwidth": list(bandwidth) if isinstance(bandwidth, tuple) else bandwidth,
+            "bandwidth_spread": bandwidth_spread,
+            "deadline": deadline,
+            "buffer": buffer,
             "sparsity": dataclasses.asdict(sparsity) if isinstance(sparsity, Schedule) else sparsity,
         }
         super().__init__(method, settings, made, l1=l1, augment=augment, graphs=graphs, group=group)
@@ -305,6 +327,9 @@ class Federation(Local):
         self._setup_exchange(self.identity["sample"])
         self.exchange.expected = self._taking_part(k)
         setup.check_rule(self.exchange, self._taking_part(k))
+        if self.clock:
+            self.clock.check(k)
+        setup.check_buffer(self.exchange, self.settings, k, self._taking_part(k))
         if self.exchange.noise:
             setup.check_noise(self.exchange, self.settings)
         self.states, self._shard = self._make_states(k), Shard(self.group, k)
@@ -462,8 +487,41 @@ class Federation(Local):
             raise
 
     def select(self, round: int) -> list[int]:
-        """The clients that take part in a round, ascending."""
-        return self._select(len(self), round)
+        """The clients that take part in a round, ascending. Where rounds are asynchronous, those that begin in it, and
+        it must not be later than the next."""
+        if not self.settings.get("buffer"):
+            return self._select(len(self), round)
+        if round > self.round + 1:
+            raise ValueError(f"select(round={round}): depends on the rounds before, must be at most {self.round + 1}")
+        if round <= self.round:
+            return sorted(row["client"] for row in self.history.of(round))
+        return sorted(self._queue(round))
+
+    def _queue(self, round: int) -> list[int]:
+        """The clients that begin in the next round, in this order, where rounds are asynchronous: those that take the
+        places free at its start, and one for each upload that arrives but the last."""
+        at_work = {client for client, *_ in self.reported.waiting} if self.reported else set()
+        count = self._taking_part(len(self)) - len(at_work) + self.settings["buffer"] - 1
+        order = torch.randperm(len(self), generator=generator_for(self.settings["seed"], round, -1, "select"))
+        return [client for client in order.tolist() if client not in at_work][:count]
+
+    @functools.cached_property
+    def clock(self) -> clock.Clock | None:
+        """What rounds take, if there is one."""
+        return clock.Clock.of(self.settings)
+
+    def _seconds(self, clients: list[int], done: ClientRound, ledger: Ledger) -> dict[int, float]:
+        """What a round takes the clients, whose downloads are in `ledger`, by the simulated clock."""
+        down, up = ledger.by_client("down"), ledger.by_client("up")
+        batch, phases = self.settings["batch_size"], self.method.active_phases(self.settings["epochs"], adapts=False)
+        batch *= self.settings.get("accumulate", 1)
+        found = {}
+        for row, k in enumerate(clients):
+            n = self._samples_of(k)
+            trained = sum(p.epochs * (n if p.steps is None else min(n, p.steps * batch)) for p in phases)
+            sent = done.sizes.total(row) if self.uploaded else 0
+            found[k] = self.clock.seconds(k, trained, down.get(k, 0), up.get(k, 0) + sent)
+        return found
 
     def _run_round(self, round: int, on_client) -> Round:
         clients = self._shard.mine(self.select(round))
@@ -497,6 +555,8 @@ class Federation(Local):
                 if reason := left_out.get(row["client"]):
                     log.warning("round %d: client %d is left out and not mixed: %s", round, row["client"], reason)
                     row["left_out"] = reason
+        if self.clock:
+            report = self._timed(round, done.rows, report)
         if self.exchange.noise:
             spent = self.epsilon(round)
             for row in done.rows:
@@ -514,6 +574,15 @@ class Federation(Local):
         round, exchange = done.round, self.exchange
         if downloads is None and self.shared:
             exchange.first_download(round, clients, work, done.ledger)
+        seconds, too_late, deadline = {}, {}, self.settings.get("deadline")
+
+        def late(trained: ClientRound) -> dict[int, str]:
+            if self.clock:
+                seconds.update(self._seconds(clients, trained, done.ledger))
+            for k, needed in seconds.items():
+                if deadline is not None and needed > deadline:
+                    too_late[k] = f"late: its round takes {needed:.6g} s, the deadline is {deadline:g} s"
+            return too_late
 
         trained, rows = self.step(
             round,
@@ -523,14 +592,19 @@ class Federation(Local):
             exchange.channel_masks("up", done.server_state),
             lambda k: self.states.load([k]),
             on_client,
+            late,
         )
         if trained.answers:
             self.method.answered(trained.answers, done.server_state)
             for k, (_, answer) in trained.answers.items():
                 done.ledger.add(round, "up", [k], reply(answer.numel()))
+        in_time = [row for row, k in enumerate(clients) if k not in too_late]
         if self.uploaded:
-            done.ledger.add(round, "up", clients, trained.sizes)
+            sizes = trained.sizes if not too_late else trained.sizes.of(in_time)
+            done.ledger.add(round, "up", [clients[row] for row in in_time], sizes)
         for row, k in enumerate(clients):
+            if self.clock:
+                rows[row]["duration"] = seconds[k]
             if rows[row]["left_out"] is None:
                 if trained.norms is not None:
                     done.norms[k] = trained.norms[row]
@@ -539,6 +613,33 @@ class Federation(Local):
                 report.losses.append(trained.losses[row])
         self.states.store(clients, work)
         done.rows += rows
+
+    def _timed(self, round: int, rows: list[dict], report: Uploads) -> Uploads:
+        """Who has reported when a round ends, of those in `report` that trained in it; `rows` of all get its `time`."""
+        now, buffer = self.history.time(), self.settings.get("buffer")
+        if not buffer:
+            deadline = self.settings.get("deadline") or math.inf
+            now += max(min(row["duration"], deadline) for row in rows)
+        else:
+            known = {k: fields for k, *fields in (self.reported.waiting if self.reported else ())}
+            new = zip(report.clients, report.samples, report.losses, strict=True)
+            known |= {k: [None, round, samples, loss] for k, samples, loss in new}
+            arrived, working, now = clock.arrivals(
+                now,
+                {k: finish for k, (finish, *_) in known.items() if finish is not None},
+                self._queue(round),
+                {row["client"]: row["duration"] for row in rows},
+                {row["client"] for row in rows} - set(report.clients),
+                self._taking_part(len(self)),
+                buffer,
+            )
+            there = [(k, *known[k][1:]) for k in sorted(arrived)]
+            clients, started, samples, losses = ([one[n] for one in there] for n in range(4))
+            waiting = [[k, finish, *known[k][1:]] for k, finish in sorted(working.items()) if k in known]
+            report = Uploads(round, clients, samples, losses, started=started, waiting=waiting)
+        for row in rows:
+            row["time"] = now
+        return report
 
     def _block(self, n: int) -> int:
         """How many of the n clients of a round have their states in memory at once: whole cohorts."""
@@ -579,9 +680,9 @@ class Federation(Local):
         """What the server has of the last round. server_state: in place of a copy of the server's own."""
         server_state = dict(self.server_state) if server_state is None else server_state
         exchange = self.exchange
-        names = None if exchange.measured or exchange.clip is not None else self.uploaded
+        names = None if exchange.measured or exchange.keeps_start else self.uploaded
         state = self.states.read(self._shard.mine(self.reported.clients), names)
-        start = None if exchange.clip is None else {name: state[START + name] for name in exchange.bounded}
+        start = None if not exchange.keeps_start else {name: state[START + name] for name in exchange.bounded}
         return exchange.uploads(self.reported, exchange.sent(state)[0], start, server_state, self._shard)
 
     def epsilon(self, rounds: int | None = None) -> float:

@@ -3,6 +3,8 @@
 import statistics
 from typing import Any
 
+from fastfact.spread import best_tenth, fairness, worst_tenth
+
 
 class History(list[dict[str, Any]]):
     """A list of rows with the keys round, client, loss (mean over the round's local steps; None if not finite),
@@ -10,7 +12,8 @@ class History(list[dict[str, Any]]):
     accuracy_before (the same after the download, before training; None where nothing was mixed, as in the first round),
     density (of μ; None without one), bytes_up, bytes_down, seconds (of local training), left_out (None, or why the
     client was left out of the round); with noise also epsilon (of all rounds up to this one); for each metric of
-    `Federation(metrics=)` its name and NAME_before, as the accuracy.
+    `Federation(metrics=)` its name and NAME_before, as the accuracy; with a simulated clock also duration (of
+    the client's round, in its seconds) and time (when the round ended, since the first began).
     """
 
     def rounds(self) -> list[int]:
@@ -26,14 +29,33 @@ class History(list[dict[str, Any]]):
         newest = {row["client"]: row for row in self}
         return [newest[client] for client in sorted(newest)]
 
-    def curve(self, key: str = "accuracy") -> list[tuple[int, float, float]]:
-        """(round, mean, standard deviation over its clients) of a numeric key; rows without a value are left out."""
+    def curve(self, key: str = "accuracy", over: str = "round") -> list[tuple[float, float, float]]:
+        """(round, mean, standard deviation over its clients) of a numeric key; rows without a value are left out.
+
+        over: "time" for the end of the round by the simulated clock in place of its number.
+        """
+        if over not in ("round", "time") or (over == "time" and self and "time" not in self[0]):
+            raise ValueError(f"curve(over={over!r}): must be round, or, of rows with a simulated clock, time")
         points = []
         for round in self.rounds():
-            values = [row[key] for row in self.of(round) if row[key] is not None]
-            if values:
-                points.append((round, statistics.fmean(values), statistics.pstdev(values)))
+            rows = [row for row in self.of(round) if row[key] is not None]
+            if rows:
+                values = [row[key] for row in rows]
+                points.append((rows[0][over], statistics.fmean(values), statistics.pstdev(values)))
         return points
+
+    def time(self) -> float:
+        """When the last round ended, in seconds of the simulated clock; 0 without one."""
+        return self[-1].get("time", 0.0) if self else 0.0
+
+    def spread(self, key: str = "accuracy") -> dict[str, float]:
+        """How evenly a key of all clients' newest rows is spread: `mean`, `std`, the means of the `worst_tenth` and the
+        `best_tenth`, and Jain's index (`fairness`). Empty where no row has a value."""
+        values = [row[key] for row in self.last() if row[key] is not None]
+        if not values:
+            return {}
+        spread = {"mean": statistics.fmean(values), "std": statistics.pstdev(values)}
+        return spread | {f.__name__: f(values) for f in (worst_tenth, best_tenth, fairness)}
 
     def total(self, key: str) -> float:
         """The sum of a numeric key over all rows."""

@@ -34,7 +34,7 @@ from fastfact.settings import LATER
 
 log = logging.getLogger("fastfact")
 
-MIXED = ("rule", "hostile", "clip", "max_norm", "noise")
+MIXED = ("rule", "hostile", "clip", "max_norm", "noise", "buffer")
 """The settings that say how the server mixes."""
 TRAINING = (
     "optimizer",
@@ -161,7 +161,7 @@ class Local:
         extra = self.method.extra(state)
         if clash := sorted(set(extra) & set(self.infos)):
             raise ValueError(f"{self.method.name}: extra tensor {clash[0]} has the name of a tensor of the model")
-        if self.settings["clip"] is not None:
+        if self.settings["clip"] is not None or self.settings.get("buffer"):
             extra |= {START + name: state[name].clone() for name in bounded(self.method, self.infos)}
         if self.settings.get("optimizer_states") == "kept":
             params = {name: state[name] for name, info in self.infos.items() if not info.buffer}
@@ -287,11 +287,13 @@ class Local:
         masks: State,
         kept: Callable[[int], State],
         on_client: Callable[[int, int, int, int], None] | None = None,
+        late: Callable[[ClientRound], Mapping[int, str]] = lambda done: {},
     ) -> tuple[ClientRound, list[dict]]:
         """The clients' part of a round, in `work` [len(clients), …]: download, training, upload, evaluation.
 
         downloads: None where there was nothing to mix. masks: the channels that travel up. kept(client) → the state
-        [1, …] it had: it keeps that if what came of the round cannot be used. Returns what they upload, and rows as
+        [1, …] it had: it keeps that if what came of the round cannot be used. late(done) → client → why, of those that
+        were too slow. Returns what they upload, and rows as
         `History` has them, without the bytes.
         """
 
@@ -313,11 +315,17 @@ class Local:
         )
         left_out = done.broken
         left_out |= diverged(clients, done.losses, left_out)
+        slow = {k: why for k, why in late(done).items() if k not in left_out}
+        left_out |= slow
         if self.uploaded:
             left_out |= self.exchange.unusable(clients, done.sent, done.norms, left_out)
         for row, k in enumerate(clients):
             if k in left_out:
-                log.warning("round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k])
+                # A deadline is there to leave clients out.
+                level = logging.INFO if k in slow else logging.WARNING
+                log.log(
+                    level, "round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k]
+                )
                 for name, tensor in kept(k).items():
                     work[name][row].copy_(tensor[0])
         measured, densities = self._evaluate(round, clients, work), analysis.densities(work, self.infos, self.sparse)

@@ -176,6 +176,27 @@ def check_noise(exchange: Exchange, settings: Mapping[str, Any]) -> None:
     privacy.accountant()
 
 
+def check_buffer(exchange: Exchange, settings: Mapping[str, Any], clients: int, at_work: int) -> None:
+    """Raise ValueError for asynchronous rounds that cannot be."""
+    method, buffer = exchange.method, settings.get("buffer")
+    if not buffer:
+        return
+
+    def require(holds: bool, why: str) -> None:
+        if not holds:
+            raise ValueError(f"Federation(buffer={buffer}): {why}")
+
+    require(bool(exchange.shared), f"{method.name} shares nothing that could arrive")
+    require(not method.clients_mix, f"{method.name} mixes at its clients, which may be at work")
+    require(not exchange.noise, "who reports when tells of the clients' speeds, noise must be 0")
+    most = clients + 1 - buffer
+    require(
+        1 <= at_work <= most,
+        f"participation={settings['participation']:g} has {at_work} of {clients} clients at work, and {buffer - 1} more"
+        f" begin before a round ends; at most {max(most, 0)} may be at work",
+    )
+
+
 def check_rule(exchange: Exchange, clients: int) -> None:
     """Raise ValueError for a robust rule or a clipping that makes no sense for the method or so few clients."""
     method, rule, hostile = exchange.method, exchange.rule, exchange.hostile

@@ -30,12 +30,15 @@ from fastfact.federation.wire.format import Wire, reply
 from fastfact.federation.wire.ledger import Ledger, Sizes
 from fastfact.flower.packet import Packet, RefusedError, table_of
 from fastfact.kinds import type_error
-from fastfact.settings import FederationSettings
+from fastfact.settings import LATER, FederationSettings
 
 log = logging.getLogger("fastfact")
 
-FIXED = {"cohort": 1, "memory_limit": None, "store": "memory", "noise": 0.0, "delta": None}
-"""What each machine says for itself; and noise, which repeats with the seed, that all clients are told here."""
+CLOCK = ("speed", "speed_spread", "bandwidth", "bandwidth_spread", "deadline", "buffer")
+FIXED: dict[str, Any] = {"cohort": 1, "memory_limit": None, "store": "memory", "noise": 0.0, "delta": None}
+FIXED |= {name: LATER[name] for name in CLOCK}
+"""What each machine says for itself; noise, which repeats with the seed, that all clients are told here; and the
+simulated clock, where there are real ones."""
 SETTINGS = {
     name: parameter.default
     for name, parameter in inspect.signature(Federation).parameters.items()

@@ -12,6 +12,7 @@ from fastfact.methods.fedadam import FedAdam
 from fastfact.methods.fedala import FedALA
 from fastfact.methods.fedamp import FedAMP
 from fastfact.methods.fedavg import FedAvg
+from fastfact.methods.fedbuff import FedBuff
 from fastfact.methods.fedcac import FedCAC
 from fastfact.methods.feddecomp import FedDecomp
 from fastfact.methods.fedem import FedEM
@@ -60,6 +61,7 @@ __all__ = [
     "FedAvg",
     "FedBABU",
     "FedBN",
+    "FedBuff",
     "FedCAC",
     "FedDecomp",
     "FedEM",

@@ -21,6 +21,7 @@ SUMS = {
     "fedala",
     "fedavg",
     "fedbabu",
+    "fedbuff",
     "fedbn",
     "feddecomp",
     "ffa-lora",

@@ -42,12 +42,15 @@ class Exchange:
         clip: float | str | None = None,
         max_norm: float | str | None = None,
         noise: float = 0.0,
+        buffer: int = 0,
     ):
         self.method, self.infos, self.sparse, self.encoder, self.seed = method, infos, sparse, encoder, seed
         self.rule, self.hostile, self.clip, self.max_norm, self.noise = rule, hostile, clip, max_norm, noise
+        self.keeps_start = clip is not None or buffer > 0
+        """Whether clients' states have, as START and the name, what they started their last round from."""
         self.expected = 0
         """How many clients take part in a round."""
-        self.bounded = [] if clip is None and max_norm is None else bounded(method, infos)
+        self.bounded = [] if not self.keeps_start and max_norm is None else bounded(method, infos)
         """The tensors of which it counts how far a round moves them."""
         self.device = encoder.device
         self.shared = [name for name, info in infos.items() if method.shares(info)]
@@ -84,7 +87,7 @@ class Exchange:
         self, reported: Uploads, sent: State, start: State | None, server_state: State, shard: Shard
     ) -> Uploads:
         """What the server has of a round. sent: what came of the clients in `shard`; start: what they started the round
-        from, where uploads are clipped."""
+        from, where uploads are clipped or rounds asynchronous."""
         if self.clip is not None:
             norms = robust.norms(sent, start)
             of_all = shard.stacked({"norm": norms}, reported.clients)["norm"].tolist()
@@ -95,11 +98,14 @@ class Exchange:
             first = {name: tensor[:1] for name, tensor in shard.stacked(start, reported.clients).items()}
             deviation = self.noise * bound_of(self.clip, []) / self.expected
             noise = Noise(deviation, self.expected, first, self.seed, reported.round)
+        elif reported.started:
+            start = shard.stacked(start, reported.clients)
         return Uploads(
             **reported.report(),
             state=sent,
             keys=self.keys,
             server_state=server_state,
+            start=start if reported.started else {},
             rule=self.rule,
             hostile=self.hostile,
             noise=noise,
@@ -243,9 +249,8 @@ def client_round(
             answers[clients[download.rows[0]]] = (download.sources, answer)
     before = None if evaluate is None else evaluate(state)
     start = {name: state[name].clone() for name in exchange.bounded}
-    if exchange.clip is not None:
-        for name, tensor in start.items():
-            state[START + name].copy_(tensor)
+    for name, tensor in start.items() if exchange.keeps_start else ():
+        state[START + name].copy_(tensor)
     losses, seconds = train(state)
     broken = not_finite(clients, state)
     sent, sizes = exchange.wire.roundtrip(exchange.keyed(state), exchange.uploaded, masks)

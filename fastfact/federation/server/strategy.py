@@ -41,6 +41,13 @@ class Uploads:
     """The names of the key tensors."""
     server_state: State = field(default_factory=dict)
     """The server's own tensors, kept from round to round and in checkpoints; a strategy may change them."""
+    started: list[int] = field(default_factory=list)
+    """The round in which each downloaded what it trained; empty if that was this one."""
+    waiting: list[list] = field(default_factory=list)
+    """Where rounds are asynchronous, who is still at work: [client, when it arrives, the round it downloaded in,
+    samples, loss]."""
+    start: State = field(default_factory=dict)
+    """Where rounds are asynchronous, the shared floating-point tensors as each client had downloaded them."""
     rule: str = "mean"
     hostile: float = 0.0
     """How the server mixes, see `robust.mix`."""
@@ -65,7 +72,13 @@ class Uploads:
 
     def report(self) -> dict[str, Any]:
         """Who reported, as JSON can hold it: `Uploads(**report)` is this without tensors."""
-        return {name: getattr(self, name) for name in ("round", "clients", "samples", "losses")}
+        known = {name: getattr(self, name) for name in ("round", "clients", "samples", "losses")}
+        return known | {name: getattr(self, name) for name in ("started", "waiting") if getattr(self, name)}
+
+    @property
+    def staleness(self) -> list[int]:
+        """How many steps the server made between each client's download and its report."""
+        return [self.round - started for started in self.started] or [0] * len(self.clients)
 
     def key(self) -> Tensor:
         """What similarity is measured on: the key tensors of each client as one vector, [m, d]."""

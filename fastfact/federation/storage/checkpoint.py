@@ -432,14 +432,19 @@ def _server_state(
 
 
 def _check_history(directory: Path, history: History, rounds: int, config: Mapping[str, Any]) -> None:
-    """Raise DamagedError unless there is a row for each client that took part in each round."""
+    """Raise DamagedError unless there is a row for each client that took part in each round; where rounds are
+    asynchronous, for one."""
     where, k = directory / METRICS, config["clients"]
     for row in history:
         client = row.get("client")
         if not isinstance(client, int) or not 0 <= client < k:
             raise DamagedError(f"{where}: a row of round {row['round']} has client {client!r}, must be one of {k}")
     each = taking_part(k, config["settings"]["participation"])
-    if len(history) != rounds * each:
+    if config["settings"].get("buffer"):
+        # As many begin as are needed for the buffer to fill.
+        if missing := sorted(set(range(1, rounds + 1)) - set(history.rounds())):
+            raise DamagedError(f"{where}: has no row of round {missing[0]}: the directory is half-written")
+    elif len(history) != rounds * each:
         raise DamagedError(
             f"{where}: has {len(history)} rows of the first {rounds} rounds, must be {rounds * each}: the directory is"
             " half-written"

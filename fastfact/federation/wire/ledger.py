@@ -18,6 +18,11 @@ class Sizes:
         """The length of one message."""
         return sum(sizes[row] for sizes in self.bytes.values())
 
+    def of(self, rows: Sequence[int]) -> "Sizes":
+        """Those of some of the messages."""
+        both = self.bytes, self.numbers
+        return Sizes(*({name: [sizes[row] for row in rows] for name, sizes in each.items()} for each in both))
+
 
 @dataclass
 class Entry:
