@@ -230,6 +230,12 @@ def _alphas(config: Mapping[str, Any], where: str) -> Mapping[str, float]:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{where}: alpha_pattern has {pattern!r}, no regular expression: {error}") from error
+        # Anybody's file: repeats of repeats take exponential time to match.
+        plain = re.sub(r"\\.|\[\^?\]?[^]]*\]", "x", pattern, flags=re.DOTALL)
+        if re.search(r"\)[*+?{]", plain) or len(re.findall(r"[*+{]", plain)) > 3:
+            raise ValueError(
+                f"{where}: alpha_pattern has {pattern!r}, must repeat no group, and at most three characters or classes"
+            )
     return patterns
 
 

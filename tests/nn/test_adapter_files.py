@@ -189,6 +189,8 @@ def without(*names):
         ({"peft_type": "IA3"}, None, "peft_type is 'IA3', must be LORA"),
         ({"use_dora": True}, None, "use_dora=True is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, None, "pissa_niter_4"),
+        ({"alpha_pattern": {"(a+)+b": 1}}, None, "must repeat no group"),
+        ({"alpha_pattern": {"a*a*a*a*b": 1}}, None, "at most three"),
         ({}, without("down.lora_B.weight"), r"body\.down has lora_A alone"),
         ({}, {}, "has no lora_A and lora_B"),
         ({}, tensors() | {START + "body.up.lora_A.weight": torch.zeros(4, 9)}, r"lora_A \[4, 9\] .* do not fit"),

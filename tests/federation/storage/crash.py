@@ -89,7 +89,7 @@ def started(arguments: list[str], out: Path, torchrun: bool) -> int:
 
 
 def numbers(work: Path) -> dict:
-    """All that a finished run says, but for times and identities."""
+    """All that a finished run says, but for times, memory and identities."""
     from safetensors.torch import load_file
 
     found = {}
@@ -100,7 +100,8 @@ def numbers(work: Path) -> dict:
             found[name] = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
         elif path.name == "result.json":
             result = json.loads(path.read_text())
-            result["summary"].pop("seconds")
+            for measured in ("seconds", "memory"):
+                result["summary"].pop(measured)
             found[name] = {key: value for key, value in result.items() if key not in ("digest", "config")}
         elif path.name == "round-000003.safetensors":
             found[name] = {key: tensor.numpy().tobytes() for key, tensor in load_file(path).items()}
@@ -111,6 +112,16 @@ def numbers(work: Path) -> dict:
             found[name] = list(connection.execute("SELECT id, record, nonzeros FROM client ORDER BY id"))
             connection.close()
     return found
+
+
+def different(found, right, where: str = "") -> str:
+    """Where the first difference is, and what stands there; empty where all is the same."""
+    if isinstance(found, dict) and isinstance(right, dict) and found.keys() == right.keys():
+        return next((text for name in right if (text := different(found[name], right[name], f"{where}/{name}"))), "")
+    if isinstance(found, list) and isinstance(right, list) and len(found) == len(right):
+        rows = enumerate(zip(found, right, strict=True))
+        return next((text for at, (a, b) in rows if (text := different(a, b, f"{where}[{at}]"))), "")
+    return "" if found == right else f"{where}: {str(found)[:300]} for {str(right)[:300]}"
 
 
 class Disk:
@@ -235,8 +246,8 @@ class Crash:
         code = self.run(again)
         if code != 0:
             self.fail(where, f"{again[0]} {again[-1]} ended with {code}: {(self.scratch / 'said').read_text()[-1500:]}")
-        elif numbers(self.work) != self.right:
-            self.fail(where, "other numbers")
+        elif other := different(numbers(self.work), self.right):
+            self.fail(where, f"other numbers: {other}")
         elif left := [p for p in self.work.rglob("*") if re.search(r"\.unfinished$|^\.lock$", p.name)]:
             self.fail(where, f"left {left[0].name}")
         else:
@@ -263,6 +274,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--points", type=int, help="so many of each, spread evenly [default: all]")
+    parser.add_argument("--at", type=int, help="this point of each alone")
     options = parser.parse_args()
     if "CRASH_DIR" not in os.environ:
         with tempfile.TemporaryDirectory() as scratch:
@@ -296,6 +308,7 @@ def main() -> None:
             step = 1 if options.points is None else -(-total // options.points)
             # Not the same places for each fault.
             points = range(1 + FAULTS.index(fault) * step // len(FAULTS), total + 1, step)
+            points = points if options.at is None else range(options.at, options.at + 1)
             for point in points if kind in ("run", "store") or fault != "power" else ():
                 crash.disturb(fault, point)
                 tried += 1
