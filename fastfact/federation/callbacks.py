@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from fastfact.federation.analysis import Trained, similarity
+from fastfact.federation.storage.checkpoint import uninterrupted
 
 NUMBERS = ("loss", "accuracy", "accuracy_before", "density", "bytes_up", "bytes_down", "seconds", "epsilon")
 """The keys of a row of `History` that are numbers."""
@@ -75,6 +76,11 @@ class TensorBoard(Callback, name="tensorboard"):
 
     def on_round(self, fed: Trained, rows: Sequence[Mapping[str, Any]]) -> None:
         """See the class."""
+        # Interrupted inside the queue of its writer, TensorBoard would wait for ever when it is closed.
+        with uninterrupted():
+            self._write(fed, rows)
+
+    def _write(self, fed: Trained, rows: Sequence[Mapping[str, Any]]) -> None:
         round = rows[0]["round"]
         if self._writer is None:
             # Rounds that are run again take the place of what an earlier file has of them.
@@ -91,5 +97,6 @@ class TensorBoard(Callback, name="tensorboard"):
     def on_end(self, fed: Trained) -> None:
         """See the class."""
         if self._writer is not None:
-            self._writer.close()
+            with uninterrupted():
+                self._writer.close()
             self._writer = None

@@ -1,6 +1,8 @@
 """What callbacks are told, and what TensorBoard's and those of the examples make of it."""
 
+import os
 import runpy
+import signal
 import sys
 import types
 from pathlib import Path
@@ -70,6 +72,30 @@ def test_tensorboard(make, tmp_path):
     assert events.Histograms("clients/accuracy")[0].histogram_value.num == 3
     image = events.Images("clients/similarity")[-1]
     assert (image.width, image.height, image.step) == (3, 3, 3)
+
+
+def test_tensorboard_is_not_interrupted_while_it_writes(make, tmp_path, monkeypatch):
+    """It would hold a lock that closing it waits for."""
+    board, interrupted = ff.TensorBoard(tmp_path), []
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    class Writer:
+        def add_scalar(self, *_):
+            if not interrupted:
+                interrupted.append("sent")
+                os.kill(os.getpid(), signal.SIGINT)
+            interrupted.append("after")
+
+        add_histogram = add_image = lambda *_, **__: None
+        close = lambda _: interrupted.append("closed")  # noqa: E731
+
+    monkeypatch.setattr(board, "_open", lambda *_, **__: Writer())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make().fit(2, callbacks=[board])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert interrupted[:2] == ["sent", "after"] and interrupted[-1] == "closed"
 
 
 class Tool(types.ModuleType):
