@@ -280,11 +280,11 @@ def run(fed, both, r, k, phases, loss, shared, personal):
 
 
 @ways_and_heads
-@pytest.mark.parametrize("adaptive", [True, False])
-def test_apfl(adaptive, share_classifier, participation, cohort):
-    method = ff.methods.APFL(alpha=0.3, adaptive=adaptive, share_classifier=share_classifier)
+@pytest.mark.parametrize(("adaptive", "alpha"), [(True, 0.3), (True, 0.999), (False, 0.3)])
+def test_apfl(adaptive, alpha, share_classifier, participation, cohort):
+    method = ff.methods.APFL(alpha=alpha, adaptive=adaptive, share_classifier=share_classifier)
     fed = federation(method, normed, cohort=cohort, participation=participation)
-    (shared, personal), alphas, accuracies = two(fed), [0.3] * K, []
+    (shared, personal), alphas, accuracies = two(fed), [alpha] * K, []
 
     def mixed(w, v, alpha):
         return {n: alpha * v[n] + (1 - alpha) * w[n] for n in PARAMS} | {n: v[n] for n in BUFFERS}
