@@ -130,7 +130,7 @@ def test_a_process_that_is_told_to_stop_stops_them_all_between_two_rounds(tmp_pa
     (tmp_path / "stopper.py").write_text(KILLER.replace("HOW", f"os.kill(os.getpid(), signal.{number})"))
     stopped = torchrun(2, tmp_path / "stopper.py", *OPTIONS, "--out", tmp_path / "run")
     assert stopped.returncode != 0
-    assert "fastfact: stopped; what is done is kept, fastfact resume DIR continues" in stopped.stderr
+    assert "fastfact: stopped; 3 of 4 rounds are kept, fastfact run --resume" in stopped.stderr
     assert "Traceback" not in stopped.stderr.partition("fastfact: stopped")[0]
     rounds = {json.loads(line)["round"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()}
     assert rounds == {1, 2, 3}
