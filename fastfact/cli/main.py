@@ -149,7 +149,7 @@ def run(
         raise ValueError(f"out={str(out)!r}: --resume {directory} names another directory")
     if (where := directory or out) is None:
         raise ValueError("out: name the directory for the results, --out DIR")
-    begun = experiment.options(where, given["store"]) if resume else {}
+    begun = experiment.options(where, any(value is not None for value in given.values())) if resume else {}
     config, _ = _merge(given, begun=begun)
     _train(config, where, resume, json_file)
 

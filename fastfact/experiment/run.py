@@ -56,43 +56,32 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
 
 def _rounds(config: Config, directory: Path) -> int:
     """How many rounds of a run directory can be gone on from; 0 for a new one."""
-    return _saved(config.store, directory)
-
-
-def _saved(store: str, directory: Path) -> int:
-    if store == MEMORY:
+    if config.store == MEMORY:
         return max(run_directory.checkpoints(directory), default=0)
-    if not (directory / run_directory.CONFIG).is_file() or not (Path(store) / DATABASE).is_file():
+    if not (directory / run_directory.CONFIG).is_file() or not (Path(config.store) / DATABASE).is_file():
         return 0
-    return about_database(Path(store))["rounds"]
+    return about_database(Path(config.store))["rounds"]
 
 
-def options(directory: Path, store: str | None = None) -> dict[str, Any]:
+def options(directory: Path, given: bool = False) -> dict[str, Any]:
     """What the run in `directory`, which is to go on, was begun with, by names of `Config`; empty for a run of a
-    version that did not write it down. store: where its clients are now, if they have moved.
+    version that did not write it down. given: options come along, with which a run begins that was stopped before it
+    had written anything.
 
     Raises ValueError where there is nothing to go on from.
     """
     if not directory.exists():
         raise ValueError(f"{directory}: nothing to resume, there is no such directory")
-    if not (directory / run_directory.CONFIG).is_file():
+    if (directory / STARTED).is_file():
+        return asdict(started(directory))
+    if not (directory / run_directory.CONFIG).is_file() and not (given and files.is_vacant(directory, STARTED)):
         raise ValueError(f"{directory}: nothing to resume, there is no run in it ({run_directory.CONFIG} is missing)")
-    begun = asdict(started(directory)) if (directory / STARTED).is_file() else {}
-    store = store or begun.get("store") or run_directory.read_config(directory)["settings"].get("store", MEMORY)
-    if not _saved(store, directory):
-        raise ValueError(
-            f"{directory}: nothing to resume, it was stopped before a round of it was saved; the command that began it"
-            " begins it again"
-        )
-    return begun
+    return {}
 
 
 def stopped(config: Config, directory: Path) -> str:
     """Where a run that was stopped goes on, for people."""
-    rounds = _rounds(config, directory)
-    if not rounds:
-        return f"no round of {directory} had ended, there is nothing to resume"
-    return f"{rounds} of {config.rounds} rounds are kept, fastfact run --resume {directory} goes on"
+    return f"{_rounds(config, directory)} of {config.rounds} rounds are kept, fastfact run --resume {directory} goes on"
 
 
 def finished(config: Config, directory: Path) -> bool:

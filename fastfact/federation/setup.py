@@ -47,6 +47,8 @@ def _device_of(device: str | torch.device) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r}: must be cpu, cuda or cuda:1 ({error})") from error
+    if found.type == "meta":
+        raise ValueError(f"device={str(device)!r}: holds no numbers, must be cpu, cuda or cuda:1")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={str(device)!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here")
     return found

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -61,11 +62,16 @@ def generator_for(seed: int, round: int, client: int, purpose: str, device="cpu"
     return torch.Generator(device).manual_seed(seed_for(seed, round, client, purpose))
 
 
+generator_lock = threading.RLock()
+"""Held by the thread that uses PyTorch's global generators, of which a process has one set."""
+
+
 @contextlib.contextmanager
 def seeded(seed: int, round: int, client: int, purpose: str, device="cpu") -> Iterator[None]:
-    """PyTorch's global generators (dropout, module initialisation) set to one stream inside, put back after."""
+    """PyTorch's global generators (dropout, module initialisation) set to one stream inside, put back after. Other
+    threads that want the same wait."""
     device, number = torch.device(device), seed_for(seed, round, client, purpose)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with generator_lock, torch.random.fork_rng([device] if device.type == "cuda" else []):
         # torch.manual_seed would queue a call for every kind of device that is not in use, with a traceback each.
         torch.default_generator.manual_seed(number)
         if torch.cuda.is_initialized():

@@ -426,15 +426,24 @@ def test_which_run_to_resume(tmp_path, monkeypatch, arguments, message):
     assert code == 2 and message in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_a_run_that_saved_no_round_cannot_be_resumed(one_run, tmp_path):
+@pytest.mark.parametrize("command", [["run", "--resume"], ["resume"]])
+def test_a_run_that_saved_no_round_begins_again(one_run, tmp_path, command):
     directory, _ = one_run
     shutil.copytree(directory / "a", tmp_path / "a")
     shutil.rmtree(tmp_path / "a" / "checkpoints")
-    before = content(tmp_path / "a")
-    for command in (["run", "--resume"], ["resume"]):
-        code, _, err = call(*command, tmp_path / "a")
-        assert code == 2 and "nothing to resume, it was stopped before a round" in err and err.count("\n") == 1
-    assert content(tmp_path / "a") == before
+    (tmp_path / "a" / "result.json").unlink()
+    code, _, err = call(*command, tmp_path / "a")
+    assert code == 0, err
+    rows, others = (report.read_metrics(top / "a" / "metrics.jsonl") for top in (tmp_path, directory))
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in others]
+
+
+def test_a_run_that_was_stopped_before_it_wrote_anything_begins_with_its_options(tmp_path):
+    (tmp_path / "a").mkdir()
+    code, _, err = call("run", "--resume", tmp_path / "a")
+    assert code == 2 and "nothing to resume, there is no run in it" in err and err.count("\n") == 1
+    code, _, err = call("run", *SMALL, "--resume", "--out", tmp_path / "a")
+    assert code == 0, err
 
 
 @pytest.mark.parametrize(("lr", "rounds"), [("1e30", "1"), ("1e30", "20"), ("1e6", "3")])

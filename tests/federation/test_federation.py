@@ -1,5 +1,7 @@
 import copy
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -311,6 +313,35 @@ def test_a_map_style_dataset_is_the_same_as_its_tensors(make, same):
     assert same(first, second)
 
 
+def test_federations_on_two_threads_repeat_their_numbers(make):
+    """A process has one generator for modules' initialisation, and for what draws from it in a forward pass."""
+
+    class Draws(nn.Module):
+        def forward(self, x):
+            for _ in range(3 * self.training):
+                time.sleep(0.002)
+                x = x + torch.rand(())
+            return x
+
+    def model():
+        layers = []
+        for _ in range(3):
+            time.sleep(0.01)
+            layers.append(nn.Linear(6, 6))
+        return nn.Sequential(*layers, Draws(), nn.Linear(6, 3)).double()
+
+    def train(seed: int) -> list[torch.Tensor]:
+        fed = make(model, (6,), sizes=(8, 8), seed=seed, cohort=1)
+        fed.fit(1)
+        return [tensor.clone() for tensor in fed.states.state.values()]
+
+    alone = [train(seed) for seed in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(train, (1, 2)))
+    for one, other in zip(alone, together, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def test_dropout_draws_from_the_clients_own_stream(make, same):
     def model():
         return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
@@ -353,6 +384,7 @@ BAD = [
     ({"max_norm": "much"}, r"max_norm='much'"),
     ({"store": 3}, r"store=3.*a directory"),
     ({"device": "gpu"}, r"device='gpu': must be cpu, cuda"),
+    ({"device": "meta"}, r"device='meta': holds no numbers"),
     ({"device": "cuda:99"}, r"device='cuda:99': PyTorch sees \d+ CUDA devices"),
     ({"cohort": 0}, r"cohort=0"),
     ({"cohort": "some"}, r"cohort='some'"),

@@ -20,7 +20,7 @@ from fastfact import machine
 from fastfact.data.client import Samples
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.train import Trainer, memory_cohort
-from fastfact.federation.state import State, evenly, stack
+from fastfact.federation.state import State, evenly, generator_lock, stack
 from fastfact.federation.tensors import frozen, tensors_of
 
 log = logging.getLogger("fastfact")
@@ -113,7 +113,9 @@ class Executor:
         A core to each row. What is left over has all cores, once the others are done: some libraries have one number of
         threads for the whole process, and on how many a client computes decides its last bits.
         """
-        threads, generator = torch.get_num_threads(), torch.get_rng_state()
+        threads = torch.get_num_threads()
+        with generator_lock:
+            generator = torch.get_rng_state()
         rest = n % self.threads
 
         def run(row: int, own: int):
@@ -136,11 +138,12 @@ class Executor:
             wait(futures)
             # Threads that set their own number also set that of threads still to come.
             torch.set_num_threads(threads)
-            if not torch.equal(generator, torch.get_rng_state()):
-                torch.set_rng_state(generator)
-                log.warning(
-                    "a loss draws from PyTorch's generator, which threads share: cohort=1 would repeat its draws"
-                )
+            with generator_lock:
+                if not torch.equal(generator, torch.get_rng_state()):
+                    torch.set_rng_state(generator)
+                    log.warning(
+                        "a loss draws from PyTorch's generator, which threads share: cohort=1 would repeat its draws"
+                    )
 
 
 def _row(work: State, row: int) -> State:
