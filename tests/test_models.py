@@ -156,6 +156,42 @@ def test_every_model_works_over_the_client_axis(name):
     torch.testing.assert_close(together, torch.stack(alone), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("shape", "patch", "tokens"), [((1, 8, 8), 2, 16), ((1, 28, 28), 4, 49), ((3, 32, 32), 4, 64), ((2, 29, 17), 3, 60)]
+)
+def test_patches_of_a_vision_transformer(shape, patch, tokens):
+    model = models.VisionTransformer(shape, 7, features=24, depth=1)
+    assert model.patches.kernel_size == model.patches.stride == (patch, patch)
+    assert model.position.weight.shape == (1 + tokens, 24)
+    assert model(torch.randn(2, *shape)).shape == (2, 7)
+    # Every pixel counts.
+    x = torch.randn(1, *shape, requires_grad=True)
+    model(x)[0, 0].backward()
+    assert (x.grad != 0).all()
+
+
+def test_a_vision_transformer_has_the_blocks_of_pytorch():
+    """192 wide, 12 deep, three heads: against PyTorch's encoder, with the same weights."""
+    torch.manual_seed(0)
+    model = models.build("vit-tiny", (1, 28, 28), 10)
+    assert sum(p.numel() for p in model.parameters()) == 5_353_546 and len(model.blocks) == 12
+    block = model.blocks[0]
+    theirs = nn.TransformerEncoderLayer(192, 3, 768, 0.0, "gelu", batch_first=True, norm_first=True)
+    attention = block.attention
+    with torch.no_grad():
+        for part in ("weight", "bias"):
+            packed = [getattr(layer, part) for layer in (attention.query, attention.key, attention.value)]
+            getattr(theirs.self_attn, f"in_proj_{part}").copy_(torch.cat(packed))
+            for mine, its in (
+                (attention.out, theirs.self_attn.out_proj),
+                (block.expand, theirs.linear1),
+                (block.contract, theirs.linear2),
+            ):
+                getattr(its, part).copy_(getattr(mine, part))
+        x = torch.randn(2, 5, 192)
+        torch.testing.assert_close(block(x), theirs.train()(x), rtol=1e-4, atol=1e-5)
+
+
 def test_lstm_is_that_of_pytorch():
     model = models.LSTM2(VOCABULARY, 5, width=1 / 32).double()
     theirs = nn.LSTM(8, 8, num_layers=2, batch_first=True).double()
