@@ -42,8 +42,8 @@ fuzz: setup
 fuzz-asan: setup
 	FASTFACT_SANITIZE=address FASTFACT_BUILD= CUDA_HOME=/nonexistent \
 		$(PY) setup.py --quiet build --build-lib build/asan --build-temp build/temp-asan
-	PYTHONPATH=build/asan:. LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-		$(PY) -P -m tests.fuzz ops --minutes $(MINUTES)
+	PYTHONPATH=build/asan:. LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PY) -P -m tests.fuzz ops --minutes $(MINUTES)
 
 crash-test: setup
 	$(PY) tests/federation/storage/crash.py
