@@ -4,14 +4,16 @@ EMNLP 2024).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Uploads, register
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
+from fastfact.kinds import setting
 from fastfact.methods.lora import FACTORS, Adapters
 from fastfact.nn.specs import LowRank, Spec
 
@@ -28,10 +30,16 @@ class HetLoRA(Adapters):
 
     Everybody's tensors have the largest rank here, zeros where r_k ends: these stay zero in training, as neither factor
     has a gradient there. On the wire they cost a bit each. The setting `rank` is not used.
-    The paper's rank self-pruning, by which a client may lower its r_k, is left out.
+
+    pruning: λ of rank self-pruning, 0 for ranks that stay. The local loss gets λ ‖B_k[:, γr_k:r_k]‖ ‖A_k[γr_k:r_k]‖,
+    summed over the layers; where this is smaller after a round's training than it was after the download, what it is of
+    is dropped, r_k ← ⌊γ r_k⌋, and the client downloads, trains and uploads that rank from then on. decay: γ, of which
+    the last rank at least is in question, and one always stays. In the first round, B being zero, nothing is dropped.
     """
 
     ranks: Sequence[int] = field(default_factory=lambda: [2, 4, 8])
+    pruning: float = setting(0.0, "Strength λ of rank self-pruning, 0 for none.", at_least=0)
+    decay: float = setting(0.99, "Share of its ranks that a client keeps where it prunes, γ.", above=0, below=1)
 
     name: ClassVar[str] = "hetlora"
     paper: ClassVar[str] = "HetLoRA, EMNLP 2024"
@@ -49,6 +57,41 @@ class HetLoRA(Adapters):
         super().bind(infos)
         self._roles = {name: info.role for name, info in infos.items() if info.role in FACTORS}
 
+    def server_state(self, state: State) -> State:
+        if not self.pruning:
+            return super().server_state(state)
+        k = len(next(iter(state.values())))
+        ranks = torch.tensor([self.ranks[client % len(self.ranks)] for client in range(k)])
+        return super().server_state(state) | {"ranks": ranks}
+
+    def phases(self, epochs: int) -> list[Phase]:
+        if not self.pruning:
+            return super().phases(epochs)
+        return [Phase(epochs, loss=self._loss), Phase(0, update=self._prune)]
+
+    def _last(self, start: State) -> dict[str, Tensor]:
+        """A factor's name → which of its ranks are in question, bool [r], of the client that downloaded `start`."""
+        rank, lasts = _rank_of({name: start[name] for name in self._roles}), {}
+        kept = (self.decay * rank).floor().clamp(min=1)
+        for name, role in self._roles.items():
+            at = torch.arange(start[name].shape[0 if role == "A" else 1], device=rank.device)
+            last = (at >= kept) & (at < rank)
+            lasts[name] = last[:, None] if role == "A" else last
+        return lasts
+
+    def _weight(self, tensors: State, lasts: dict[str, Tensor]) -> Tensor:
+        """Σ ‖B‖ ‖A‖ over the layers, of the ranks in question."""
+        norms = {name: torch.linalg.vector_norm(tensors[name] * last) for name, last in lasts.items()}
+        return sum(norms[name] * norms[name.removesuffix("A") + "B"] for name in norms if self._roles[name] == "A")
+
+    def _loss(self, net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return net.loss(x, y) + self.pruning * self._weight({**net.start, **net.params}, self._last(net.start))
+
+    def _prune(self, net: Any, x: Tensor, y: Tensor) -> State:
+        lasts = self._last(net.start)
+        drops = self._weight(net.params, lasts) < self._weight(net.start, lasts)
+        return {name: torch.where(last & drops, 0, net.params[name]) for name, last in lasts.items()}
+
     def pads(self, info: TensorInfo) -> bool:
         return info.role in FACTORS
 
@@ -58,11 +101,15 @@ class HetLoRA(Adapters):
     def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
         mixed = super().mix(uploads, [name for name in names if name not in self._roles], guests)
         served = uploads.clients[uploads.here.start : uploads.here.stop] if guests is None else guests.clients
+        if self.pruning:
+            ranks = uploads.server_state["ranks"].clone()
+            ranks[uploads.clients] = _rank_of({name: uploads.state[name] for name in self._roles}).to(ranks)
+            uploads.server_state["ranks"] = ranks
         weights = self._norms(uploads.state)
         total = weights.sum()
         weights = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
         factors = uploads.mix(weights.expand(len(served), -1), [name for name in names if name in self._roles])
-        return mixed | self._truncated(served, factors)
+        return mixed | self._truncated(served, factors, uploads.server_state.get("ranks"))
 
     def _norms(self, state: State) -> Tensor:
         """‖B A‖_F over all layers of each client, float64 [m]: ‖B A‖² = ⟨BᵀB, A Aᵀ⟩."""
@@ -73,12 +120,24 @@ class HetLoRA(Adapters):
                 squares = squares.to(a.device) + ((b.mT @ b) * (a @ a.mT)).sum((1, 2))
         return squares.double().clamp(min=0).sqrt().cpu()
 
-    def _truncated(self, clients: Sequence[int], factors: State) -> State:
-        """The factors [k, …] of these clients, zero beyond the rank of each."""
+    def _truncated(self, clients: Sequence[int], factors: State, ranks: Tensor | None = None) -> State:
+        """The factors [k, …] of these clients, zero beyond the rank of each: that in `ranks`, for newcomers theirs."""
+        known = [] if ranks is None else ranks.tolist()
+        each = [known[client] if client < len(known) else self.ranks[client % len(self.ranks)] for client in clients]
         cut = {}
         for name, tensor in factors.items():
             axis = 1 if self._roles[name] == "A" else 2
-            rank = torch.tensor([self.ranks[client % len(self.ranks)] for client in clients], device=tensor.device)
+            rank = torch.tensor(each, device=tensor.device)
             kept = torch.arange(tensor.shape[axis], device=tensor.device) < rank[:, None]
             cut[name] = torch.where(kept.unsqueeze(3 - axis), tensor, 0)
         return cut
+
+
+def _rank_of(factors: State) -> Tensor:
+    """The largest rank of which an A [(k,) r, …] is not zero, [(k)]."""
+    ranks = []
+    for name, tensor in factors.items():
+        if name.endswith("A"):
+            alive = (tensor != 0).any(-1)
+            ranks.append((alive * torch.arange(1, alive.shape[-1] + 1, device=tensor.device)).amax(-1))
+    return torch.stack(ranks).amax(0)

@@ -50,7 +50,7 @@ def local(fed, states, round, loss=None, trains=lambda name: name[2:] in ("A", "
     for k, (state, client) in enumerate(zip(states, clients(), strict=True)):
         model = nn.ParameterDict({name.replace(".", "/"): tensor for name, tensor in state.items()})
         own = {name.replace(".", "/"): tensor for name, tensor in state.items()}
-        written = loss or loss_of(fed)
+        written = loss[k] if isinstance(loss, list) else loss or loss_of(fed)
 
         def value(some, x, y, written=written):
             return written({name.replace("/", "."): tensor for name, tensor in some.items()}, x, y)
@@ -172,6 +172,59 @@ def test_hetlora_truncates_and_weighs_by_the_norm_of_the_product():
         assert not fed.states.state[name][0, 1:].any() and fed.states.state[name][1].all()
 
 
+@pytest.mark.parametrize("cohort", [1, 2])
+def test_hetlora_prunes_ranks_that_training_made_smaller(cohort):
+    λ, γ, given = 0.7, 0.6, [1, 5]
+    made = ff.methods.make("hetlora", ranks=given, scaling=SCALING, pruning=λ, decay=γ)
+    fed = federation(made, lambda: shifted(5), cohort=cohort)
+    ranks, history = [given[k % 2] for k in range(len(SIZES))], []
+
+    def tail(state, rank):
+        kept = max(1, math.floor(γ * rank))
+        pairs = [(state[f"{layer}B"][:, kept:rank], state[f"{layer}A"][kept:rank]) for layer in LAYERS]
+        return sum(b.norm() * a.norm() for b, a in pairs)
+
+    def cut(state, rank):
+        for layer in LAYERS:
+            state[f"{layer}A"] = torch.cat([state[f"{layer}A"][:rank], torch.zeros_like(state[f"{layer}A"][rank:])])
+            b = state[f"{layer}B"]
+            state[f"{layer}B"] = torch.cat([b[:, :rank], torch.zeros_like(b[:, rank:])], 1)
+
+    plain = loss_of(fed)
+    states = [{name: tensor[0].clone() for name, tensor in fed.initial.items()} for _ in SIZES]
+    for round in range(1, 5):
+        if round > 1:
+            norms = [
+                math.sqrt(sum(float((s[f"{layer}B"] @ s[f"{layer}A"]).square().sum()) for layer in LAYERS))
+                for s in states
+            ]
+            give(states, {name: average(states, name, norms) for name in states[0]})
+        for state, rank in zip(states, ranks, strict=True):
+            cut(state, rank)
+        before = [tail(state, rank) for state, rank in zip(states, ranks, strict=True)]
+        local(fed, states, round, [lambda s, x, y, r=rank: plain(s, x, y) + λ * tail(s, r) for rank in ranks])
+        for k, state in enumerate(states):
+            if tail(state, ranks[k]) < before[k]:
+                ranks[k] = max(1, math.floor(γ * ranks[k]))
+                cut(state, ranks[k])
+        history.append(list(ranks))
+    fed.fit(4)
+    check(fed, states)
+    # Some of rank 5 go to 3, 1 and stay there; those of rank 1 have nothing to drop.
+    assert min(history[-1][1::2]) < 5 and set(history[-1][0::2]) == {1}
+    assert len(fed.join(clients(), how="fine-tune", epochs=1).accuracy) == len(SIZES)
+
+
+def test_a_client_that_missed_rounds_keeps_the_rank_it_pruned_to():
+    made = ff.methods.make("hetlora", ranks=[4], pruning=5.0, decay=0.5)
+    fed = federation(made, lambda: shifted(4), participation=0.5)
+    fed.fit(8)
+    uploads = fed.uploads()
+    fed.method.mix(uploads, fed.shared)
+    ranks = uploads.server_state["ranks"].tolist()
+    assert ranks == [int((row != 0).any(1).sum()) for row in fed.states.state["2.A"]] and max(ranks) < 4
+
+
 def test_hetlora_sends_no_zeros():
     fed = federation(ff.methods.make("hetlora", ranks=[2, 8]), lambda: shifted(8).float())
     fed.fit(2)
@@ -254,6 +307,8 @@ def test_convolutions_have_adapters_too():
         ({"method": "fedit", "dropout": 1.0}, r"dropout=1\.0"),
         ({"method": "fedit", "train": "head"}, "train='head'.*list of patterns"),
         ({"method": "hetlora", "ranks": []}, r"ranks=\[\]"),
+        ({"method": "hetlora", "pruning": -1.0}, r"pruning=-1\.0"),
+        ({"method": "hetlora", "decay": 1.0}, r"decay=1\.0"),
         ({"method": "hetlora", "ranks": [0, 2]}, r"ranks=\[0, 2\]"),
         ({"method": "matched-lora", "mixed": "B"}, "mixed='B'"),
         ({"method": "matched-lora", "epsilon": -1.0}, r"epsilon=-1\.0"),
