@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 CHECK := tests/test_floors.py tests/test_kinds.py tests/nn/test_layers.py tests/ops/test_ops.py tests/federation/wire \
 	tests/federation/server/test_mixing.py tests/federation/test_federation.py tests/methods/test_every_method.py
 
-.PHONY: setup demo test test-all check fuzz fuzz-asan crash-test bench gpu-check gpu-bundle lint format clean
+.PHONY: setup demo test test-all check docs fuzz fuzz-asan crash-test bench gpu-check gpu-bundle lint format clean
 setup: $(VENV)/.built
 
 demo: setup
@@ -30,6 +30,11 @@ check: lint
 test-all: setup
 	FASTFACT_BUILD=skip $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[surroundings]'
 	$(PYTEST) -m "slow or not slow"
+
+# The documentation, in build/site (python -m http.server -d build/site shows it). A warning is an error.
+docs: setup
+	FASTFACT_BUILD=skip $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 # Random arguments for every public op, files and command lines, for MINUTES each, and the ops once more under
 # AddressSanitizer; damage at every system call of small runs (hours).

@@ -1,12 +1,20 @@
 """The code of README.md and docs/ runs as it stands, and the page of docs/methods.md does what it says."""
 
+import importlib.util
+import inspect
 import re
+import shlex
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
+import typer
 
 import fastfact as ff
+from fastfact import plugins
+from fastfact.cli import main
+from fastfact.experiment.config import parse_setting
 from fastfact.federation.server.strategy import STRATEGIES, Strategy
 from fastfact.federation.storage import checkpoint
 
@@ -67,6 +75,103 @@ def test_a_million_clients(tmp_path, monkeypatch):
     assert len(fed) == 1_000_000 and len(fed.states.touched()) == 20
     about = checkpoint.about(tmp_path / "runs" / "many" / "run")
     assert about["clients that have trained"] == 20 and about["bytes a client"] == fed.states.bytes() / 20
+
+
+@pytest.mark.parametrize("name", ["layers.md", "federation.md", "how_it_works.md"])
+def test_the_code_of_a_guide(name, tmp_path, monkeypatch):
+    """Block after block, as a reader would type it."""
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in code_of(DOCS / name):
+        exec(compile(block, name, "exec"), names)
+
+
+def test_several_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    client = ff.Client(train=(torch.randn(8, 32), torch.arange(8)), test=(torch.randn(8, 32), torch.arange(8)))
+    names = {"ff": ff, "setting": {"model": lambda: torch.nn.Linear(32, 10), "clients": [client] * 2, "cohort": 1}}
+    (block,) = (block for block in code_of(DOCS / "many_clients.md") if "of_torchrun" in block)
+    exec(compile(block.replace("factorized-fl-alpha", "fedavg"), "many_clients.md", "exec"), names)
+    assert (tmp_path / "runs" / "several" / "metrics.jsonl").is_file()
+
+
+def test_every_block_is_run():
+    """Here, or where tests/ names the page."""
+    others = "".join(path.read_text() for path in DOCS.parent.glob("tests/**/*.py"))
+    with_code = [page.name for page in DOCS.rglob("*.md") if code_of(page)]
+    assert [name for name in with_code if f'"{name}"' not in others] == []
+    assert len(code_of(DOCS / "many_clients.md")) == 4
+
+
+def commands():
+    """Every command line of fastfact in the pages, as (page, words)."""
+    for page in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        for block in re.findall(r"```(?:bash|)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line.strip(), comments=True) if line.strip().startswith("fastfact ") else []
+                if words and "…" not in line and "DIR" not in words:
+                    yield page.name, words[1:]
+    for command in main.app.registered_commands + main.bench.registered_commands:
+        yield "help", shlex.split(command.epilog.removeprefix("Example: "))[1:]
+
+
+@pytest.mark.parametrize(("page", "words"), [pytest.param(*found, id=" ".join(found[1])[:60]) for found in commands()])
+def test_commands_in_the_pages_have_such_options(page, words):
+    command = typer.main.get_command(main.app)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "use", lambda text: None)
+        context = command.make_context("fastfact", list(words), resilient_parsing="completion" in words[0])
+    while rest := [*getattr(context, "_protected_args", ()), *context.args]:
+        command = command.commands[rest[0]]
+        context = command.make_context(rest[0], rest[1:])
+    given = context.params
+    for text in given.get("set") or ():
+        method, key, value = parse_setting(text)
+        for name in [method] if method else (given.get("methods") or given["method"]).split(","):
+            assert name not in STRATEGIES or ff.methods.make(name, **{key: value})
+
+
+PUBLIC = ("public", "data", "federation", "flower", "methods", "models", "nn", "nn.adapters", "nn.optim", "nn.sparsity")
+PUBLIC += ("ops", "plugins")
+
+
+def members(module):
+    """The public functions and classes of a module, by name."""
+    names = getattr(module, "__all__", None) or [n for n, v in vars(module).items() if getattr(v, "__doc__", None)]
+    for name in names:
+        value = getattr(module, name)
+        own = (getattr(value, "__module__", None) or "").startswith("fastfact")
+        if own and (inspect.isclass(value) or inspect.isfunction(value)) and not name.startswith("_"):
+            yield name, value
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_documented(name):
+    module = importlib.import_module(f"fastfact.{name}")
+    missing = [] if module.__doc__ else [name]
+    for member, value in members(module):
+        # A dataclass without one gets its signature.
+        if not value.__doc__ or value.__doc__.startswith(f"{value.__name__}("):
+            missing.append(member)
+        fields = getattr(value, "__dataclass_fields__", ())
+        for key, part in vars(value).items() if inspect.isclass(value) else ():
+            kind = property | staticmethod | classmethod | FunctionType
+            if not key.startswith("_") and key not in fields and isinstance(part, kind):
+                inherited = any(getattr(vars(base).get(key), "__doc__", None) for base in value.__mro__)
+                missing += [] if inherited else [f"{member}.{key}"]
+    assert not missing
+
+
+def test_every_public_module_has_its_page():
+    text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    assert set(re.findall(r"^::: fastfact\.(\S+)$", text, flags=re.MULTILINE)) == set(PUBLIC)
+
+
+def test_the_table_of_choices_is_that_of_the_measurements():
+    spec = importlib.util.spec_from_file_location("pictures", DOCS.parent / "bench" / "pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    assert pictures.table() in (DOCS / "choose.md").read_text()
 
 
 def test_the_readme(tmp_path, monkeypatch, capsys):

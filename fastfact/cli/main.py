@@ -121,7 +121,7 @@ def _merge(given: dict[str, Any], *also: str, begun: Mapping[str, Any] | None = 
 
 
 @app.command(
-    epilog="Example: fastfact run --method fedprox --set mu=0.1 --rounds 10 --out runs/fedprox", rich_help_panel=TRAIN
+    epilog="Example: fastfact run --method fedprox --set prox=0.1 --rounds 10 --out runs/fedprox", rich_help_panel=TRAIN
 )
 @_with_config()
 def run(

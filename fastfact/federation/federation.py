@@ -83,7 +83,7 @@ class Federation(Local):
     clients: `Client` objects. Samples have one shape; sizes and label sets may differ. A list or tuple is checked and
         put in place at once, any other sequence (see `LazyClients`) as rounds ask for its clients.
     method: a name (see `ff.methods.names()`), or a `Strategy` object. settings: of the method, where it is a name, as
-        `{"mu": 0.1}`.
+        `{"prox": 0.1}`.
     epochs, batch_size, lr, momentum, weight_decay: local training in each round. A last batch of a single sample joins
         the one before it.
     optimizer: "sgd", "adam" or "adamw", as those of PyTorch with β₁ = momentum, `beta2` and `eps`; μ takes its L1

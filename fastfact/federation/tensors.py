@@ -34,6 +34,7 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
+        """How many numbers one client has of it."""
         return torch.Size(self.shape).numel()
 
 

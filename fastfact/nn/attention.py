@@ -152,18 +152,22 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def in_proj_weight(self) -> Tensor | None:
+        """The weight of queries, keys and values together, as in `nn.MultiheadAttention`; None if they are apart."""
         return self._projection("in_proj_weight")
 
     @property
     def q_proj_weight(self) -> Tensor | None:
+        """The weight of the queries where they are apart, else None."""
         return self._projection("q_proj_weight")
 
     @property
     def k_proj_weight(self) -> Tensor | None:
+        """The weight of the keys where they are apart, else None."""
         return self._projection("k_proj_weight")
 
     @property
     def v_proj_weight(self) -> Tensor | None:
+        """The weight of the values where they are apart, else None."""
         return self._projection("v_proj_weight")
 
 

@@ -16,7 +16,7 @@ FEW = 32
 
 
 class GatheredBatch(TorchDispatchMode):
-    """x [k, b, …], x[j, n] = samples[j][index[j, n]], gathered; while active, a matrix product of each client with x
+    """x [k, b, …], `x[j, n] = samples[j][index[j, n]]`, gathered; while active, a matrix product of each client with x
     (flattened, or in any shape of that memory) of few outputs reads the samples themselves, on the CPU.
 
     samples: k tensors [any number, …] of one row shape; index: int64 [k, b]. Products with x are those a linear layer
@@ -48,7 +48,7 @@ class GatheredBatch(TorchDispatchMode):
 
 
 def gather_rows(samples: Sequence[Tensor], index: Tensor) -> Tensor:
-    """x [k, b, …], x[j, n] = samples[j][index[j, n]]: k tensors [any number, …] of any dtype, index int64 [k, b].
+    """x [k, b, …], `x[j, n] = samples[j][index[j, n]]`: k tensors [any number, …] of any dtype, index int64 [k, b].
 
     Raises ValueError for samples or an index that do not fit and, on the CPU, for an index out of range.
     """
