@@ -14,17 +14,22 @@ SIZES = (10, 7, 12, 9, 6)
 METHODS = {
     # Constant, block-constant, matched and per-channel mixing; server memory; keys that are computed.
     2: ["agnostic-fl", "clustered-fl", "factorized-fl-alpha", "factorized-fl-beta", "fedfac-dynamic", "simfed"],
-    3: [*(name for name in ff.methods.names() if name != "fedfomo"), "asynchronous", "deadline"],
+    3: [*(name for name in ff.methods.names() if name != "fedfomo"), "asynchronous", "deadline", "kept"],
 }
 CLOCK = {"speed": 50.0, "speed_spread": 1.0, "bandwidth": 1e4, "bandwidth_spread": 1.0}
-CLOCKED = {"asynchronous": ("fedbuff", CLOCK | {"buffer": 2}), "deadline": ("fedavg", CLOCK | {"deadline": 0.7})}
+KEPT = {"optimizer": "adamw", "optimizer_states": "kept", "eps": 1e-3, "lr": 0.02, "schedule": "cosine"}
+OTHERS = {
+    "asynchronous": ("fedbuff", CLOCK | {"buffer": 2}),
+    "deadline": ("fedavg", CLOCK | {"deadline": 0.7}),
+    "kept": ("fedavg", KEPT | {"schedule_rounds": 4}),
+}
 ROUNDS = 4
 
 
 def federation(method: str, group: Group | None = None, **options) -> ff.Federation:
     """Five clients of which two take part in a round: three processes often have none of them."""
-    if method in CLOCKED:
-        method, own = CLOCKED[method]
+    if method in OTHERS:
+        method, own = OTHERS[method]
         options = own | options
     options = {"epochs": 1, "batch_size": 4, "lr": 0.1, "seed": 3, "cohort": 1, "participation": 0.4} | options
     model, shape = (cnn, (1, 6, 6)) if method in ("fedavg", "fedfac-dynamic", "factorized-fl-beta") else (mlp, (6,))
