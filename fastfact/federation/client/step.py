@@ -169,6 +169,13 @@ class Steps:
         # Dropout that draws from each client's own stream draws on the CPU, which a replay would not do again.
         return self.device.type == "cuda" and self.settings.draws != "own"
 
+    def rates(self, rates: Sequence[float]) -> float | Tensor:
+        """Learning rates of clients as `Optimizer.step_` takes them: a number where it is one and no graph would keep
+        it."""
+        if not self.settings.scheduled or (len(set(rates)) == 1 and not self._has_cuda_graphs):
+            return rates[0]
+        return torch.tensor(rates, dtype=torch.float64).to(self.device)
+
     def places(self, state: State, kept: State) -> tuple[State, State]:
         """Where `state` and what the optimizer has `kept` of it [k, …] train: copies at addresses that stay from cohort
         to cohort and from round to round, as CUDA graphs need them; the tensors themselves where there are none."""

@@ -213,7 +213,7 @@ class Trainer:
                         if masks is not None:
                             masks.generators = [generators[row] for row in rows]
                         lr = [settings.lr_at(phase, round, taken[row], all_of_them[row]) for row in rows]
-                        losses = step(rows, batch, self._rates(lr), part)
+                        losses = step(rows, batch, self.steps.rates(lr), part)
                         for row in rows if part.due and phase.lr is None else ():
                             taken[row] += 1
                         if len(rows) < k:
@@ -225,12 +225,6 @@ class Trainer:
             for name, tensor in before.items() if before is not after else ():
                 tensor.copy_(after[name])
         return [loss / (n * max(seen, 1)) for loss, n in zip(total.tolist(), sizes, strict=True)]
-
-    def _rates(self, rates: Sequence[float]) -> float | Tensor:
-        """Learning rates as `Optimizer.step_` takes them: a number where it is one and no graph would keep it."""
-        if not self.settings.scheduled or (self.device.type == "cpu" and len(set(rates)) == 1):
-            return rates[0]
-        return torch.tensor(rates, dtype=torch.float64).to(self.device, non_blocking=True)
 
     def _order(self, sizes: Sequence[int], orders: Sequence[torch.Generator]) -> Tensor:
         """One epoch's order of every client's samples, int64 [k, longest]; the tail of shorter ones is unused."""

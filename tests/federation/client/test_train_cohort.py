@@ -62,6 +62,24 @@ def test_a_recorded_step_serves_later_phases_rounds_and_cohorts(make, same, monk
     assert 0 < first <= 4 and later == [first, first]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_recorded_step_reads_its_learning_rate_and_what_the_optimizer_keeps(make, same, monkeypatch, optimizer):
+    options = {"optimizer": optimizer, "optimizer_states": "kept", "schedule": "cosine", "schedule_rounds": 3}
+    options |= {"lr_warmup": 0.2, "max_grad_norm": 0.5, "accumulate": 2, "lr": 0.02, "cohort": 3, "epochs": 4}
+
+    def run(graphs):
+        fed = make(make.cnn, shape=(1, 6, 6), sizes=(16, 16, 16), graphs=graphs, **options)
+        fed.fit(rounds=3)
+        return fed
+
+    monkeypatch.setattr(step.Steps, "_has_cuda_graphs", True)
+    plain, seen = run(False), []
+    monkeypatch.setattr(step, "cuda_graph", recorder(seen))
+    assert same(plain, run(True))
+    # One for a batch that is added up, and one for a batch with which the step is due.
+    assert seen.count("recorded") == 2 and seen.count("replayed") > 30
+
+
 def test_a_phase_with_a_loss_of_its_own_is_not_recorded(make, monkeypatch):
     monkeypatch.setattr(step.Steps, "_has_cuda_graphs", True)
     monkeypatch.setattr(step, "cuda_graph", lambda run: pytest.fail("recorded"))
