@@ -80,8 +80,8 @@ class Ditto(_TwoModels):
     """Ditto (Algorithm 1): FedAvg trains the shared w; beside it, at each client, v_k ← v_k − η (∇F_k(v_k) +
     λ (v_k − w^t)), w^t the download. The personal v_k is evaluated.
 
-    prox: λ; the paper tunes it in {0.05, 0.1, 0.2} to {0.1, 1, 2}, by data set. personal_epochs: s, the local epochs of
-    v_k; None for as many as those of w.
+    prox: λ, which the paper tunes for each data set: 0 is training alone, a large one FedAvg. personal_epochs: s, the
+    local epochs of v_k; None for as many as those of w.
 
     The solver of w is FedAvg's: local SGD from w^t and the mean by n_k (the general form is Algorithm 2, the weighting
     is left open). w trains first, then v_k, on further draws of the client's batches; neither sees what the other has
