@@ -1,20 +1,28 @@
 """What is told of a federation while it trains, for whoever keeps track of experiments."""
 
+import io
+import logging
+import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-import torch
+import numpy as np
 
 from fastfact.federation.analysis import Trained, similarity
-from fastfact.federation.storage.checkpoint import uninterrupted
 
+log = logging.getLogger("fastfact")
 NUMBERS = ("loss", "accuracy", "accuracy_before", "density", "bytes_up", "bytes_down", "seconds", "epsilon")
 """The keys of a row of `History` that are numbers."""
 
 SUMS = ("bytes_up", "bytes_down", "seconds")
 """Those of which a round is the sum over its clients; of the others it is the mean."""
+
+_FILES = count()
 
 
 class Callback:
@@ -68,35 +76,46 @@ class TensorBoard(Callback, name="tensorboard"):
     """
 
     def __init__(self, directory: str | Path, similarity_up_to: int = 200):
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import summary
 
         super().__init__(directory)
         self.similarity_up_to = similarity_up_to
-        self._open, self._writer = SummaryWriter, None
+        self._summary, self._file = summary, None
 
     def on_round(self, fed: Trained, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See the class."""
-        # Interrupted inside the queue of its writer, TensorBoard would wait for ever when it is closed.
-        with uninterrupted():
-            self._write(fed, rows)
-
-    def _write(self, fed: Trained, rows: Sequence[Mapping[str, Any]]) -> None:
-        round = rows[0]["round"]
-        if self._writer is None:
-            # Rounds that are run again take the place of what an earlier file has of them.
-            self._writer = self._open(str(self.directory / "tensorboard"), purge_step=round)
+        """See the class. What cannot be written is left out, with a warning."""
+        round, found = rows[0]["round"], []
         for key, value in self.means(rows).items():
-            self._writer.add_scalar(f"round/{key}", value, round)
+            found.append(self._summary.scalar(f"round/{key}", value))
         for key in ("accuracy", "loss"):
             if values := [row[key] for row in rows if row[key] is not None]:
-                self._writer.add_histogram(f"clients/{key}", torch.tensor(values), round)
+                found.append(self._summary.histogram(f"clients/{key}", np.array(values), bins="auto"))
         if 1 < len(fed) <= self.similarity_up_to and fed.group.size == 1:
             image = (similarity(fed).float().nan_to_num() + 1) / 2
-            self._writer.add_image("clients/similarity", image.clamp(0, 1), round, dataformats="HW")
+            found.append(self._summary.image("clients/similarity", image.clamp(0, 1), dataformats="HW"))
+        try:
+            self._append(round, found)
+        except OSError as error:
+            log.warning("round %d is not written for TensorBoard: %s", round, error)
 
-    def on_end(self, fed: Trained) -> None:
-        """See the class."""
-        if self._writer is not None:
-            with uninterrupted():
-                self._writer.close()
-            self._writer = None
+    def _append(self, round: int, summaries: Sequence[Any]) -> None:
+        # By a file of our own: SummaryWriter's thread would print what it fails by, and keep an interrupt waiting.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        events = [Event(summary=one) for one in summaries]
+        if self._file is None:
+            folder, host = self.directory / "tensorboard", socket.gethostname()
+            self._file = folder / f"events.out.tfevents.{int(time.time()):010d}.{host}.{os.getpid()}.{next(_FILES)}"
+            # Rounds that are run again take the place of what an earlier file has of them.
+            start = Event(session_log=SessionLog(status=SessionLog.START))
+            events = [Event(file_version="brain.Event:2"), start, *events]
+            folder.mkdir(parents=True, exist_ok=True)
+        content = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            if not event.HasField("file_version"):
+                event.step = round
+            RecordWriter(content).write(event.SerializeToString())
+        with open(self._file, "ab") as file:
+            file.write(content.getvalue())

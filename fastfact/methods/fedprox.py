@@ -30,6 +30,7 @@ class FedProx(Strategy):
     prox: float = 0.01
 
     name: ClassVar[str] = "fedprox"
+    letters: ClassVar[dict[str, str]] = {"mu": "prox"}
     paper: ClassVar[str] = "Li et al., MLSys 2020"
 
     def check(self) -> None:

@@ -51,6 +51,10 @@ def test_a_fixed_part_is_shared(case):
     assert sent(fed, "up") == sent(fed, "down") == names
 
 
+def test_fedprox_takes_the_letter_of_its_paper():
+    assert ff.methods.make("fedprox", mu=0.7) == ff.methods.FedProx(prox=0.7)
+
+
 @pytest.mark.parametrize("prox", [0.0, 0.7])
 @pytest.mark.parametrize("share_classifier", [True, False])
 def test_fedprox(prox, share_classifier):

@@ -1,6 +1,6 @@
 """What makes a federated method: a handful of answers, which the loop asks for in a fixed order."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple
@@ -137,6 +137,7 @@ class Strategy:
     validation: the fraction of each client's training samples kept out of training, for the losses `merge` sees.
     classifies: whether its phases have losses of their own that are of class labels, in place of the federation's;
     other methods take their loss from `Net.loss`.
+    letters: other names of settings, as {"mu": "prox"}: what its paper calls them.
 
     share_classifier: the last layer with a weight (off where labels differ between clients).
     share_norm, share_norm_statistics: learned scale and shift of normalisation layers; their running statistics.
@@ -156,6 +157,7 @@ class Strategy:
     trains_compact: ClassVar[bool] = True
     clients_mix: ClassVar[bool] = False
     classifies: ClassVar[bool] = False
+    letters: ClassVar[Mapping[str, str]] = {}
     validation = 0.0
 
     share_classifier: bool = True
@@ -346,8 +348,9 @@ def make(name: str, **settings) -> Strategy:
     if name not in STRATEGIES:
         raise ValueError(f"method={name!r}: unknown, must be one of {', '.join(sorted(STRATEGIES))}")
     cls = STRATEGIES[name]
-    # What `skip` was called in configurations of before.
-    settings = {"skip" if setting == "whole" else setting: value for setting, value in settings.items()}
+    # What `skip` was called in configurations of before, and what the method's paper calls its settings.
+    names = {"whole": "skip", **cls.letters}
+    settings = {names.get(setting, setting): value for setting, value in settings.items()}
     known = [f.name for f in fields(cls)]
     for setting in settings:
         if setting not in known:
