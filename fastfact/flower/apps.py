@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
+import fastfact
 from fastfact.data.client import Client
 from fastfact.federation.server.strategy import STRATEGIES, Strategy
 from fastfact.flower.node import Folder, Node, Records
@@ -408,6 +409,9 @@ class _Rounds:
 
     def _welcome(self, node: int, packet: Packet) -> None:
         clients = self.server.welcome(packet)
+        if (version := packet.facts.get("version")) != fastfact.__version__:
+            own = fastfact.__version__
+            log.warning("node %d has fastfact %s, this side %s, which may compute otherwise", node, version, own)
         for other, numbers in list(self.nodes.items()):
             if other != node and set(numbers) & set(clients):
                 log.warning("clients %s were at node %d and are at node %d now", _list(clients), other, node)

@@ -194,6 +194,21 @@ def test_a_node_of_another_version_is_left_out(run, caplog, monkeypatch):
     )
 
 
+def test_a_node_of_another_package_takes_part_and_is_named(run, caplog, monkeypatch):
+    answer = apps.packed
+
+    def other(reply):
+        if reply.facts.get("clients") == [1]:
+            reply.facts["version"] = "9.9"
+        return answer(reply)
+
+    monkeypatch.setattr(apps, "packed", other)
+    _, rows = run(rounds=1)
+    assert {row["client"] for row in rows} == {0, 1, 2, 3}
+    said = f"node 12 has fastfact 9.9, this side {ff.__version__}, which may compute otherwise"
+    assert warnings(caplog) == [said]
+
+
 def test_a_server_of_another_version_is_refused(run, monkeypatch):
     app = client_app(cnn, make_clients(SHAPE, SIZES).__getitem__)
     monkeypatch.setattr(packet, "PROTOCOL", 2)
