@@ -120,7 +120,7 @@ class Phase:
     added).
     update(net, x, y) → tensors by name: computed before the epochs, without gradient, from all training samples of the
     client at once; they take the place of its model's or extra tensors (those also in `net.start`).
-    lr: in place of the federation's. steps: at most so many batches in each epoch.
+    lr: in place of the federation's, and constant. steps: at most so many local steps in each epoch.
     adapts: no part of training, but run before each evaluation on a copy that is evaluated and thrown away.
     """
 
