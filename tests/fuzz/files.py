@@ -87,7 +87,8 @@ def unchanged(read, model: nn.Module) -> None:
 def _adapters() -> tuple[dict, dict]:
     adapters.save(adapted(), ROOT / "adapters")
     config = json.loads((ROOT / "adapters" / adapters.CONFIG).read_text())
-    return config, load_file(ROOT / "adapters" / adapters.WEIGHTS)
+    # Copies: what is loaded lies in the file, which is written again.
+    return config, {name: tensor.clone() for name, tensor in load_file(ROOT / "adapters" / adapters.WEIGHTS).items()}
 
 
 CONFIG, TENSORS = _adapters()
