@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
+from fastfact.federation.config import WIRE
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.ledger import FRAME, Sizes
@@ -34,7 +35,6 @@ from fastfact.formats import quantized
 
 HEADER = struct.Struct("<2sBBI")
 ENTRY = struct.Struct("<HBI")
-VALUES = ("exact", "bfloat16", "int8")
 RAW, BF16, INT8, BITMAP, BITMAP_BF16, BITMAP_INT8 = range(6)
 SOME_ROWS = 8
 _BITMAP_TYPES = {BITMAP: torch.float32, BITMAP_BF16: torch.bfloat16, BITMAP_INT8: torch.int8}
@@ -62,8 +62,8 @@ class Wire:
         sparse: Iterable[str] = (),
         exact: Iterable[str] = (),
     ):
-        if values not in VALUES:
-            raise ValueError(f"wire={values!r}, must be one of {', '.join(VALUES)}")
+        if values not in WIRE:
+            raise ValueError(f"wire={values!r}, must be one of {', '.join(WIRE)}")
         self.infos, self.values, self.sparse = infos, values, frozenset(sparse)
         self.exact = frozenset(exact)
         self.names = list(infos)
