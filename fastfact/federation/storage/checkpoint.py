@@ -364,7 +364,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
 def _check_id(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any]) -> None:
     if "id" in metadata and metadata["id"] != config.get("id"):
         raise RunDirectoryError(
-            f"{path}: belongs to another run ({metadata['id'][:8]}, {CONFIG} is of {str(config.get('id'))[:8]})"
+            f"{path}: belongs to another run ({metadata['id'][:8]!r}, {CONFIG} is of {str(config.get('id'))[:8]!r})"
         )
 
 
