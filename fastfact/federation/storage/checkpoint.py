@@ -356,6 +356,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
         getattr(torch, dtype), torch.dtype
     ):
         raise ValueError(f"sample is {config['sample']!r}")
+    if not isinstance(config["settings"].get("store", MEMORY), str):
+        raise TypeError(f"store is {config['settings']['store']!r}")
     # Functions are named there, and found by who knows them.
     settings = config["settings"].items()
     check_settings({n: v for n, v in settings if n not in ("loss", "metrics") or not isinstance(v, dict)})
@@ -399,7 +401,7 @@ def _put(tensors: State, metadata: Mapping[str, str], states: States, here: rang
         check_clients(clients.tolist(), len(states))
     except RunDirectoryError:
         raise
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedError(f"{path}: damaged: {error}") from error
     rows = ((clients >= here.start) & (clients < here.stop)).nonzero().flatten()
     states.store(clients[rows].tolist(), {name: rows_of(tensors[CLIENT + name], rows) for name in states.initial})
@@ -426,7 +428,7 @@ def _server_state(
         _check_history(directory, history, round, config)
     except RunDirectoryError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedError(f"{path}: {error}") from error
     return ServerState(round, history, ledger, memory, last, choices)
 
@@ -477,7 +479,7 @@ def about(directory: Path, verify: bool = False) -> dict[str, Any]:
             lengths, nonzeros = tensors[RECORDS + "length"], tensors[RECORDS + "nonzeros"]
             table = json.loads(metadata["records"])
             return found | totals(len(lengths), int(lengths.sum()), int(nonzeros.sum()), table)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, OverflowError) as error:
             raise DamagedError(f"{path}: damaged: {error!r}") from error
     touched = shapes.get("clients", [config["clients"]])[0]
     with safe_open(path, framework="pt") as file:

@@ -56,7 +56,11 @@ _TYPES = {
 
 
 class RunDirectoryError(ValueError):
-    """A run directory that is missing something, half-written, or not of this federation."""
+    """A run directory that is missing something, half-written, or not of this federation. One line, whatever a file
+    has in its names."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(message.replace("\r", "\\r").replace("\n", "\\n"))
 
 
 class DamagedError(RunDirectoryError):

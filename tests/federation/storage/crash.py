@@ -317,7 +317,7 @@ def main() -> None:
         calls = crash.expected()
         for fault in options.faults.split(","):
             total = len(crash.log) if fault == "power" else calls
-            step = 1 if options.points is None else -(-total // options.points)
+            step = 1 if options.points is None else max(1, -(-total // options.points))
             # Not the same places for each fault.
             points = range(1 + FAULTS.index(fault) * step // len(FAULTS), total + 1, step)
             points = points if options.at is None else range(options.at, options.at + 1)

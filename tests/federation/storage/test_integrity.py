@@ -362,3 +362,33 @@ def test_a_second_process_is_refused_while_the_first_lives(tmp_path):
         other.kill()
         other.wait()
     fed.fit(1, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config, row: config["settings"].update(wire=None),
+        lambda config, row: config["settings"].update(store=None),
+        lambda config, row: config["method"]["settings"].update({"\n": None}),
+        lambda config, row: config.update(id="\n"),
+        lambda config, row: row["bytes"].update({"": float("inf")}),
+    ],
+    ids=["wire", "store", "setting", "id", "infinite"],
+)
+def test_what_a_right_digest_does_not_vouch_for(tmp_path, change):
+    fed = federation()
+    fed.fit(1, tmp_path)
+    config = run_directory.read_config(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    change(config, rows[0])
+    files.write_json(tmp_path / "config.json", config, sealed=True)
+    run_directory.write_rows(tmp_path / "ledger.jsonl", rows)
+    path = run_directory.checkpoint_path(tmp_path, 1)
+    tensors, metadata = run_directory.load_tensors(path, {}, also=("",))
+    metadata = {key: value for key, value in metadata.items() if "digest" not in key and key != "rows"}
+    run_directory.save_tensors(path, tensors, metadata)
+    with pytest.raises(RunDirectoryError) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+    with contextlib.suppress(RunDirectoryError):  # the method's settings are not its concern
+        checkpoint.about(tmp_path, verify=True)
