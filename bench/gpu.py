@@ -693,6 +693,10 @@ def adapters(bench: Bench) -> Rows:
             common = {"op": "adapters, training step", "clients": work.clients, "batch": work.batch, "dtype": name}
             common |= {"width": work.width, "depth": work.depth, "rank": work.rank}
             yield row(common, functools.partial(adapter_clients_row, bench, work, dtype))
+            for i, o in bench.pick(((work.width, work.width), (work.width, 4 * work.width)), ((6, 5),)):
+                common = {"op": "adapter layer of clients, forward + backward", "clients": work.cohort, "dtype": name}
+                common |= {"shape": f"{i}→{o}", "rows": 17 * work.batch, "rank": work.rank}
+                yield row(common, functools.partial(adapter_kernels_row, bench, work, i, o, dtype))
         for count in bench.pick((512, 16384), (4,)):
             for i, o in bench.pick(list(adapter_bench.LAYERS.values()), [(6, 5)]):
                 common = {"op": "adapter layer, forward + backward", "shape": f"{i}→{o}", "rows": count, "dtype": name}
@@ -723,6 +727,35 @@ def adapter_row(bench: Bench, i: int, o: int, count: int, dtype: torch.dtype) ->
     operations, moved = 2 * 2 * count * i * o, size * (2 * i * o + 2 * count * (i + o))
     against = bench.against(times, operations, moved, dtype)
     return {**times, **against, "plain/ours": times["plain"] / times["ours"], "goal": {"plain/ours": 1.1}}
+
+
+def adapter_kernels_row(bench: Bench, work: adapter_bench.Work, i: int, o: int, dtype: torch.dtype) -> dict:
+    """A cohort's layer with the thin products by Triton, as it is, against `bmm` for them."""
+    k, n, r = work.cohort, 17 * work.batch, work.rank
+
+    def draw(*shape):
+        return torch.randn(*shape, device=bench.device).to(dtype)
+
+    x, grad, a, b = (t.requires_grad_() for t in (draw(k, n, i), draw(k, n, o), draw(k, r, i), draw(k, o, r)))
+    sigma, bias = draw(o, i) / i**0.5, draw(o)
+
+    def step(backend, x=x, a=a, b=b, sigma=sigma, bias=bias, grad=grad):
+        with ff.use_backend(backend):
+            y = ff.ops.lowrank_linear(x, sigma, a, b, bias, scaling=2.0)
+            return [y.detach(), *torch.autograd.grad(y, [x, a, b], grad)]
+
+    backends = {"triton": "triton", "bmm": "reference"} if ff.backends()["triton"].available else {"bmm": "reference"}
+    wide = [t.detach().double().requires_grad_() for t in (x, a, b)]
+    truth, plain = step("reference", *wide, sigma.double(), bias.double(), grad.double()), step("reference")
+    for backend in backends.values():
+        check(f"adapters of clients {i}→{o}", step(backend), truth, plain)
+    repeats = bench.pick(10, 1)
+    sides = {name: bench.graphed(functools.partial(step, backend), repeats) for name, backend in backends.items()}
+    times = {name: t / repeats for name, t in bench.medians(sides).items()}
+    size = dtype.itemsize
+    operations, moved = 2 * k * n * (2 * i * o + 3 * r * (i + o)), size * (2 * i * o + 2 * k * (n + 2 * r) * (i + o))
+    found = {**times, **bench.against(times, operations, moved, dtype)}
+    return found | ({"bmm/triton": times["bmm"] / times["triton"]} if "triton" in times else {})
 
 
 def adapter_clients_row(bench: Bench, work: adapter_bench.Work, dtype: torch.dtype) -> dict:

@@ -26,7 +26,7 @@ from fastfact import kernels
 from fastfact.bench.common import RESNET9, name_of
 from fastfact.formats import KERNEL, SEPARABLE, SPATIAL
 
-MODULES = ("bitmap", "conv", "rank1_conv", "separable_conv", "sgd", "similarity", "weights")
+MODULES = ("adapter", "bitmap", "conv", "rank1_conv", "separable_conv", "sgd", "similarity", "weights")
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """Bytes a block may have."""
 IMAGE_TILES = [(128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (128, 64, 64, 8, 3), (64, 128, 64, 4, 3), (64, 64, 64, 8, 3)]
@@ -125,6 +125,10 @@ def others(dtype: torch.dtype) -> None:
         pairs = [t(2, extent, rank) for extent in (64, 288, 64, 288)]
         kernels.hadamard_weight(*pairs, size, True, False)
         kernels.hadamard_weight_backward(t(2, *size), *pairs, size, True, 15)
+    for rank in (8, 64, 128):
+        x, sigma, a, b = t(2, 136, 192), t(768, 192), t(2, rank, 192), t(2, 768, rank)
+        y, hidden = kernels.lowrank_linear(x, None, sigma, a, b, t(768), 2.0)
+        kernels.lowrank_linear_backward(y, x, sigma, a, b, hidden, 2.0, 13)
     kernels.prox_sgd_step([t(4096)], [t(4096)], [t(4096)], [0.1], 0.1, 0.9, 0.0, True)
     kernels.pack_bitmap(torch.zeros(2, 3, 4096, dtype=dtype), 2)
     kernels.unpack_bitmap(torch.zeros(2, 3, 512, dtype=torch.uint8), t(0), t(0), 4096)

@@ -11,6 +11,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the Triton kernels need the package triton: {error}", name="triton") from error
 
+from fastfact.kernels.adapter import lowrank_linear, lowrank_linear_backward
 from fastfact.kernels.bitmap import pack_bitmap, unpack_bitmap
 from fastfact.kernels.conv import (
     factored_conv2d,
@@ -59,6 +60,8 @@ __all__ = [
     "fused_conv2d_dx",
     "hadamard_weight",
     "hadamard_weight_backward",
+    "lowrank_linear",
+    "lowrank_linear_backward",
     "lowrank_weight",
     "lowrank_weight_backward",
     "pack_bitmap",

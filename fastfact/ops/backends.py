@@ -88,6 +88,8 @@ _LIBRARIES: dict[str, Backend] = {}
 _dispatched: dict[str, Callable] = {}
 _serving = _dispatched
 _one_client: frozenset[str] = frozenset()
+_with_kernel: dict[str, frozenset[str]] = {}
+"""Device → the ops that the dispatcher has a kernel of."""
 _library = torch.library.Library("fastfact", "IMPL")
 
 
@@ -110,6 +112,9 @@ def load() -> None:
         for op in with_kernels("triton"):
             if not (loaded("cuda") and "cuda" in OPS[op].kernels):
                 _library.impl(op, _triton_op(op), "CUDA")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for device in ("cpu", "cuda"):
+        _with_kernel[device] = frozenset(op for op in OPS if has_kernel(f"fastfact::{op}", device.upper()))
 
 
 def _triton_can_compile() -> bool:
@@ -159,6 +164,13 @@ def implementation(op: str) -> Callable:
 def library_serves(op: str, tensor: Tensor) -> bool:
     """Whether the CPU library, which looks at every index it reads, serves `op` for tensors such as this one now."""
     return tensor.is_cpu and _serving is _dispatched and loaded("cpu") and "cpu" in OPS[op].kernels
+
+
+def kernel_serves(op: str, tensor: Tensor) -> bool:
+    """Whether a kernel, and not the reference, serves `op` for tensors such as this one now."""
+    if _serving is not _dispatched:
+        return _serving[op] is not OPS[op].reference
+    return op in _with_kernel.get(tensor.device.type, ())
 
 
 def takes_one(op: str, tensor: Tensor) -> bool:

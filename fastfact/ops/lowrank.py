@@ -4,8 +4,11 @@ import torch
 from torch import Tensor
 
 from fastfact.formats import FLOATING
+from fastfact.ops import reference
+from fastfact.ops.backends import implementation, kernel_serves
 from fastfact.ops.common import (
     autocast,
+    call,
     check,
     check_size,
     check_tensor,
@@ -15,10 +18,9 @@ from fastfact.ops.common import (
     unfold,
     with_clients,
 )
+from fastfact.ops.reference import OWN
 
-OP = "lowrank_linear"
-OWN = 1 << 4
-"""In `needs`: the adapter has an input of its own, to which its part of the gradient goes."""
+OP, BACKWARD = "lowrank_linear", "lowrank_linear_backward"
 
 
 def _plain(x: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
@@ -27,59 +29,23 @@ def _plain(x: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, bias: T
     return y if bias is None else y + bias.unsqueeze(-2)
 
 
-def _times(x: Tensor, weight: Tensor) -> Tensor:
-    """x [(k,) n, i] times weight [i, o] or [k, i, o]; one weight takes the rows of all clients in one product."""
-    if weight.dim() == x.dim():
-        return x @ weight
-    return torch.mm(x.flatten(0, 1), weight).unflatten(0, x.shape[:2])
-
-
-def _thin(x: Tensor, factor: Tensor) -> Tensor:
-    """x [(k,) n, m] times factor [(k,) m, r] of a few columns: these are read as rows, three times as fast."""
-    return x @ factor.mT.contiguous().mT
-
-
 def _forward(scaling, x, seen, sigma, a, b, bias):
-    """(y, hidden): hidden = scaling · seen aᵀ."""
-    hidden = _thin(x if seen is None else seen, a.mT)
-    if scaling != 1:
-        hidden.mul_(scaling)
-    if bias is None:
-        y = hidden @ b.mT
-    elif x.dim() == 2:
-        y = torch.addmm(bias, hidden, b.mT)
-    else:
-        y = torch.baddbmm(bias.unsqueeze(-2), hidden, b.mT)
-    if sigma.dim() == 3:
-        y.baddbmm_(x, sigma.mT)
-    else:
-        y.flatten(0, -2).addmm_(x.flatten(0, -2), sigma.mT)
-    return y, hidden
+    """(y, hidden), hidden = scaling · seen aᵀ."""
+    tensors = x, seen, sigma, a, b, bias
+    if kernel_serves(OP, x):
+        return call(implementation(OP), x.dim() == 3, tensors, scaling)
+    return reference.lowrank_linear(*tensors, scaling)
 
 
-def _backward(scaling, needs, grad, seen, sigma, a, b, hidden):
-    """(dx, dseen, da, db), empty but for those that bits 0–3 of `needs` ask for; dx is whole unless `OWN` is set."""
-    dx = dseen = da = db = grad.new_empty(0)
-    if needs & 7:
-        dhidden = _thin(grad, b)
-        if scaling != 1:
-            dhidden.mul_(scaling)
-    if needs & 1:
-        dx = _times(grad, sigma)
-        if not needs & OWN:
-            dx = dx.addmm_(dhidden, a) if dx.dim() == 2 else dx.baddbmm_(dhidden, a)
-    if needs & 2:
-        dseen = dhidden @ a
-    if needs & 4:
-        da = dhidden.mT @ seen
-    if needs & 8:
-        # Few rows are made several times as fast as few columns.
-        db = (hidden.mT @ grad).mT.contiguous()
-    return dx, dseen, da, db
+def _backward(scaling, needs, grad, *tensors):
+    """(dx, dseen, da, db) from grad = dy and seen, σ, a, b, hidden."""
+    if kernel_serves(BACKWARD, grad):
+        return call(implementation(BACKWARD), grad.dim() == 3, (grad, *tensors), scaling, needs)
+    return reference.lowrank_linear_backward(grad, *tensors, scaling, needs)
 
 
 def _plain_backward(scaling, needs, grad, seen, sigma, a, b):
-    """`_backward` in plain PyTorch, differentiable."""
+    """`_backward` without writing to what it made, differentiable."""
     dhidden = scaling * (grad @ b)
     adapter, none = dhidden @ a, grad.new_zeros(0)
     dx = grad @ sigma if needs & OWN else grad @ sigma + adapter

@@ -141,6 +141,81 @@ def lowrank_weight_backward(
     return da.contiguous(), db.contiguous()
 
 
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    """x [(k,) n, i] times weight [i, o] or [k, i, o]; one weight takes the rows of all clients in one product."""
+    if weight.dim() == x.dim():
+        return x @ weight
+    return torch.mm(x.flatten(0, 1), weight).unflatten(0, x.shape[:2])
+
+
+def _thin(x: Tensor, factor: Tensor) -> Tensor:
+    """x [(k,) n, m] times factor [(k,) m, r] of a few columns: these are read as rows, three times as fast."""
+    return x @ factor.mT.contiguous().mT
+
+
+def _fake_lowrank_linear(x, seen, sigma, a, b, bias, scaling):
+    return x.new_empty(*x.shape[:-1], sigma.shape[-2]), x.new_empty(*x.shape[:-1], a.shape[-2])
+
+
+@op(_fake_lowrank_linear, kernels=("triton",))
+def lowrank_linear(
+    x: Tensor, seen: Tensor | None, sigma: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """(y [k, n, o], hidden [k, n, r]): y = x σᵀ + hidden bᵀ + bias, hidden = scaling · seen aᵀ (seen None: that of x).
+
+    x, seen [k, n, i], σ [o, i] or [k, o, i], a [k, r, i], b [k, o, r], bias [o] or [k, o]. The function itself also
+    takes all of them without the client axis.
+    """
+    hidden = _thin(x if seen is None else seen, a.mT)
+    if scaling != 1:
+        hidden.mul_(scaling)
+    if bias is None:
+        y = hidden @ b.mT
+    elif x.dim() == 2:
+        y = torch.addmm(bias, hidden, b.mT)
+    else:
+        y = torch.baddbmm(bias.unsqueeze(-2), hidden, b.mT)
+    if sigma.dim() == 3:
+        y.baddbmm_(x, sigma.mT)
+    else:
+        y.flatten(0, -2).addmm_(x.flatten(0, -2), sigma.mT)
+    return y, hidden
+
+
+OWN = 1 << 4
+"""In `needs` of `lowrank_linear_backward`: the adapter has an input of its own, and its part of dx goes there."""
+
+
+def _fake_lowrank_linear_backward(grad, seen, sigma, a, b, hidden, scaling, needs):
+    return _fake_gradients(needs, seen, seen, a, b)
+
+
+@op(_fake_lowrank_linear_backward, kernels=("triton",))
+def lowrank_linear_backward(
+    grad: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, hidden: Tensor, scaling: float, needs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dseen, da, db) of `lowrank_linear` from `grad` = dy, none of σ. Bits 0–3 of `needs` ask for them; one not
+    asked for has no elements. dx is whole, the adapter's part in it, unless `OWN` is set.
+    """
+    dx, dseen, da, db = (grad.new_empty(0) for _ in range(4))
+    if needs & 7:
+        dhidden = _thin(grad, b)
+        if scaling != 1:
+            dhidden.mul_(scaling)
+    if needs & 1:
+        dx = _times(grad, sigma)
+        if not needs & OWN:
+            dx = dx.addmm_(dhidden, a) if dx.dim() == 2 else dx.baddbmm_(dhidden, a)
+    if needs & 2:
+        dseen = dhidden @ a
+    if needs & 4:
+        da = dhidden.mT @ seen
+    if needs & 8:
+        # Few rows are made several times as fast as few columns.
+        db = (hidden.mT @ grad).mT.contiguous()
+    return dx, dseen, da, db
+
+
 @op(lambda x1, y1, x2, y2, size, personalized, channels_last: empty_weight(x1, size, channels_last), kernels=BACKENDS)
 def hadamard_weight(
     x1: Tensor, y1: Tensor, x2: Tensor, y2: Tensor, size: list[int], personalized: bool, channels_last: bool

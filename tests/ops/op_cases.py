@@ -178,6 +178,37 @@ def thin_pair(impl, case, dtype, device):
     hadamard(impl, shape, dtype, device, *rest)
 
 
+# (clients, rows, i, o, rank, how) of `adapter`: ranks and rows that fill no tile, many tiles, splits of columns or of
+# rows, a rank beyond the kernels', nothing at all.
+ADAPTERS = [
+    (3, 5, 7, 4, 1, "plain"),
+    (2, 34, 24, 40, 3, "shared"),
+    (3, 17, 70, 33, 11, "gaps"),
+    (1, 20, 20, 520, 4, "none"),
+    (2, 21, 36, 20, 100, "own sigma"),
+    (1, 520, 18, 10, 8, "plain"),
+    (2, 5, 20, 30, 130, "plain"),
+    (2, 6, 8, 5, 128, "shared"),
+    (2, 0, 8, 5, 4, "plain"),
+]
+
+
+def adapter(impl, case, dtype, device):
+    k, n, i, o, rank, how = case
+    x, seen = draw(k, n, i, dtype=dtype, device=device), draw(k, n, i, dtype=dtype, device=device)
+    sigma = draw(*(k,) * (how == "own sigma"), o, i, dtype=dtype, device=device)
+    a, b = draw(k, rank, i, dtype=dtype, device=device), draw(k, o, rank, dtype=dtype, device=device)
+    bias = None if how == "none" else draw(*(k,) * (how == "gaps"), o, dtype=dtype, device=device)
+    grad = draw(k, n, o, dtype=dtype, device=device)
+    if how in ("shared", "gaps"):
+        x, a, b = variants(x, how), variants(a, how), variants(b, "gaps")
+        grad, bias = variants(grad, how), variants(bias, "gaps")
+    for other in (None, seen):
+        _, hidden = check(impl, "lowrank_linear", (x, other, sigma, a, b, bias, 0.7), dtype)
+    for needs in (15, 3, 3 | reference.OWN, 4, 9 | reference.OWN):
+        check(impl, "lowrank_linear_backward", (grad, seen, sigma, a, b, hidden, 0.7, needs), dtype)
+
+
 def hadamard(impl, shape, dtype, device, rank, channels_last, how, personalized):
     k, *size = shape
     n = size[1:].copy()

@@ -28,6 +28,12 @@ def at_least_float(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def adapter(k, t, rank):
+    x, sigma, a, b = t(2, 40, 96), t(64, 96), t(2, rank, 96), t(2, 64, rank)
+    y, hidden = k.lowrank_linear(x, None, sigma, a, b, t(64), 2.0)
+    return k.lowrank_linear_backward(y, x, sigma, a, b, hidden, 2.0, 13)
+
+
 KERNELS = {
     "rank1_kernel": lambda k, t: (
         k.rank1_weight(t(2, *SIZE), t(2, 1, 3, 3), t(2, 1, 64, 32), SPATIAL, False),
@@ -57,6 +63,8 @@ KERNELS = {
             t(2, *SIZE), t(2, 64, 16), t(2, 288, 16), t(2, 64, 16), t(2, 288, 16), SIZE, True, 1
         ),
     ),
+    "adapter_kernel": lambda k, t: [adapter(k, t, rank) for rank in (8, 128)],
+    "factor_kernel": lambda k, t: [adapter(k, t, rank) for rank in (8, 128)],
     "prox_sgd_kernel": lambda k, t: k.prox_sgd_step([t(4096)], [t(4096)], [t(4096)], [0.1], 0.1, 0.9, 0.0, True),
     "count_kernel": lambda k, t: k.pack_bitmap(t(2, 3, 4096), 2),
     "write_kernel": lambda k, t: [k.pack_bitmap(t(2, 3, 4096), code) for code in (1, 2)],
@@ -74,10 +82,14 @@ KERNELS = {
 }
 
 
+PRODUCTS = ("product_kernel", "contract_kernel", "thin_kernel", "adapter_kernel", "factor_kernel")
+
+
 def compiled_for(name, dtype, arch, monkeypatch):
     kernels = importlib.import_module("fastfact.kernels")
     modules = [
-        importlib.import_module(f"fastfact.kernels.{module}") for module in ("weights", "sgd", "bitmap", "similarity")
+        importlib.import_module(f"fastfact.kernels.{module}")
+        for module in ("adapter", "weights", "sgd", "bitmap", "similarity")
     ]
     chosen = stand_in(monkeypatch, modules, name, arch)
     KERNELS[name](kernels, lambda *shape: torch.zeros(*shape, dtype=dtype))
@@ -94,12 +106,16 @@ def test_compiles_ahead_of_time(name, dtype, arch, monkeypatch):
         ptx = compiled.asm["ptx"]
         if name in ("rank1_kernel", "prox_sgd_kernel"):
             assert ".v4.b32" in ptx, "16-byte accesses"
-        if name in ("product_kernel", "contract_kernel", "thin_kernel") and dtype == torch.bfloat16:
+        if name in PRODUCTS and dtype == torch.bfloat16:
             assert "mma" in ptx, "tensor cores"
-            assert name != "thin_kernel" or stack_bytes(compiled) == 0
+        if name in ("adapter_kernel", "factor_kernel") or (name == "thin_kernel" and dtype == torch.bfloat16):
+            assert stack_bytes(compiled) == 0
 
 
-@pytest.mark.parametrize("name", ["product_kernel", "contract_kernel", "similarity_kernel", "srht_chunk_kernel"])
+@pytest.mark.parametrize(
+    "name",
+    ["product_kernel", "contract_kernel", "adapter_kernel", "factor_kernel", "similarity_kernel", "srht_chunk_kernel"],
+)
 def test_float64_compiles_ahead_of_time(name, monkeypatch):
     """The kernels with matrix products, of which Triton lowers fewer in float64."""
     assert all(compiled.asm["cubin"] for compiled in compiled_for(name, torch.float64, 90, monkeypatch))

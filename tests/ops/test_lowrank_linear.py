@@ -156,6 +156,16 @@ def test_sigma_shared_by_clients_is_one_product():
     assert parts["sigma"].grad is None
 
 
+def test_opcheck():
+    x, _, a, b, _ = tensors(("x", "a", "b")).values()
+    sigma, bias = torch.randn(OUT, IN, dtype=x.dtype), torch.randn(OUT, dtype=x.dtype)
+    raw = torch.ops.fastfact
+    torch.library.opcheck(raw.lowrank_linear.default, (x, None, sigma, a, b, bias, SCALE))
+    y, hidden = raw.lowrank_linear(x, x + 1, sigma, a, b, bias, SCALE)
+    for needs in (0b1111, 0b1001, 0b10011):
+        torch.library.opcheck(raw.lowrank_linear_backward.default, (y, x, sigma, a, b, hidden, SCALE, needs))
+
+
 def test_compiled_and_exported():
     parts = leaves(tensors(), ("sigma",))
 

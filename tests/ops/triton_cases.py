@@ -47,6 +47,43 @@ def test_thin_pairs(case):
         op_cases.thin_pair(kernels, case, dtype, DEVICE)
 
 
+@pytest.mark.parametrize("case", op_cases.ADAPTERS, ids=str)
+def test_lowrank_linear(case):
+    for dtype in DTYPES:
+        op_cases.adapter(kernels, case, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("clients", [False, True])
+def test_adapters_train_by_the_kernels(clients):
+    """The layer with its gradients, alone and under `vmap` with σ shared, is what the reference makes of it."""
+    k = (3,) * clients
+    g = torch.Generator().manual_seed(0)
+    shapes = {"x": (*k, 10, 6), "a": (*k, 2, 6), "b": (*k, 7, 2), "bias": (7,)}
+    trained = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+    trained = {name: t.to(DEVICE) for name, t in trained.items()}
+    sigma = torch.randn(7, 6, generator=g, dtype=torch.float64).to(DEVICE)
+
+    def loss(trained):
+        return ff.ops.lowrank_linear(sigma=sigma, **trained, scaling=0.5).square().sum()
+
+    function = torch.func.grad(loss)
+    if clients:
+        function = torch.func.vmap(function, in_dims=({name: 0 if name != "bias" else None for name in trained},))
+    calls = []
+    served = kernels.lowrank_linear
+    for backend in ("triton", "reference"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "lowrank_linear", lambda *args: calls.append(args[0].shape) or served(*args))
+            with ff.use_backend(backend):
+                grads = function(trained)
+        if backend == "triton":
+            assert calls == [(3 if clients else 1, 10, 6)]
+            found = grads
+    assert len(calls) == 1
+    for name, one in found.items():
+        torch.testing.assert_close(one, grads[name], rtol=1e-11, atol=1e-11, msg=name)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("proximal", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -91,7 +128,7 @@ def test_srht(case):
         op_cases.sketch(kernels, dtype, DEVICE, *case)
 
 
-@pytest.mark.parametrize("layout", ["spatial", "kernel", "separable", "hadamard", "linear"])
+@pytest.mark.parametrize("layout", ["spatial", "kernel", "separable", "hadamard", "linear", "adapter"])
 def test_gradcheck(layout):
     def leaf(*shape):
         return torch.randn(*shape, dtype=torch.float64, device=DEVICE, requires_grad=True)
@@ -111,6 +148,10 @@ def test_gradcheck(layout):
         "hadamard": (
             lambda *t: ff.ops.hadamard_weight(*t, (o, i, h, w), personalized=True),
             (leaf(o, r), leaf(i * h * w, r), leaf(k, o, r), leaf(k, i * h * w, r)),
+        ),
+        "adapter": (
+            lambda x, *t: ff.ops.lowrank_linear(x, torch.ones(o, i, dtype=x.dtype, device=x.device), *t, scaling=0.5),
+            (leaf(k, 5, i), leaf(k, r, i), leaf(k, o, r), leaf(k, o)),
         ),
     }[layout]
     with ff.use_backend("triton"):
