@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,13 +15,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fastfact import files
+from fastfact.nn.attention import FactorizedMultiheadAttention
 from fastfact.nn.convert import factorize, factorized_layers, freeze_, targets
-from fastfact.nn.layers import FactorizedLinear
-from fastfact.nn.specs import LowRank
+from fastfact.nn.layers import FactorizedConv1d, FactorizedLayer, FactorizedLinear
+from fastfact.nn.specs import LowRank, Spec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?:(?P<path>.+)\.)?lora_(?P<factor>[AB])\.weight")
+_OUTPUT = ".base_layer.out_proj"
+"""Ends the path of the adapter of the output of an `nn.MultiheadAttention`, whose own is that of the input."""
+_OUTPUT_COUNTS = 2
+"""PEFT adds the adapter of that output twice, in a forward pass too (0.21, `lora.MultiheadAttention.merge`)."""
 _WRAPPER = re.compile(r"(?<![^.])(base_layer|modules_to_save)\.")
 """What PEFT puts between a module and its parameters."""
 _OTHER_FUNCTIONS = (
@@ -37,41 +42,37 @@ _INITS_OF_SIGMA = ("pissa", "olora", "loftq", "corda", "lora_ga")
 def save(model: nn.Module, directory: str | os.PathLike) -> None:
     """Write the adapters of `model` as PEFT does: `PeftModel.from_pretrained(base, directory)` has the same function.
 
-    model: linear layers with `ff.LowRank` whose σ takes no gradient, as `ff.factorize(…, freeze=True)` makes them. What
-    else trains goes along: whole modules as `modules_to_save`, biases as `bias`. σ is not written.
+    model: layers with `ff.LowRank` whose σ takes no gradient, as `ff.factorize(…, freeze=True)` makes them. What else
+    trains goes along: whole modules as `modules_to_save`, biases as `bias`. σ is not written.
 
-    Raises ValueError, naming it, for what PEFT's format has no place for: convolutions, the packed projection of
-    `nn.MultiheadAttention`, another spec, a σ that trains, modules or biases that train in part. Nothing is written
-    then.
+    Convolutions: PEFT's have the whole kernel in A [r, i, kh, kw] and B [o, r, 1, 1]. The function is the same with
+    r · kw channels for layout "separable", r · kh for "view": the same numbers and zeros, from which `load` makes
+    "separable" of rank r again. `nn.MultiheadAttention`: with both `in_proj` and `out_proj` factorized, in one rank.
+    PEFT counts the adapter of `out_proj` twice (seen in 0.21), so half of its B is written; it has no dropout there.
+
+    Raises ValueError, naming it, for what PEFT's format has no place for: another spec, convolutions in groups, dilated
+    or with a padding that is not of zeros, attention of which not both are factorized, a σ that trains, modules or
+    biases that train in part. Nothing is written then.
     """
-    layers, adapted = factorized_layers(model), {}
+    layers = factorized_layers(model)
     if not layers:
         raise ValueError("adapters.save: the model has no factorized layer")
-    dense = {target.path for target in targets(model)}
-    for path, layer in layers.items():
-        name = path or "(the model itself)"
-        if not isinstance(layer, FactorizedLinear) or not isinstance(layer.spec, LowRank):
-            raise ValueError(f"adapters.save: {name} is {type(layer).__name__}({layer.spec}), must be linear, LowRank")
-        if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention):
-            raise ValueError(
-                f"adapters.save: {name} belongs to nn.MultiheadAttention, which PEFT's files have otherwise"
-            )
-        if layer.sigma.requires_grad:
-            raise ValueError(f"adapters.save: σ of {name} trains and is in no adapter; see factorize(freeze=True)")
-        adapted[path] = layer.spec.parts(layer.factors(), layer.size)
+    adapted = _theirs(model, layers)
+    dense = {_module_of(model, target.path) for target in targets(model)}
     whole, bias, others = _besides(model, layers)
     for other, _ in model.named_modules():
         if ending := next((path for path in whole if other.endswith(path) and other not in whole), None):
             raise ValueError(f"adapters.save: {ending} trains, which PEFT would take for {other} too: it compares ends")
     tensors = {f"{_PREFIX}{name}": tensor for name, tensor in others.items()}
-    for path, (a, b) in adapted.items():
+    for path, (a, b, _) in adapted.items():
         start = f"{_PREFIX}{path}." if path else _PREFIX
         tensors |= {f"{start}lora_A.weight": a, f"{start}lora_B.weight": b}
     dropouts = {layer.spec.dropout for layer in layers.values()}
     if len(dropouts) > 1:
         raise ValueError(f"adapters.save: the layers have dropout {', '.join(map(str, sorted(dropouts)))}, must be one")
-    ranks = {path: len(a) for path, (a, _) in adapted.items()}
-    alphas = {path: layers[path].spec.scaling * rank for path, rank in ranks.items()}
+    named = {path: adapter for path, adapter in adapted.items() if not path.endswith(_OUTPUT)}
+    ranks = {path: len(a) for path, (a, _, _) in named.items()}
+    alphas = {path: scaling * len(a) for path, (a, _, scaling) in named.items()}
     r, rank_pattern = _most(ranks)
     alpha, alpha_pattern = _most(alphas)
     config = {
@@ -81,7 +82,7 @@ def save(model: nn.Module, directory: str | os.PathLike) -> None:
         "r": r,
         "lora_alpha": alpha,
         "lora_dropout": dropouts.pop(),
-        "target_modules": _named(adapted, [*layers, *dense]),
+        "target_modules": _named(named, [*named, *dense]),
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
         "modules_to_save": sorted(whole) or None,
@@ -105,33 +106,37 @@ def load(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
 
     model: the dense model they were trained on, or one that has such adapters, whose values are replaced. All but
     adapters, and what the files hold besides, is frozen, as by `ff.factorize(…, freeze=True)`. If `model` itself is the
-    layer, the new layer is returned.
+    layer, the new layer is returned. Convolutions get layout "separable" in rank r · kw, or r where `save` wrote them;
+    `nn.MultiheadAttention` gets `in_proj` and `out_proj`, the B of the latter doubled as PEFT counts it.
 
     Raises FileNotFoundError where the files are not there, ValueError for other kinds of adapters, layers that are not
-    there or are not linear, and tensors of other shapes. Nothing is changed then.
+    there or cannot have them, and tensors of other shapes. Nothing is changed then.
     """
     directory = Path(directory)
     config, tensors = _read(directory)
     where = f"adapters.load({str(directory)!r})"
-    specs, factors, others = _parsed(config, tensors, where)
+    adapters, others = _parsed(config, tensors, where)
     layers, found = factorized_layers(model), {target.path: target for target in targets(model)}
-    for path, spec in specs.items():
-        name, (a, b) = path or "(the model itself)", factors[path]
-        if path in layers:
-            own = layers[path]
+    specs, factors = {}, {}
+    for path, adapter in adapters.items():
+        name = path or "(the model itself)"
+        own, module = layers.get(path), found[path].module if path in found else None
+        if own is not None:
             size = own.size
-            if not isinstance(own, FactorizedLinear) or not _same(own.spec, spec, size):
-                raise ValueError(f"{where}: {name} is {own.spec} in the model, {spec} in the files")
-        elif path not in found:
+        elif module is None:
             raise ValueError(f"{where}: the model has no layer {name}")
         else:
-            weight = getattr(found[path].module, found[path].name)
-            if weight.dim() != 2:
-                raise ValueError(f"{where}: {name} is a {type(found[path].module).__name__}, must be linear")
-            size = tuple(weight.shape[::-1] if _is_transposed(found[path].module) else weight.shape)
-        if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != size or a.shape[0] != b.shape[1]:
-            shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
-            raise ValueError(f"{where}: {name} has the weight {list(size)}, {shapes} do not fit")
+            size = _size_of(module, getattr(module, found[path].name))
+        if len(size) not in (2, 4) or (len(size) == 4 and (why_not := _no_place(own if own is not None else module))):
+            kind = type(own if own is not None else module).__name__
+            raise ValueError(f"{where}: {name} is a {kind}, {why_not if len(size) == 4 else 'must have 1 or 2 axes'}")
+        factors[path] = adapter.factors(name, size, own.spec if own is not None else None, where)
+        try:
+            specs[path] = LowRank(rank=len(factors[path][0]), scaling=adapter.scaling, dropout=adapter.dropout)
+        except ValueError as error:
+            raise ValueError(f"{where}: {path}: {error}") from error
+        if own is not None and not _same(own.spec, specs[path], size):
+            raise ValueError(f"{where}: {name} is {own.spec} in the model, {specs[path]} in the files")
     if extra := sorted(layers.keys() - specs.keys()):
         raise ValueError(f"{where}: {extra[0]} is factorized in the model, and has no adapter in the files")
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -156,6 +161,129 @@ def load(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
     return model
 
 
+class _Adapter(NamedTuple):
+    """An adapter as PEFT has it: W = σ + scaling · b a, a [r, i, …kernel], b [o, r, …ones]."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    dropout: float
+
+    def factors(self, name: str, size: tuple[int, ...], own: Spec | None, where: str) -> tuple[Tensor, Tensor]:
+        """(A, B) of a layer here, for a weight of `size`; own: the spec that it has.
+
+        Raises ValueError for factors of another shape."""
+        a, b = (t.unsqueeze(2) if t.dim() == 3 else t for t in (self.a, self.b))
+        if tuple(a.shape[1:]) != size[1:] or b.shape[0] != size[0] or b.shape[1] != a.shape[0]:
+            shapes = f"lora_A {list(self.a.shape)} and lora_B {list(self.b.shape)}"
+            raise ValueError(f"{where}: {name} has the weight {list(size)}, {shapes} do not fit")
+        if len(size) == 2:
+            return a, b
+        if isinstance(own, LowRank) and own.layout == "view" and size[2:] == (1, 1):
+            return a.flatten(1), b.flatten(1)
+        return _separable(a, b.flatten(1))
+
+
+def _separable(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(A [R, o·kw], B [i·kh, R]) of layout "separable" with B A = b a, from a [r, i, kh, kw] and b [o, r].
+
+    W[o, i, ky, kx] = Σ_r b[o, r] a[r, i, ky, kx] is a sum over r and columns of the kernel of products of (i, ky) with
+    (o, kx), so R = r · kw; where a is what `_whole` makes, R = r / kw, as it was."""
+    r, o, kw = len(a), len(b), a.shape[3]
+    if kw > 1 and r % kw == 0:
+        columns = a.unflatten(0, (-1, kw))
+        down = columns[:, 0, :, :, 0]
+        if torch.equal(columns, _on_diagonal(down, kw)):
+            return b.unflatten(1, (-1, kw)).movedim(1, 0).flatten(1), down.permute(1, 2, 0).flatten(0, 1)
+    down = a.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
+    across = b.mT[:, None, :, None] * torch.eye(kw, dtype=b.dtype)[:, None]
+    return across.reshape(r * kw, o * kw), down
+
+
+def _on_diagonal(down: Tensor, kw: int) -> Tensor:
+    """[r, kw, i, kh, kw]: down [r, i, kh] where both columns of the kernel are the same one, else zero."""
+    return down[:, None, :, :, None] * torch.eye(kw, dtype=down.dtype, device=down.device)[:, None, None]
+
+
+def _whole(layer: FactorizedLayer) -> tuple[Tensor, Tensor]:
+    """(a [R, i, …kernel], b [o, R, …ones]) as PEFT has them, with b a = the layer's B A, of a convolution."""
+    (o, i, kh, kw), factors = layer.size, layer.factors()
+    a, b = factors["A"].detach(), factors["B"].detach()
+    if layer.spec.layout == "separable":
+        whole = _on_diagonal(b.unflatten(0, (i, kh)).movedim(2, 0), kw).flatten(0, 1)
+        thin = a.unflatten(1, (o, kw)).movedim(1, 0).flatten(1)
+    else:
+        # Row (o, y) of B A is the y-th of kh pieces of the flat W[o].
+        whole = (torch.eye(kh, dtype=a.dtype, device=a.device)[:, None, :, None] * a[:, None]).flatten(0, 1)
+        whole, thin = whole.reshape(-1, i, kh, kw), b.unflatten(0, (o, kh)).flatten(1)
+    thin = thin[:, :, None, None]
+    return (whole.squeeze(2), thin.squeeze(2)) if isinstance(layer, FactorizedConv1d) else (whole, thin)
+
+
+def _no_place(layer: nn.Module) -> str | None:
+    """Why the adapter of a convolution, ours or dense, is none of PEFT's."""
+    if layer.groups > 1:
+        return f"in {layer.groups} groups, of which PEFT's adapter takes the input of all"
+    if any(gap > 1 for gap in layer.dilation):
+        return f"of dilation {layer.dilation}, which PEFT's adapter has not"
+    if layer.padding_mode != "zeros":
+        return f"with padding_mode={layer.padding_mode!r}, in whose place PEFT's adapter has zeros"
+    return None
+
+
+def _theirs(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """Path of PEFT's → (lora_A, lora_B, scaling) of the adapters of `model`. Raises ValueError as `save` does."""
+    adapted: dict[str, tuple[Tensor, Tensor, float]] = {}
+    attention: dict[str, dict[str, FactorizedLayer]] = {}
+    for path, layer in layers.items():
+        name = path or "(the model itself)"
+        if not isinstance(layer.spec, LowRank):
+            raise ValueError(f"adapters.save: {name} is {type(layer).__name__}({layer.spec}), must be LowRank")
+        if layer.sigma.requires_grad:
+            raise ValueError(f"adapters.save: σ of {name} trains and is in no adapter; see factorize(freeze=True)")
+        owner, _, last = path.rpartition(".")
+        if isinstance(model.get_submodule(owner), nn.MultiheadAttention):
+            attention.setdefault(owner, {})[last] = layer
+        elif isinstance(layer, FactorizedLinear):
+            adapted[path] = *layer.spec.parts(layer.factors(), layer.size), layer.spec.scaling
+        elif why_not := _no_place(layer):
+            raise ValueError(f"adapters.save: {name} is a convolution {why_not}")
+        else:
+            adapted[path] = *_whole(layer), layer.spec.scaling
+    for owner, parts in attention.items():
+        if parts.keys() != {"in_proj", "out_proj"}:
+            raise ValueError(
+                f"adapters.save: of {owner or '(the model itself)'}, nn.MultiheadAttention, {', '.join(sorted(parts))}"
+                " is factorized, must be in_proj and out_proj: PEFT has them together, and no others"
+            )
+        first, last = parts["in_proj"], parts["out_proj"]
+        (a, b), (a_out, b_out) = (layer.spec.parts(layer.factors(), layer.size) for layer in (first, last))
+        if not owner or len(a) != len(a_out):
+            raise ValueError(
+                f"adapters.save: {owner or '(the model itself)'} is an nn.MultiheadAttention with adapters of rank"
+                f" {len(a)} and {len(a_out)}, must be of one rank, and within a model"
+            )
+        scaling = first.spec.scaling or last.spec.scaling
+        share = last.spec.scaling / scaling if scaling else 1.0
+        adapted[owner] = a, b if first.spec.scaling else torch.zeros_like(b), scaling
+        adapted[owner + _OUTPUT] = a_out, b_out * (share / _OUTPUT_COUNTS), scaling
+    return adapted
+
+
+def _module_of(model: nn.Module, path: str) -> str:
+    """The module to which PEFT gives the adapter of a layer: attention gets those of its projections."""
+    owner = path.rpartition(".")[0]
+    return owner if isinstance(model.get_submodule(owner), nn.MultiheadAttention) else path
+
+
+def _size_of(module: nn.Module, weight: Tensor) -> tuple[int, ...]:
+    """The size that a factorized layer in place of a dense one has."""
+    shape = tuple(weight.shape)
+    if len(shape) == 2:
+        return shape[::-1] if _is_transposed(module) else shape
+    return (*shape[:2], 1, shape[2]) if len(shape) == 3 else shape
+
+
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for name in (CONFIG, WEIGHTS):
         if not (directory / name).is_file():
@@ -172,7 +300,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _parsed(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str):
-    """(path → spec, path → (a, b), parameter → tensor) of what PEFT's files hold."""
+    """(path of a layer here → adapter, parameter → tensor) of what PEFT's files hold."""
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{where}: peft_type is {config.get('peft_type')!r}, must be LORA")
     init = config.get("init_lora_weights")
@@ -188,29 +316,36 @@ def _parsed(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
         if match := _FACTOR.fullmatch(name):
             halves.setdefault(match["path"] or "", {})[match["factor"]] = tensor
         elif "lora_" in name:
-            raise ValueError(f"{where}: {key} is no factor of a linear layer")
+            raise ValueError(f"{where}: {key} is no factor of a linear layer or convolution")
         elif ".original_module." not in f".{name}":  # what a module that trains as a whole was before
             others[_WRAPPER.sub("", name)] = tensor
     if not halves:
         raise ValueError(f"{where}: {WEIGHTS} has no lora_A and lora_B")
-    specs, factors = {}, {}
+    attention = {path.removesuffix(_OUTPUT) for path in halves if path.endswith(_OUTPUT)}
+    adapters = {}
     for path, half in halves.items():
         if half.keys() != {"A", "B"}:
             raise ValueError(f"{where}: {path} has lora_{''.join(half)} alone, must have lora_A and lora_B")
+        dims = half["A"].dim()
         for factor, tensor in half.items():
-            if tensor.dim() != 2 or not tensor.is_floating_point() or not tensor.numel():
+            plain = tensor.is_floating_point() and tensor.numel() and 2 <= tensor.dim() <= 4
+            if not plain or tensor.dim() != dims or (factor == "B" and tensor[0, 0].numel() > 1):
                 shape = f"{tensor.dtype} {list(tensor.shape)}"
-                raise ValueError(f"{where}: lora_{factor} of {path} is {shape}, must be floating-point numbers [m, n]")
-        rank = half["A"].shape[0]
-        alpha = _matching(_alphas(config, where), path, config.get("lora_alpha", 8))
+                raise ValueError(
+                    f"{where}: lora_{factor} of {path} is {shape}, must be floating-point numbers, A [r, i] and"
+                    " B [o, r], of a convolution with its kernel behind A and ones behind B"
+                )
+        named, rank = path.removesuffix(_OUTPUT), half["A"].shape[0]
+        alpha = _matching(_alphas(config, where), named, config.get("lora_alpha", 8))
         alpha, dropout = _number(where, "lora_alpha", alpha), _number(where, "lora_dropout", config.get("lora_dropout"))
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        try:
-            specs[path] = LowRank(rank=rank, scaling=scaling, dropout=dropout)
-        except ValueError as error:
-            raise ValueError(f"{where}: {path}: {error}") from error
-        factors[path] = half["A"], half["B"]
-    return specs, factors, others
+        own, b = path, half["B"]
+        if named != path:
+            own, b = f"{named}.out_proj", _OUTPUT_COUNTS * b
+        elif path in attention:
+            own = f"{path}.in_proj"
+        adapters[own] = _Adapter(half["A"], b, scaling, dropout)
+    return adapters, others
 
 
 def _number(where: str, name: str, value: Any) -> float:
@@ -246,7 +381,10 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def _same(own: Any, spec: LowRank, size: tuple[int, ...]) -> bool:
     """Whether factors of two specs mean the same."""
-    if not isinstance(own, LowRank) or own.rank_of(size) != spec.rank or own.layout_of(size) != "view":
+    if not isinstance(own, LowRank) or own.rank_of(size) != spec.rank:
+        return False
+    # Of a 1×1 kernel both layouts have been read as they are.
+    if own.layout_of(size) != spec.layout_of(size) and size[2:] != (1, 1):
         return False
     return math.isclose(own.scaling, spec.scaling)
 
@@ -277,7 +415,8 @@ def _besides(model: nn.Module, layers: Mapping[str, Any]) -> tuple[set[str], str
         own = {name: p for name, p in module.named_parameters(recurse=False) if path not in layers or name == "bias"}
         moving = {name for name, p in own.items() if p.requires_grad}
         start = f"{path}." if path else ""
-        if moving and moving == own.keys() and path and path not in layers:
+        adapted = path in layers or isinstance(module, FactorizedMultiheadAttention)
+        if moving and moving == own.keys() and path and not adapted:
             whole.add(path)
             some |= {start + name: p for name, p in own.items()}
             continue
@@ -296,6 +435,7 @@ def _besides(model: nn.Module, layers: Mapping[str, Any]) -> tuple[set[str], str
             " layers with adapters, or none"
         )
     for path in training:
-        middle = "base_layer." if path in layers else ""
-        some[f"{path}.{middle}bias".removeprefix(".")] = biases[path]
+        middle, owner = "base_layer." if path in layers else "", path.rpartition(".")[0]
+        theirs = owner + _OUTPUT if f"{owner}.in_proj" in layers and path == f"{owner}.out_proj" else path
+        some[f"{theirs}.{middle}bias".removeprefix(".")] = biases[path]
     return whole, kinds[frozenset(training)], some

@@ -154,11 +154,42 @@ def made(spec=SPEC, change=None, **options):
     return model
 
 
+def convolution(layout="separable", rank=2, kind=nn.Conv2d, kernel=(3, 2), **options):
+    """A network of one convolution with an adapter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(4, 6, kernel, **options).double())
+    return ff.factorize(model, ff.LowRank(rank=rank, scaling=1.5, layout=layout), freeze=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kernel", "rank"), [("separable", (3, 2), 2), ("separable", (3, 1), 2), ("view", (2, 3), 2)]
+)
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])
+def test_convolutions_have_the_same_weight_and_rank_again(kind, layout, kernel, rank, tmp_path):
+    kernel = kernel if kind is nn.Conv2d else kernel[1]
+    model = convolution(layout, rank, kind, kernel)
+    dense = nn.Sequential(kind(4, 6, kernel).double())
+    nn.init.normal_(model[0].B)
+    dense[0].load_state_dict({"weight": model[0].sigma.view(dense[0].weight.shape), "bias": model[0].bias})
+    ff.adapters.save(model, tmp_path)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    a, b = (written[f"{START}0.lora_{factor}.weight"] for factor in "AB")
+    alpha = json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"]
+    delta = alpha / len(a) * torch.einsum("or,r...->o...", b.flatten(1), a)
+    sigma = dense[0].weight.detach()
+    torch.testing.assert_close(sigma + delta, model[0].weight.detach().as_subclass(torch.Tensor), rtol=1e-12, atol=0)
+    again = ff.adapters.load(dense, tmp_path)
+    torch.testing.assert_close(again[0].weight, model[0].weight)
+    if layout == "separable":
+        assert again[0].spec.rank == rank
+        assert torch.equal(again[0].A, model[0].A) and torch.equal(again[0].B, model[0].B)
+        ff.adapters.load(model, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("make", "error"),
     [
         (net, "no factorized layer"),
-        (lambda: made(only="conv"), r"conv is FactorizedConv1d\(LowRank.*\), must be linear, LowRank"),
         (lambda: made(ff.Rank1()), r"FactorizedLinear\(Rank1"),
         (lambda: made(freeze=False), r"σ of body\.up trains"),
         (lambda: made(train="norm.weight"), "of norm weight train, all must"),
@@ -168,9 +199,20 @@ def made(spec=SPEC, change=None, **options):
             r"dropout 0\.0, 0\.1, must be one",
         ),
         (
-            lambda: ff.factorize(nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}), SPEC, freeze=True),
-            r"belongs to nn\.MultiheadAttention",
+            lambda: ff.factorize(nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}), SPEC, only="*in_proj", freeze=True),
+            r"of a, nn\.MultiheadAttention, in_proj is factorized, must be in_proj and out_proj",
         ),
+        (
+            lambda: ff.factorize(
+                nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}),
+                {"a.in_proj": SPEC, "a.out_proj": ff.LowRank(rank=3)},
+                freeze=True,
+            ),
+            "a is an nn.MultiheadAttention with adapters of rank 2 and 3",
+        ),
+        (lambda: convolution(groups=2), r"0 is a convolution in 2 groups"),
+        (lambda: convolution(dilation=2), r"0 is a convolution of dilation \(2, 2\)"),
+        (lambda: convolution(padding_mode="circular"), r"0 is a convolution with padding_mode='circular'"),
     ],
 )
 def test_what_the_files_have_no_place_for(make, error, tmp_path):
@@ -205,7 +247,12 @@ def without(*names):
         (
             {},
             tensors() | {START + f"conv.lora_{n}.weight": torch.zeros(8, 8) for n in "AB"},
-            "conv is a Conv1d, must be linear",
+            r"conv has the weight \[8, 8, 1, 1\], .* do not fit",
+        ),
+        (
+            {},
+            tensors() | {START + f"conv.lora_{n}.weight": torch.zeros(8, 8, 3) for n in "AB"},
+            r"lora_B of conv is torch.float32 \[8, 8, 3\], must be",
         ),
     ],
 )

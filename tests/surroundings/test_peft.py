@@ -89,6 +89,77 @@ def test_what_is_written_here_has_the_same_logits_in_peft(kind, bias, tmp_path):
     torch.testing.assert_close(theirs.merge_and_unload()(IDS).logits, wanted, rtol=1e-4, atol=1e-5)
 
 
+class Seeing(nn.Module):
+    """Convolutions and packed attention: a small vision transformer with a head on sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 12, (4, 3), stride=(4, 3))
+        self.mixing, self.point = nn.Conv1d(12, 12, 3, padding=1), nn.Conv2d(12, 12, 1)
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(12, 3, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.mixing(torch.relu(self.point(self.patches(x))).flatten(2)).mT
+        for block in self.blocks:
+            x = x + block(x, x, x)[0]
+        return self.head(x.mean(1))
+
+
+def seeing():
+    torch.manual_seed(0)
+    return Seeing().eval()
+
+
+IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("bias", ["none", "lora_only", "all"])
+def test_convolutions_and_attention_from_peft(bias, tmp_path):
+    import peft
+
+    targets = ["patches", "mixing", "point", "blocks.0", "blocks.1", "head"]
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=2,
+        target_modules=targets,
+        rank_pattern={"blocks.1": 2},
+        alpha_pattern={"blocks.0": 5},
+        bias=bias,
+    )
+    theirs = peft.get_peft_model(seeing(), config).eval()
+    stir(theirs)
+    theirs.save_pretrained(tmp_path)
+    wanted = theirs(IMAGES)
+    ours = ff.adapters.load(seeing(), tmp_path)
+    torch.testing.assert_close(ours(IMAGES), wanted, rtol=1e-4, atol=1e-5)
+    assert (wanted - seeing()(IMAGES)).abs().max() > 0.01
+    ff.adapters.save(ours, tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(seeing(), tmp_path / "again").eval()
+    torch.testing.assert_close(again(IMAGES), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [(), "*.bias"])
+@pytest.mark.parametrize("layout", ["separable", "view"])
+def test_convolutions_and_attention_for_peft(layout, bias, tmp_path):
+    import peft
+
+    specs = {
+        "blocks.0.*": ff.LowRank(rank=2, scaling=0.7),
+        "blocks.1.in_proj": ff.LowRank(rank=3, scaling=2.0),
+        "blocks.1.out_proj": ff.LowRank(rank=3, scaling=0.5),
+        "*": ff.LowRank(rank=2, scaling=1.5, layout=layout),
+    }
+    model = ff.factorize(seeing(), specs, freeze=True, train=bias)
+    stir(model)
+    wanted = model(IMAGES)
+    ff.adapters.save(model, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(seeing(), tmp_path).eval()
+    torch.testing.assert_close(theirs(IMAGES), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(theirs.merge_and_unload()(IMAGES), wanted, rtol=1e-4, atol=1e-5)
+    assert (wanted - seeing()(IMAGES)).abs().max() > 0.01
+
+
 def test_an_adapter_trains_as_that_of_peft_does():
     """One step of SGD on the same numbers: the same factors."""
     import peft
