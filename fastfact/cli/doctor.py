@@ -76,7 +76,7 @@ def _processor() -> Finding:
         return Finding("processor", RIGHT, detail)
     held = [name for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA") if name in os.environ]
     cost = "vectors are shorter than those of AVX-512, kernels slower"
-    return Finding("processor", ABSENT, detail, cost, f"unset {' '.join(held)}" if held else "")
+    return Finding("AVX-512", ABSENT, detail, cost, f"unset {' '.join(held)}" if held else "")
 
 
 def _kernels(backend: Backend) -> Finding:

@@ -12,7 +12,7 @@ import fastfact as ff
 from fastfact.federation.state import generator_for
 
 SIZES = (9, 6, 12, 7)
-TOTAL = sum(SIZES)
+K, TOTAL, ROUNDS = len(SIZES), sum(SIZES), 3
 LR, MOMENTUM, DECAY, EPOCHS, BATCH, SEED = 0.1, 0.9, 1e-3, 2, 3, 5
 
 
@@ -35,6 +35,9 @@ def clients(sizes=SIZES, shape=(6,), classes=3) -> list[ff.Client]:
         y = torch.randint(classes, (n + 4,), generator=g)
         made.append(ff.Client(train=(x[:n], y[:n]), test=(x[n:], y[n:])))
     return made
+
+
+DATA = [client.train for client in clients()]
 
 
 def federation(method, model=mlp, data=None, **options) -> ff.Federation:

@@ -8,12 +8,15 @@ import pytest
 import torch
 from baseline_loop import (
     BATCH,
+    DATA,
     DECAY,
     EPOCHS,
     LR,
     MOMENTUM,
+    ROUNDS,
     SEED,
     SIZES,
+    K,
     accuracy,
     average,
     batches,
@@ -34,8 +37,6 @@ import fastfact as ff
 from fastfact.federation.state import generator_for
 from fastfact.nn.schedule import Schedule
 
-K, ROUNDS = len(SIZES), 3
-DATA = [client.train for client in clients()]
 TESTS = [client.test for client in clients()]
 MODEL = normed()
 PARAMS = [name for name, _ in MODEL.named_parameters()]

@@ -7,9 +7,12 @@ import pytest
 import torch
 from baseline_loop import (
     BATCH,
+    DATA,
     DECAY,
+    ROUNDS,
     SEED,
     SIZES,
+    K,
     accuracy,
     average,
     batches,
@@ -30,9 +33,6 @@ import fastfact as ff
 from fastfact.federation.state import generator_for
 from fastfact.methods.agnostic_fl import project_to_simplex
 from fastfact.methods.clustered_fl import bipartition
-
-K, ROUNDS = len(SIZES), 3
-DATA = [client.train for client in clients()]
 
 
 def nearest_on_the_simplex(point):

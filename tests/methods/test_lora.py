@@ -145,26 +145,31 @@ def test_matched_lora_shares_what_it_says(mixed):
 RANKS = [1, 3]
 
 
+def cut(state, rank):
+    """The first `rank` of each layer stay, the rest are zeros."""
+    for layer in LAYERS:
+        a, b = state[f"{layer}A"], state[f"{layer}B"]
+        state[f"{layer}A"] = torch.cat([a[:rank], torch.zeros_like(a[rank:])])
+        state[f"{layer}B"] = torch.cat([b[:, :rank], torch.zeros_like(b[:, rank:])], 1)
+
+
+def average_by_norm(states):
+    """Everybody gets the mean, each weighed by ‖B A‖ over all of its layers."""
+    norms = [
+        math.sqrt(sum(float((s[f"{layer}B"] @ s[f"{layer}A"]).square().sum()) for layer in LAYERS)) for s in states
+    ]
+    give(states, {name: average(states, name, norms) for name in states[0]})
+
+
 def test_hetlora_truncates_and_weighs_by_the_norm_of_the_product():
     fed = federation(ff.methods.make("hetlora", ranks=RANKS, scaling=SCALING), lambda: shifted(3))
-
-    def cut(state, k):
-        rank = RANKS[k % len(RANKS)]
-        for name in names(state, "A"):
-            state[name] = torch.cat([state[name][:rank], torch.zeros_like(state[name][rank:])])
-        for name in names(state, "B"):
-            state[name] = torch.cat([state[name][:, :rank], torch.zeros_like(state[name][:, rank:])], 1)
 
     states = [{name: tensor[0].clone() for name, tensor in fed.initial.items()} for _ in SIZES]
     for round in range(1, 4):
         if round > 1:
-            norms = [
-                math.sqrt(sum(float((s[f"{layer}B"] @ s[f"{layer}A"]).square().sum()) for layer in LAYERS))
-                for s in states
-            ]
-            give(states, {name: average(states, name, norms) for name in states[0]})
+            average_by_norm(states)
         for k, state in enumerate(states):
-            cut(state, k)
+            cut(state, RANKS[k % len(RANKS)])
         local(fed, states, round)
     fed.fit(3)
     check(fed, states)
@@ -184,21 +189,11 @@ def test_hetlora_prunes_ranks_that_training_made_smaller(cohort):
         pairs = [(state[f"{layer}B"][:, kept:rank], state[f"{layer}A"][kept:rank]) for layer in LAYERS]
         return sum(b.norm() * a.norm() for b, a in pairs)
 
-    def cut(state, rank):
-        for layer in LAYERS:
-            state[f"{layer}A"] = torch.cat([state[f"{layer}A"][:rank], torch.zeros_like(state[f"{layer}A"][rank:])])
-            b = state[f"{layer}B"]
-            state[f"{layer}B"] = torch.cat([b[:, :rank], torch.zeros_like(b[:, rank:])], 1)
-
     plain = loss_of(fed)
     states = [{name: tensor[0].clone() for name, tensor in fed.initial.items()} for _ in SIZES]
     for round in range(1, 5):
         if round > 1:
-            norms = [
-                math.sqrt(sum(float((s[f"{layer}B"] @ s[f"{layer}A"]).square().sum()) for layer in LAYERS))
-                for s in states
-            ]
-            give(states, {name: average(states, name, norms) for name in states[0]})
+            average_by_norm(states)
         for state, rank in zip(states, ranks, strict=True):
             cut(state, rank)
         before = [tail(state, rank) for state, rank in zip(states, ranks, strict=True)]

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from baseline_loop import (
+    DATA,
+    ROUNDS,
     SEED,
-    SIZES,
+    K,
     average,
     check,
     clients,
@@ -26,9 +28,6 @@ import fastfact as ff
 from fastfact.federation.server.strategy import Uploads
 from fastfact.federation.state import generator_for
 from fastfact.methods.fedcac import pack_bits, unpack_bits
-
-K, ROUNDS = len(SIZES), 3
-DATA = [client.train for client in clients()]
 
 
 def vector(state, names):
