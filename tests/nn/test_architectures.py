@@ -105,6 +105,13 @@ DETECTORS = {
 } | {name: (_named(name, weights_backbone=None), 64) for name in ("ssd300_vgg16", "ssdlite320_mobilenet_v3_large")}
 LONG = ("keypointrcnn_resnet50_fpn", "ssd300_vgg16")
 """Half a minute each: with all that is slow."""
+DENSE_FAILS = {
+    ("keypointrcnn_resnet50_fpn", "channels_last"),  # torchvision calls `view` on logits that do not lie in order
+    # PyTorch's backward of 1×1, stride 2, from fewer than 8 channels, writes beyond its memory.
+    ("fastvit_t8", "channels_last"),
+    ("repvgg_a0", "channels_last"),
+}
+"""What does not train before it is factorized either, seen with PyTorch 2.14 on a processor with AVX2."""
 TIMM = [
     "beit_base_patch16_224",
     "cait_xxs24_224",
@@ -201,6 +208,7 @@ def cases(names):
             )
             for place, name in enumerate(names)
             for number, way in enumerate(ways)
+            if (name, way[1]) not in DENSE_FAILS
         ],
     )
 
