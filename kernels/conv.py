@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastfact.formats import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
 from fastfact.kernels import rank1_conv, separable_conv
-from fastfact.kernels.geometry import INT32_LIMIT, Axis, ImageStrides, accumulator, empty_weight, slices
+from fastfact.kernels.geometry import INT32_LIMIT, Axis, ImageStrides, Slices, accumulator, empty_weight, slices
 from fastfact.kernels.launch import Tile, first_that_fits
 from fastfact.kernels.support import support_bits, support_tile
 from fastfact.kernels.taps import address, pixel, tap_position
@@ -58,7 +58,6 @@ def conv_kernel(
     out_strides,
     source_strides,
     weight_strides,
-    bias_client,
     window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -115,7 +114,7 @@ def conv_kernel(
                 acc = tl.dot(factor, pixels, acc, input_precision=PRECISION, out_dtype=ACC)
     channel = group * OUT + c
     if HAS_BIAS:
-        acc += tl.load(bias + client * bias_client + channel, mask=c_inside, other=0.0).to(ACC)[:, None]
+        acc += tl.load(bias.data + client * bias.client + channel, mask=c_inside, other=0.0).to(ACC)[:, None]
     tl.store(
         out + (address(out_strides, client, n, y, x)[None, :] + (channel.to(tl.int64) * out_strides.c)[:, None]),
         acc.to(out.dtype.element_ty),
@@ -126,8 +125,7 @@ def conv_kernel(
 @triton.jit(do_not_specialize=["rows", "steps", "splits"])
 def conv_weight_kernel(
     dmu,
-    bits,
-    starts,
+    support,
     du,
     dv,
     grad,
@@ -142,12 +140,8 @@ def conv_weight_kernel(
     image,
     x_image,
     dmu_strides,
-    bits_client,
-    nnz,
     grad_strides,
     x_strides,
-    u_client,
-    v_client,
     window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -189,8 +183,8 @@ def conv_weight_kernel(
     grad_row = grad + client * grad_strides.client + o.to(tl.int64) * grad_strides.c
     x_column = x + client * x_strides.client + (group * IN + i).to(tl.int64) * x_strides.c
     if NEED_U or NEED_V:
-        u += client * u_client
-        v += client * v_client
+        u_row = u.data + client * u.client
+        v_row = v.data + client * v.client
     dv_tile = tl.zeros([BLOCK_O, BLOCK_I], ACC)
     for ky in tl.static_range(KH):
         for kx in range(KW):
@@ -218,25 +212,24 @@ def conv_weight_kernel(
                 tl.store(dmu + (at + at_tile), acc.to(dmu.dtype.element_ty), mask=inside)
             if MU == 2:
                 flat = ((o[:, None] * IN + i[None, :]) * KH + ky) * KW + kx
-                of_client = client * bits_client
-                on_support, place = support_tile(bits + of_client, starts + of_client, flat, inside, nnz)
+                on_support, place = support_tile(support, client, flat, inside)
                 tl.store(dmu + p * dmu_strides.part + place, acc.to(dmu.dtype.element_ty), mask=on_support)
             if LAYOUT == 1:
                 if NEED_U:
                     # loaded again for each tap: kept, it would push the sums out of the registers
-                    v_tile = tl.load(v + (o[:, None] * IN + i[None, :]), mask=inside, other=0.0).to(ACC)
+                    v_tile = tl.load(v_row + (o[:, None] * IN + i[None, :]), mask=inside, other=0.0).to(ACC)
                     part = ((p * GROUPS + group) * i_blocks + i_block) * o_blocks + o_block
                     tl.store(du + ((part * KH + ky) * KW + kx), tl.sum(tl.sum(acc * v_tile, 1), 0))
                 if NEED_V:
-                    dv_tile += acc * tl.load(u + (ky * KW + kx)).to(ACC)
+                    dv_tile += acc * tl.load(u_row + (ky * KW + kx)).to(ACC)
             if LAYOUT == 2:
                 for r in tl.static_range(RANK):
                     if NEED_U:
-                        factor = tl.load(v + ((r * GROUPS * OUT + o) * KW + kx), mask=o_inside, other=0.0).to(ACC)
+                        factor = tl.load(v_row + ((r * GROUPS * OUT + o) * KW + kx), mask=o_inside, other=0.0).to(ACC)
                         part = (((p * GROUPS + group) * o_blocks + o_block) * KW + kx) * RANK + r
                         tl.store(du + ((part * IN + i) * KH + ky), tl.sum(acc * factor[:, None], 0), mask=i_inside)
                     if NEED_V:
-                        factor = tl.load(u + ((r * IN + i) * KH + ky), mask=i_inside, other=0.0).to(ACC)
+                        factor = tl.load(u_row + ((r * IN + i) * KH + ky), mask=i_inside, other=0.0).to(ACC)
                         part = ((p * i_blocks + i_block) * KH + ky) * RANK + r
                         at = dv + ((part * GROUPS * OUT + o) * KW + kx)
                         tl.store(at, tl.sum(acc * factor[None, :], 1), mask=o_inside)
@@ -337,12 +330,8 @@ class _Problem:
         return (u.unsqueeze(-1), down), (v.transpose(1, 2).unsqueeze(-2), across)
 
 
-def _factors(u: Tensor | None, v: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """(u, v) with contiguous slices, and their client strides."""
-    if u is None:
-        return None, None, 0, 0
-    (u, u_client), (v, v_client) = slices(u), slices(v)
-    return u, v, u_client, v_client
+def _slices(*tensors: Tensor | None) -> tuple[Slices | None, ...]:
+    return tuple(None if tensor is None else slices(tensor) for tensor in tensors)
 
 
 def _weight(p: _Problem, u: Tensor | None, v: Tensor | None, mu: Tensor | None, index: Tensor | None) -> Tensor:
@@ -371,7 +360,6 @@ def _convolve(p: _Problem, out: Tensor, source: Tensor, weight: Tensor, bias: Te
     strides = WeightStrides(client, channels * o, o, i, y, x)
     if transposed:
         channels, inner, strides = inner, channels, WeightStrides(client, channels * o, i, o, y, x)
-    bias, bias_client = slices(bias) if bias is not None else (None, 0)
     image, source_image = tuple(out.shape[3:]), tuple(source.shape[3:])
     rows = p.n * torch.Size(image).numel()
     constants = p.constants | {"OUT": channels, "IN": inner, "TRANSPOSED": transposed, "HAS_BIAS": bias is not None}
@@ -382,7 +370,7 @@ def _convolve(p: _Problem, out: Tensor, source: Tensor, weight: Tensor, bias: Te
             out,
             source,
             weight,
-            bias,
+            *_slices(bias),
             rows,
             *blocks,
             image,
@@ -390,7 +378,6 @@ def _convolve(p: _Problem, out: Tensor, source: Tensor, weight: Tensor, bias: Te
             ImageStrides(*out.stride()),
             ImageStrides(*source.stride()),
             strides,
-            bias_client,
             p.window,
             **constants,
             BLOCK_M=tile.rows,
@@ -429,12 +416,12 @@ def fused_conv2d(
     out = empty_weight(x, (p.n, p.out, *p.out_image), is_channels_last(x))
     if not out.numel():
         return out
-    if mu is None and p.splits_in_two and rank1_conv.launch(p, out, x, *_factors(u, v), bias, False):
+    if mu is None and p.splits_in_two and rank1_conv.launch(p, out, x, *_slices(u, v, bias), False):
         return out
     if mu is None and p.separates:
-        if separable_conv.launch(p, out, x, *_factors(u, v), bias, False):
+        if separable_conv.launch(p, out, x, *_slices(u, v, bias), False):
             return out
-        (down, first), (across, second) = p.halves(*_factors(u, v)[:2])
+        (down, first), (across, second) = p.halves(u, v)
         hidden = fused_conv2d(x, None, None, down, None, None, *first)
         return to_format(fused_conv2d(hidden, None, None, across, None, bias, *second), is_channels_last(x))
     _convolve(p, out, x, _weight(p, u, v, mu, index), bias, False)
@@ -461,12 +448,12 @@ def fused_conv2d_dx(
     dx = empty_weight(grad, image, image_channels_last)
     if not dx.numel():
         return dx
-    if mu is None and p.splits_in_two and rank1_conv.launch(p, dx, grad, *_factors(u, v), None, True):
+    if mu is None and p.splits_in_two and rank1_conv.launch(p, dx, grad, *_slices(u, v, None), True):
         return dx
     if mu is None and p.separates:
-        if separable_conv.launch(p, dx, grad, *_factors(u, v), None, True):
+        if separable_conv.launch(p, dx, grad, *_slices(u, v, None), True):
             return dx
-        (down, first), (across, second) = p.halves(*_factors(u, v)[:2])
+        (down, first), (across, second) = p.halves(u, v)
         hidden = (p.n, p.rank, p.out_image[0], p.image[1])
         above = fused_conv2d_dx(grad, None, None, across, None, hidden, is_channels_last(grad), *second)
         return fused_conv2d_dx(above, None, None, down, None, image, image_channels_last, *first)
@@ -502,12 +489,12 @@ def fused_conv2d_dw(
             dmu = _zero_weight(x, size, channels_last) if index is None else x.new_zeros(index.shape)
         return u.new_zeros(u.shape) if need_u else nothing, v.new_zeros(v.shape) if need_v else nothing, dmu
     if not need_mu and p.splits_in_two:
-        found = rank1_conv.weight_gradient(p, grad, x, *_factors(u, v), need_u, need_v)
+        found = rank1_conv.weight_gradient(p, grad, x, *_slices(u, v), need_u, need_v)
         if found is not None:
             du, dv = (_gather(one, x).to(x.dtype) for one in found)
             return du, dv, nothing
     if not need_mu and p.separates:
-        (down, first), (across, second) = p.halves(*_factors(u, v)[:2])
+        (down, first), (across, second) = p.halves(u, v)
         du = dv = nothing
         if need_u:
             hidden = (p.n, p.rank, p.out_image[0], p.image[1])
@@ -544,9 +531,8 @@ def _weight_gradient(
     [k, o, i, kh, kw], or [k, nnz] on the support `index`; None for what is not asked for. None where no tile fits.
     """
     acc, out = accumulator(x.dtype), p.out // p.groups
-    left, right, u_client, v_client = _factors(u, v)
     mu_code = 0 if not need_mu else 1 if index is None else 2
-    bits, starts, bits_client = support_bits(index, p.size) if mu_code == 2 else (None, None, 0)
+    support = support_bits(index, p.size) if mu_code == 2 else None
     constants = p.constants | {
         "OUT": out,
         "IN": p.into,
@@ -580,14 +566,12 @@ def _weight_gradient(
         )
         conv_weight_kernel[(programs * splits,)](
             dmu,
-            bits,
-            starts,
+            support,
             du,
             dv,
             grad,
             x,
-            left,
-            right,
+            *_slices(u, v),
             p.rows,
             triton.cdiv(tiles, splits),
             splits,
@@ -596,12 +580,8 @@ def _weight_gradient(
             tuple(p.out_image),
             tuple(p.image),
             strides,
-            bits_client,
-            index.shape[1] if mu_code == 2 else 0,
             ImageStrides(*grad.stride()),
             ImageStrides(*x.stride()),
-            u_client,
-            v_client,
             p.window,
             **constants,
             BLOCK_M=tile.depth,

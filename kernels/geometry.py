@@ -7,6 +7,7 @@ digits, so that the address of W[row, column] is `rows.offset(row) + columns.off
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from fastfact.formats import KERNEL, LINEAR, SEPARABLE, SPATIAL, to_format
@@ -27,6 +28,15 @@ class Side(NamedTuple):
     stride0: int
     factor1: int
     factor0: int
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        return self.stride1, self.stride0
+
+    @property
+    def digits(self) -> tuple[int, int, int]:
+        """What a kernel is compiled for, for the same reason as the strides of a `Factor`."""
+        return self.radix, self.factor1, self.factor0
 
 
 def side(major: int, minor: int, stride1: int, stride0: int) -> Side:
@@ -88,28 +98,51 @@ class Axis(NamedTuple):
     dilation: int
 
 
-def slices(tensor: Tensor) -> tuple[Tensor, int]:
-    """`tensor` with each client's slice contiguous, and its client stride (0 where the clients share it)."""
+class Slices(NamedTuple):
+    """A tensor as kernels read it, and its client stride (0 where the clients share it)."""
+
+    data: Tensor | None
+    client: int
+
+
+class Factor(NamedTuple):
+    """A factor as kernels read it: element (row, r) of a client is at row · `row` + r · `rank` of its slice.
+
+    A kernel is compiled for strides that are `tl.constexpr`: it then knows which addresses follow one another.
+    """
+
+    data: Tensor
+    client: int
+    row: int | tl.constexpr
+    rank: int | tl.constexpr
+
+    @classmethod
+    def of(cls, tensor: Tensor, row: int | tl.constexpr, rank: int | tl.constexpr) -> "Factor":
+        return cls(*slices(tensor), row, rank)
+
+
+def slices(tensor: Tensor) -> Slices:
+    """`tensor` with each client's slice contiguous."""
     if not tensor[:1].is_contiguous():
         tensor = tensor.contiguous() if tensor.stride(0) else tensor[:1].contiguous().expand_as(tensor)
-    return tensor, tensor.stride(0)
+    return Slices(tensor, tensor.stride(0))
 
 
-def in_format(tensor: Tensor | None, like: Tensor) -> tuple[Tensor | None, int]:
-    """`tensor` with each client's slice laid out as that of `like`, and its client stride."""
+def in_format(tensor: Tensor | None, like: Tensor) -> Slices:
+    """`tensor` with each client's slice laid out as that of `like`."""
     if tensor is None:
-        return None, 0
+        return Slices(None, 0)
     if any(n > 1 and a != b for n, a, b in zip(like.shape[1:], tensor.stride()[1:], like.stride()[1:], strict=True)):
         shared = tensor.stride(0) == 0
         laid = to_format((tensor[:1] if shared else tensor), not like[0].is_contiguous())
         tensor = laid.expand_as(tensor) if shared else laid
-    return tensor, tensor.stride(0)
+    return Slices(tensor, tensor.stride(0))
 
 
-def gradient(grad: Tensor, contiguous: bool) -> tuple[Tensor, int]:
-    """`grad`, contiguous if asked for or if its two kernel axes do not lie as one in memory, and its client stride."""
+def gradient(grad: Tensor, contiguous: bool) -> Slices:
+    """`grad`, contiguous if asked for or if its two kernel axes do not lie as one in memory."""
     split = grad.dim() == 5 and min(grad.shape[3:]) > 1 and grad.stride(3) != grad.shape[4] * grad.stride(4)
-    return slices(grad) if contiguous or split else (grad, grad.stride(0))
+    return slices(grad) if contiguous or split else Slices(grad, grad.stride(0))
 
 
 def empty_weight(like: Tensor, size, channels_last: bool) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.kernels.geometry import ImageStrides, accumulator, slices
+from fastfact.kernels.geometry import ImageStrides, Slices, accumulator
 from fastfact.kernels.launch import Tile, first_that_fits
 from fastfact.kernels.taps import address, pixel, tap_position
 
@@ -64,7 +64,6 @@ def rank1_conv_kernel(
     source_image,
     out_strides,
     source_strides,
-    client_strides,
     v_strides,
     window,
     OUT: tl.constexpr,
@@ -84,7 +83,7 @@ def rank1_conv_kernel(
     """out[client, (n, y, x), c] = Σ_r Σ_j v_r[c, j] · depthwise_{u_r}(source)[(n, y, x), j], a tile a program.
 
     OUT and IN are the channels of `out` and `source` in a group; v[c, j] lies at (c, j) · v_strides of its group.
-    rows: pixels of a client. client_strides: of u, v and bias.
+    rows: pixels of a client.
     """
     pid = tl.program_id(0)
     c = pid % c_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -95,8 +94,8 @@ def rank1_conv_kernel(
     c_inside = c < OUT
     n, y, x = pixel(m, image)
     source += client * source_strides.client
-    u += client * client_strides[0]
-    v += client * client_strides[1] + group * OUT * IN
+    of_u = u.data + client * u.client
+    of_v = v.data + client * v.client + group * OUT * IN
     acc = tl.zeros([BLOCK_O, BLOCK_M], ACC)
     for start in range(0, IN, BLOCK_I):
         j = start + tl.arange(0, BLOCK_I)
@@ -106,7 +105,7 @@ def rank1_conv_kernel(
                 source,
                 source_strides,
                 source_image,
-                u + r * KH * KW,
+                of_u + r * KH * KW,
                 n[None, :],
                 y[None, :],
                 x[None, :],
@@ -120,14 +119,14 @@ def rank1_conv_kernel(
                 ACC,
             )
             factor = tl.load(
-                v + r * GROUPS * OUT * IN + (c[:, None] * v_strides[0] + j[None, :] * v_strides[1]),
+                of_v + r * GROUPS * OUT * IN + (c[:, None] * v_strides[0] + j[None, :] * v_strides[1]),
                 mask=c_inside[:, None] & j_inside[None, :],
                 other=0.0,
             )
             acc = tl.dot(factor, tile.to(factor.dtype), acc, input_precision=PRECISION, out_dtype=ACC)
     channel = group * OUT + c
     if HAS_BIAS:
-        acc += tl.load(bias + client * client_strides[2] + channel, mask=c_inside, other=0.0).to(ACC)[:, None]
+        acc += tl.load(bias.data + client * bias.client + channel, mask=c_inside, other=0.0).to(ACC)[:, None]
     tl.store(
         out + (address(out_strides, client, n, y, x)[None, :] + (channel.to(tl.int64) * out_strides.c)[:, None]),
         acc.to(out.dtype.element_ty),
@@ -150,7 +149,6 @@ def rank1_conv_v_kernel(
     source_image,
     grad_strides,
     source_strides,
-    u_client,
     window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -179,7 +177,7 @@ def rank1_conv_v_kernel(
     client = (pid // RANK // GROUPS // splits).to(tl.int64)
     o_inside = o < OUT
     i_inside = i < IN
-    u += client * u_client + r * KH * KW
+    of_u = u.data + client * u.client + r * KH * KW
     o_all = group * OUT + o
     grad_row = grad + client * grad_strides.client + o_all.to(tl.int64) * grad_strides.c
     source += client * source_strides.client
@@ -192,7 +190,7 @@ def rank1_conv_v_kernel(
             source,
             source_strides,
             source_image,
-            u,
+            of_u,
             n[:, None],
             y[:, None],
             x[:, None],
@@ -228,7 +226,6 @@ def rank1_conv_u_kernel(
     source_image,
     grad_strides,
     source_strides,
-    v_client,
     window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -257,13 +254,13 @@ def rank1_conv_u_kernel(
     m_inside = m < rows
     i_inside = i < IN
     n, y, x = pixel(m, image)
-    v += client * v_client + (r * GROUPS + group) * OUT * IN
+    of_v = v.data + client * v.client + (r * GROUPS + group) * OUT * IN
     grad_column = grad + address(grad_strides, client, n, y, x)
     back = tl.zeros([BLOCK_I, BLOCK_M], ACC)
     for start in range(0, OUT, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
         o_inside = o < OUT
-        factor = tl.load(v + (o[None, :] * IN + i[:, None]), mask=o_inside[None, :] & i_inside[:, None], other=0.0)
+        factor = tl.load(of_v + (o[None, :] * IN + i[:, None]), mask=o_inside[None, :] & i_inside[:, None], other=0.0)
         above = tl.load(
             grad_column[None, :] + ((group * OUT + o).to(tl.int64) * grad_strides.c)[:, None],
             mask=m_inside[None, :] & o_inside[:, None],
@@ -292,14 +289,13 @@ def forward_tile(dtype: torch.dtype, out: int) -> Tile:
     return Tile(64, min(whole, 256), 32, 8 if whole > 64 else 4, 1)
 
 
-def launch(p, out: Tensor, source: Tensor, u, v, u_client: int, v_client: int, bias, transposed: bool) -> bool:
+def launch(p, out: Tensor, source: Tensor, u: Slices, v: Slices, bias: Slices | None, transposed: bool) -> bool:
     """`rank1_conv_kernel`: the forward from `source` = x into `out`, or (transposed) the data gradient from dy.
 
-    p: the `_Problem` of the convolution; u and v with contiguous slices. False where no tile fits the device.
+    p: the `_Problem` of the convolution. False where no tile fits the device.
     """
     o, i = p.out // p.groups, p.into
     channels, inner = (i, o) if transposed else (o, i)
-    bias, bias_client = slices(bias) if bias is not None else (None, 0)
     rows = p.n * out.shape[3] * out.shape[4]
     constants = p.constants | {
         "OUT": channels,
@@ -323,7 +319,6 @@ def launch(p, out: Tensor, source: Tensor, u, v, u_client: int, v_client: int, b
             tuple(source.shape[3:]),
             ImageStrides(*out.stride()),
             ImageStrides(*source.stride()),
-            (u_client, v_client, bias_client),
             (1, i) if transposed else (i, 1),
             p.window,
             **constants,
@@ -339,7 +334,7 @@ def launch(p, out: Tensor, source: Tensor, u, v, u_client: int, v_client: int, b
 
 
 def weight_gradient(
-    p, grad: Tensor, x: Tensor, u: Tensor, v: Tensor, u_client: int, v_client: int, need_u: bool, need_v: bool
+    p, grad: Tensor, x: Tensor, u: Slices, v: Slices, need_u: bool, need_v: bool
 ) -> list[Tensor | None] | None:
     """Parts of (du, dv), [k, parts, r, …] in the accumulator's dtype; None for one not needed. None where no tile fits
     the device.
@@ -354,7 +349,7 @@ def weight_gradient(
         o_blocks, i_blocks = triton.cdiv(o, tile.rows), triton.cdiv(i, tile.columns)
         tiles, programs = triton.cdiv(p.rows, tile.depth), p.k * p.groups * p.rank * o_blocks * i_blocks
         splits = max(1, min(triton.cdiv(528, programs), tiles // 4))
-        dv = v.new_empty(p.k, splits, *v.shape[1:], dtype=acc)
+        dv = v.data.new_empty(p.k, splits, *v.data.shape[1:], dtype=acc)
         rank1_conv_v_kernel[(programs * splits,)](
             dv,
             grad,
@@ -366,7 +361,6 @@ def weight_gradient(
             o_blocks,
             i_blocks,
             *images,
-            u_client,
             p.window,
             **constants,
             BLOCK_M=tile.depth,
@@ -378,7 +372,7 @@ def weight_gradient(
 
     def run_u(tile: Tile) -> None:
         m_blocks, i_blocks = triton.cdiv(p.rows, tile.rows), triton.cdiv(i, tile.columns)
-        du = u.new_empty(p.k, p.groups * m_blocks * i_blocks, *u.shape[1:], dtype=acc)
+        du = u.data.new_empty(p.k, p.groups * m_blocks * i_blocks, *u.data.shape[1:], dtype=acc)
         rank1_conv_u_kernel[(p.k * p.groups * p.rank * m_blocks * i_blocks,)](
             du,
             grad,
@@ -388,7 +382,6 @@ def weight_gradient(
             m_blocks,
             i_blocks,
             *images,
-            v_client,
             p.window,
             **constants,
             BLOCK_M=tile.rows,

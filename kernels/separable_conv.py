@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.kernels.geometry import slices
+from fastfact.kernels.geometry import Slices
 from fastfact.kernels.launch import Tile, first_that_fits
 from fastfact.kernels.taps import tap_position
 
@@ -43,7 +43,6 @@ def separable_conv_kernel(
     extents,
     out_strides,
     source_strides,
-    client_strides,
     window,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -64,15 +63,15 @@ def separable_conv_kernel(
     h[line, b, r] = Σ_i Σ_t first[r, i, t] · source[line at tap t, b, i].
 
     The axis across the lines has `extent` positions in `source`; along them are `middle` in it and `length` in `out`.
-    client_strides: of `first`, `second` and bias. window: of the two parts.
+    window: of the two parts.
     """
     extent, middle, length = extents
     pid = tl.program_id(0)
     tile = pid % tiles
     client = (pid // tiles).to(tl.int64)
     source += client * source_strides.client
-    first += client * client_strides[0]
-    second += client * client_strides[1]
+    of_first = first.data + client * first.client
+    of_second = second.data + client * second.client
     r = tl.arange(0, BLOCK_R)
     j = tl.arange(0, BLOCK_M)
     line = tile * lines_a_tile + j // middle
@@ -91,7 +90,7 @@ def separable_conv_kernel(
                 other=0.0,
             )
             factor = tl.load(
-                first + ((r[None, :] * IN + i[:, None]) * TAPS1 + tap),
+                of_first + ((r[None, :] * IN + i[:, None]) * TAPS1 + tap),
                 mask=(r < RANK)[None, :] & (i < IN)[:, None],
                 other=0.0,
             )
@@ -114,13 +113,13 @@ def separable_conv_kernel(
             neighbours = tl.gather(hidden, tl.broadcast_to(place[:, None], [BLOCK_Q, BLOCK_R]), 0)
             neighbours = tl.where(beside[:, None], neighbours, tl.zeros_like(neighbours))
             factor = tl.load(
-                second + ((r[:, None] * OUT + o[None, :]) * TAPS2 + tap),
+                of_second + ((r[:, None] * OUT + o[None, :]) * TAPS2 + tap),
                 mask=(r < RANK)[:, None] & (o < OUT)[None, :],
                 other=0.0,
             )
             acc = tl.dot(neighbours, factor, acc, input_precision=PRECISION, out_dtype=ACC)
         if HAS_BIAS:
-            acc += tl.load(bias + client * client_strides[2] + o, mask=o < OUT, other=0.0).to(ACC)[None, :]
+            acc += tl.load(bias.data + client * bias.client + o, mask=o < OUT, other=0.0).to(ACC)[None, :]
         tl.store(
             out + (at[:, None] + (o.to(tl.int64) * out_strides.c)[None, :]),
             acc.to(out.dtype.element_ty),
@@ -137,22 +136,21 @@ def fits(dtype: torch.dtype, rank: int, *extents: int) -> bool:
     return longest * max(16, triton.next_power_of_2(rank)) * dtype.itemsize <= 2 * MAX_LINE * MAX_RANK
 
 
-def launch(p, out: Tensor, source: Tensor, u, v, u_client: int, v_client: int, bias, transposed: bool) -> bool:
+def launch(p, out: Tensor, source: Tensor, u: Slices, v: Slices, bias: Slices | None, transposed: bool) -> bool:
     """The forward from `source` = x into `out`, or (transposed) the data gradient from dy; False where it does not fit.
 
-    p: the `_Problem` of the convolution, in one group; u and v with contiguous slices.
+    p: the `_Problem` of the convolution, in one group.
     """
     along = 0 if transposed else 1
     if not fits(source.dtype, p.rank, p.image[along], p.out_image[along]):
         return False
-    bias, bias_client = slices(bias) if bias is not None else (None, 0)
-    parts, taps, window, clients = (u, v), (p.kh, p.kw), p.window, (u_client, v_client)
+    parts, taps, window = (u, v), (p.kh, p.kw), p.window
     extent, lines_an_image, middle, length = p.image[0], p.out_image[0], p.image[1], p.out_image[1]
     strides = [LineStrides(*tensor.stride()) for tensor in (out, source)]
     channels, inner = p.out, p.into
     if transposed:
         # the second part first, along columns
-        parts, taps, window, clients = parts[::-1], taps[::-1], window[::-1], clients[::-1]
+        parts, taps, window = parts[::-1], taps[::-1], window[::-1]
         extent, lines_an_image, middle, length = p.out_image[1], p.image[1], p.out_image[0], p.image[0]
         strides = [one._replace(across=one.along, along=one.across) for one in strides]
         channels, inner = inner, channels
@@ -178,7 +176,6 @@ def launch(p, out: Tensor, source: Tensor, u, v, u_client: int, v_client: int, b
             lines_a_tile,
             (extent, middle, length),
             *strides,
-            (*clients, bias_client),
             window,
             **constants,
             BLOCK_I=tile.depth,

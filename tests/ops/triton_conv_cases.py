@@ -200,7 +200,7 @@ def test_empty_support_and_full_words():
         compare(
             (x, None, None, torch.randn(2, count, device=DEVICE), index, None, grad), (SPATIAL, size, False, *settings)
         )
-    bits, starts, _ = conv.support_bits(torch.tensor([[0, 31, 32, 63, 64]], dtype=torch.int32), (70, 1, 1, 1))
+    bits, starts, *_ = conv.support_bits(torch.tensor([[0, 31, 32, 63, 64]], dtype=torch.int32), (70, 1, 1, 1))
     assert bits.tolist() == [[1 - 2**31, 1 - 2**31, 1]] and starts.tolist() == [[0, 2, 4]]
 
 
@@ -220,17 +220,16 @@ def test_positions_that_nobody_checked_stay_within_the_values():
         grad = torch.randn(1, *size, device=DEVICE)
         dmu = weights.compact_weight_backward(grad, u, v, held[None, :n], index, SPATIAL, 4)[2]
         assert dmu.shape == (1, n)
-        bits, starts, _ = support_bits(index, size)
         farthest = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        reach[(1,)](farthest, bits, starts, n, BLOCK=64)
+        reach[(1,)](farthest, support_bits(index, size), BLOCK=64)
         assert 0 <= farthest.item() < n
 
 
 @triton.jit
-def reach(out, bits, starts, nnz, BLOCK: tl.constexpr):
+def reach(out, support, BLOCK: tl.constexpr):
     """The farthest value that any of the first BLOCK elements would touch."""
     flat = tl.arange(0, BLOCK)
-    on_support, place = support_tile(bits, starts, flat, flat < BLOCK, nnz)
+    on_support, place = support_tile(support, 0, flat, flat < BLOCK)
     tl.store(out, tl.max(tl.where(on_support, place, 0), 0))
 
 

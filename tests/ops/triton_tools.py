@@ -18,7 +18,13 @@ def interpret(cases: str) -> None:
     folder = Path(__file__).parent
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / cases)],
-        env=dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
+        env=dict(
+            os.environ,
+            TRITON_INTERPRET="1",
+            OMP_NUM_THREADS="1",
+            CUDA_VISIBLE_DEVICES="",
+            PYTHONPATH=os.pathsep.join([str(folder.parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        ),
         cwd=folder.parent,
         capture_output=True,
         text=True,
