@@ -32,10 +32,10 @@ from fastfact.ops.common import transforming
 
 log = logging.getLogger("fastfact")
 
-PATHS = ("reconstruct", "factored", "fused")
-BUDGET, SHORT, ROUNDS, BEHIND = 0.1, 0.02, 12, 1.5
+PATHS = ("reconstruct", "factored", "fused", "product")
+BUDGET, SHORT, ROUNDS, FEW, BEHIND = 0.1, 0.02, 12, 3, 1.5
 """Seconds for a question, seconds that short work is repeated for at least, runs of each path within which that is
-enough, and how much slower than another a path is left out at."""
+enough, how many of them come before a path is left out, and how much slower than another it is then."""
 MARGIN = 1.03
 """How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads."""
 
@@ -228,25 +228,30 @@ def _times(sides: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             shortest[path] = _time(side)
         except (RuntimeError, ValueError) as error:
             log.debug("%s cannot be taken: %s", path, error)
-    # The first run of a path also prepares: it counts only where it is far behind, or long.
-    alive = [path for path in shortest if shortest[path] < 4 * BEHIND * min(shortest.values())]
+    # The first run of a path also prepares, and another program may be in the way: it counts only where it was long.
+    least = min(shortest.values(), default=0)
+    alive = [path for path in shortest if shortest[path] < max(4 * BEHIND * least, SHORT)]
     warm: dict[str, float] = {}
     for done in itertools.count(1):
         for path in alive:
             warm[path] = min(warm.get(path, math.inf), _time(sides[path]))
-        least = min(warm.values(), default=0)
-        alive = [path for path in alive if warm[path] < BEHIND * least]
         took = time.perf_counter() - began
+        if done >= FEW:
+            least = min(warm.values(), default=0)
+            alive = [path for path in alive if warm[path] < BEHIND * least]
         if len(alive) < 2 or took > BUDGET or (done >= ROUNDS and took > SHORT):
             break
     return shortest | warm
 
 
 def _time(side: Callable[[], object]) -> float:
-    if torch.cuda.is_initialized():
+    """Seconds of a run; of one thread on the CPU those it had the processor, whatever else the machine does."""
+    gpu = torch.cuda.is_initialized()
+    clock = time.perf_counter if gpu or torch.get_num_threads() > 1 else time.thread_time
+    if gpu:
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    began = clock()
     side()
-    if torch.cuda.is_initialized():
+    if gpu:
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return clock() - began

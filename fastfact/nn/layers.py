@@ -14,7 +14,7 @@ from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops.backends import loaded
 from fastfact.ops.common import autocast, is_channels_last, is_mapped, recording, transforming
-from fastfact.ops.weights import Convolution, apply_weight
+from fastfact.ops.weights import PIXELS, Convolution, apply_weight, are_rows, pixels
 
 PATHS = ("auto", "reconstruct", "factored")
 _PLAIN = (Tensor, nn.Parameter)
@@ -27,6 +27,8 @@ DEPTHWISE = 4
 """Channels from which on the kernel of depthwise layers serves."""
 ANSWERS = 32
 """Inputs of so many kinds a layer remembers its path for."""
+OF_WEIGHT = ("reconstruct", "product")
+"""The paths that make W."""
 SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
 """What the path, or a kept weight, depends on besides tensors, and one may assign to."""
 
@@ -60,6 +62,9 @@ class FactorizedLayer(nn.Module):
     σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
     is two smaller convolutions, where they cost less. "auto" takes it on a GPU: for clients of `vmap`, and of `Rank1`
     where it was faster.
+
+    "auto" has another for 1×1 convolutions of images whose pixels are rows in memory (channels_last), without stride or
+    padding, on the CPU, "product": W is made and multiplied with all pixels as one matrix.
 
     In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
     every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()` or
@@ -314,20 +319,20 @@ class FactorizedLayer(nn.Module):
                 return y
         spread = self._spread(tensors)
         path = self._path(x, spread, None)
-        own = tensors if path == "reconstruct" else spread
+        own = tensors if path in OF_WEIGHT else spread
         if asked and own is tensors and choice.can_measure() and (node := self._node(path, x, own, bias)):
             self._note(asked, node)
         return self._compute(path, x, own, bias, None)
 
     def _node(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Node | None:
         """The layer on this path for all inputs such as x, where that is one node."""
-        if path != "reconstruct" or not self._is_one_node(x, tensors, bias):
+        if path not in OF_WEIGHT or not self._is_one_node(x, tensors, bias):
             return None
         how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
         names = [next((name for name, t in tensors.items() if t is part), None) for part in parts]
         if any(part is not None and name is None for name, part in zip(names, parts, strict=True)):
             return None
-        settings = self._convolution()
+        settings = self._convolution() if path == "reconstruct" else PIXELS
 
         def node(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
             return apply_weight(settings, x, bias, how, *[None if name is None else tensors[name] for name in names])
@@ -340,21 +345,31 @@ class FactorizedLayer(nn.Module):
 
     def _evaluate(self, x: Tensor) -> Tensor:
         """The forward where what is made from the factors may be kept: once it is, little stands before the layer."""
+        asked = (x.shape, x.stride(), x.dtype, x.device, *choice.generation())
+        ready, parameters = self._cache.ready, self._parameters
+        run = None if ready is None else ready.runs.get(asked)
+        if run is not None and "bias" in parameters and ready.watch.still():
+            return run(self, x, parameters["bias"])
         tensors, bias = self._tensors(), self.bias
-        asked = (x.shape, x.stride(), x.dtype, x.device, INDEX in tensors, *choice.generation())
-        if asked in self._answers:
-            return self._compute(self._answers[asked], x, tensors, bias, None)
+        form = INDEX in tensors, *asked
+        if form in self._answers:
+            return self._compute(self._answers[form], x, tensors, bias, None)
         kept = self._cache.of(list(tensors.values()))
-        if kept is not None and (weight := kept.values.get(asked)) is not None:
-            return self._dense_forward(x, weight, bias)
         tensors, packed = self._packed(tensors, kept)
         path = self._path(x, tensors, packed)
         if path == "factored" and packed is None and choice.can_measure():
-            self._note(asked, path)  # whatever the numbers are
+            self._note(form, path)  # whatever the numbers are
         y = self._compute(path, x, tensors, bias, kept)
-        if path == "reconstruct" and kept is not None and len(kept.values) < ANSWERS and choice.can_measure():
-            kept.values[asked] = self._weight_for(is_channels_last(x), tensors, kept)
+        if path in OF_WEIGHT and kept is not None and choice.can_measure():
+            weight = self._weight_for(is_channels_last(x), tensors, kept)
+            run = self._dense_run(weight) if path == "reconstruct" else _pixels_run(weight)
+            places = [(self._buffers if name == INDEX else self._parameters, name) for name in self._tensors()]
+            self._cache.serve(asked, run, kept, places)
         return y
+
+    def _dense_run(self, weight: Tensor) -> weight_cache.Run:
+        """What the dense layer computes with this weight."""
+        return lambda layer, x, bias: layer._dense_forward(x, weight, bias)
 
     def _note(self, asked: tuple, answer: "str | Node") -> None:
         answers = self._answers if len(self._answers) < ANSWERS else {}
@@ -385,7 +400,7 @@ class FactorizedLayer(nn.Module):
         return path
 
     def path_for(self, x: Tensor) -> str:
-        """The path that the forward takes for x: "reconstruct", "factored" or "fused"."""
+        """The path that the forward takes for x: "reconstruct", "factored", "fused" or "product"."""
         return self._path(x, *self._operands())
 
     def _packed(
@@ -541,13 +556,14 @@ class FactorizedLayer(nn.Module):
 
     def _compute(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept) -> Tensor:
         """The layer on one path, from these factors."""
-        if path != "reconstruct":
+        if path not in OF_WEIGHT:
             return self._without_weight(path, x, tensors, bias)
         channels_last = is_channels_last(x)
         if self._is_one_node(x, tensors, bias):
             asked = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
-            return apply_weight(self._convolution(), x, bias, *asked)
-        return self._dense_forward(x, self._weight_for(channels_last, tensors, kept), bias)
+            return apply_weight(self._convolution() if path == "reconstruct" else PIXELS, x, bias, *asked)
+        weight = self._weight_for(channels_last, tensors, kept)
+        return self._dense_forward(x, weight, bias) if path == "reconstruct" else pixels(x, weight, bias)
 
     def _without_weight(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
         """The layer on a path other than "reconstruct"."""
@@ -778,7 +794,17 @@ class FactorizedConv2d(FactorizedLayer):
         paths = super()._candidates(x, tensors)
         if x.is_cuda and isinstance(self.spec, Rank1) and self.spec.layout != "view" and self._zero_padding() is None:
             paths.append("fused")
+        if self._multiplies_pixels(x, tensors):
+            paths.append("product")
         return paths
+
+    def _multiplies_pixels(self, x, tensors):
+        """Whether there is a path "product" for x."""
+        if self.size[2:] != (1, 1) or self.groups > 1 or self._pair("stride") != (1, 1) or self._zero_padding():
+            return False
+        if self._pair("padding") != (0, 0) or x.dim() != 4 or not self._is_plain(x, tensors, self.bias):
+            return False
+        return are_rows(x) and (not torch.is_grad_enabled() or self._is_one_node(x, tensors, self.bias))
 
     def _choose_nominal(self, x, tensors, trained):
         own = next(iter(tensors.values()))
@@ -810,6 +836,12 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _dense_forward(self, x, weight, bias):
         return self._conv_forward(x, weight, bias)
+
+    def _dense_run(self, weight):
+        if self.padding_mode != "zeros" or type(self)._conv_forward is not FactorizedConv2d._conv_forward:
+            return super()._dense_run(weight)
+        how = self.stride, self.padding, self.dilation, self.groups
+        return lambda layer, x, bias: torch.conv2d(x, weight, bias, *how)
 
     def _convolution(self):
         return Convolution(self._pair("stride"), self._pair("padding"), self._pair("dilation"), self.groups)
@@ -980,6 +1012,9 @@ class FactorizedLinear(FactorizedLayer):
     def _dense_forward(self, x, weight, bias):
         return F.linear(x, weight, bias)
 
+    def _dense_run(self, weight):
+        return lambda layer, x, bias: F.linear(x, weight, bias)
+
     def _without_weight(self, path, x, tensors, bias):
         if isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
@@ -1009,6 +1044,10 @@ class FactorizedLinear(FactorizedLayer):
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
+
+
+def _pixels_run(weight: Tensor) -> weight_cache.Run:
+    return lambda layer, x, bias: pixels(x, weight, bias)
 
 
 def _factored(op: str, settings: tuple, x: Tensor, tensors: dict[str, Tensor], bias, repeated=False) -> Tensor | None:

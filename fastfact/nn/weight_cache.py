@@ -5,16 +5,20 @@ serves only if the digest of all numbers of all factors (`torch.ops.fastfact.dig
 made. To read the factors takes a fraction of the time in which a weight is made and written.
 """
 
+import ctypes
+import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastfact.ops.backends import loaded
+from fastfact.ops.backends import library_file, loaded
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+MOST = 32
+"""Kinds of input that a layer is ready for."""
 
 
 def allowed() -> bool:
@@ -24,6 +28,68 @@ def allowed() -> bool:
     if torch.is_autocast_enabled("cpu") or torch._C._len_torch_dispatch_stack():
         return False
     return loaded("cpu") and not torch.jit.is_tracing()
+
+
+class Watch:
+    """Tensors of a layer as they lie in memory. To ask whether they are what they were costs little besides reading
+    their numbers: `torch.ops.fastfact.digest` of a small layer takes longer than the layer itself.
+
+    What could change without the numbers at these addresses is compared: which tensors the layer has, and where and
+    how each lies. `_held` keeps that memory from being given to another tensor.
+    """
+
+    __slots__ = ("_digest", "_facts", "_held", "_where")
+
+    def __init__(self, places: Sequence[tuple[Mapping[str, Tensor | None], str]]) -> None:
+        """places: the dict that each tensor is in, and its name there. Raises ValueError for a tensor with gaps."""
+        tensors = [place[name] for place, name in places]
+        if not all(_is_dense(tensor) for tensor in tensors):
+            raise ValueError("Watch(places): every tensor must fill one stretch of memory")
+        self._facts = [(*place, *_facts(tensor)) for place, tensor in zip(places, tensors, strict=True)]
+        self._held = [tensor.detach() for tensor in tensors]
+        count = len(tensors)
+        addresses = (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in tensors])
+        sizes = (ctypes.c_int64 * count)(*[tensor.numel() * tensor.element_size() for tensor in tensors])
+        self._where = addresses, sizes, count
+        self._digest = _digest_of_memory()(*self._where)
+
+    def still(self) -> bool:
+        """Whether the tensors, their numbers included, are those they were."""
+        for place, name, tensor, kind, dtype, address, shape, stride in self._facts:
+            if place.get(name) is not tensor or tensor.data_ptr() != address or tensor.shape != shape:
+                return False
+            if tensor.stride() != stride or tensor.dtype is not dtype or type(tensor) is not kind:
+                return False
+        return _digest_of_memory()(*self._where) == self._digest
+
+
+def _facts(tensor: Tensor) -> tuple:
+    return tensor, type(tensor), tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+@functools.cache
+def _digest_of_memory() -> Callable[..., int] | None:
+    digest = getattr(ctypes.CDLL(str(library_file("cpu"))), "fastfact_digest", None)
+    if digest is None:  # a library older than this package
+        return None
+    digest.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    digest.restype = ctypes.c_uint64
+    return digest
+
+
+Run = Callable[[torch.nn.Module, Tensor, Tensor | None], Tensor]
+"""A layer in evaluation from what is kept for it: (the layer, x, bias) → y."""
+
+
+class Ready(NamedTuple):
+    """What serves inputs at once while `watch` finds the factors as they were: a function for each kind of input."""
+
+    watch: Watch
+    runs: dict[Hashable, Run]
 
 
 class Kept(NamedTuple):
@@ -52,10 +118,11 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._kept: Kept | None = None
+        self.ready: Ready | None = None
 
     def clear(self) -> None:
         """Forget what is kept."""
-        self._kept = None
+        self._kept = self.ready = None
 
     def __len__(self) -> int:
         return self._kept is not None and len(self._kept.values)
@@ -75,6 +142,23 @@ class WeightCache:
         values = kept.values if kept is not None and kept.digest == digest else {}
         self._kept = kept = Kept(factors, digest, values)
         return kept
+
+    def serve(self, asked: Hashable, run: Run, kept: Kept, places: Sequence[tuple[Mapping, str]]) -> None:
+        """Let `run`, made from what is kept, serve inputs that are `asked` for, `ready` from now on.
+
+        places: where the layer has the factors that `kept` is of, as `Watch` takes them.
+        """
+        ready = self.ready
+        if ready is None or len(ready.runs) >= MOST or not ready.watch.still():
+            if any(place.get(name) is not factor for (place, name), factor in zip(places, kept.factors, strict=True)):
+                return
+            if _digest_of_memory() is None or not all(map(_is_dense, kept.factors)):
+                return
+            ready = Ready(Watch(places), {})
+        # The watch must be of the numbers that `run` was made from, and these may change meanwhile.
+        if _digest(kept.factors) == kept.digest and ready.watch.still():
+            ready.runs[asked] = run
+            self.ready = ready
 
 
 def _digest(factors: Sequence[Tensor]) -> int:

@@ -167,9 +167,44 @@ class Convolution(NamedTuple):
     groups: int
 
 
-def _applied(x, weight, bias, settings: Convolution | None):
+PIXELS = "pixels"
+"""In place of settings: a 1×1 convolution as one product of its pixels, see `pixels`."""
+
+
+def are_rows(x: Tensor) -> bool:
+    """Whether each pixel of x [n, c, h, w] is a row of c numbers in memory, one after the other, in no other format."""
+    if x.is_contiguous() and x.shape[2:] != (1, 1):
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _rows(x: Tensor) -> Tensor:
+    x = x.contiguous(memory_format=torch.channels_last)
+    n, c, h, w = x.shape
+    return x.as_strided((n * h * w, c), (c, 1))
+
+
+def _of_rows(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The images whose pixels are the rows of a b + bias, of the size and format of x [n, c, h, w]."""
+    y = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    (n, _, h, w), c = x.shape, b.shape[1]
+    gap = 1 if h == w == x.stride(3) == 1 else c
+    # In place, as no view: that is not for everybody to write to.
+    return y.as_strided_((n, c, h, w), (h * w * c, 1, w * gap, gap))
+
+
+def pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """conv2d(x, weight, bias) with weight [o, i, 1, 1] and neither stride nor padding, as one matrix product, without a
+    graph. x [n, i, h, w] on the CPU, its pixels rows in memory (`are_rows`). PyTorch's convolutions take up to seven
+    times as long for small images, and are seldom faster."""
+    return _of_rows(x, _rows(x), weight.flatten(1).t(), bias)
+
+
+def _applied(x, weight, bias, settings: Convolution | str | None):
     if settings is None:
         return F.linear(x, weight, bias)
+    if settings == PIXELS:
+        return F.conv2d(x, weight, bias) if torch.is_grad_enabled() else pixels(x, weight, bias)
     return F.conv2d(x, weight, bias, *settings)
 
 
@@ -201,6 +236,11 @@ class _Applied(torch.autograd.Function):
             dx = grad.matmul(made) if nx else None
             dw = rows.t().mm(x.reshape(-1, x.shape[-1])) if nw else None
             db = rows.sum(0) if nb else None
+        elif ctx.settings == PIXELS:
+            rows = _rows(grad)
+            dx = _of_rows(x, rows, made.flatten(1)) if nx else None
+            dw = rows.t().mm(_rows(x)).view(made.shape) if nw else None
+            db = rows.sum(0) if nb else None
         else:
             stride, padding, dilation, groups = ctx.settings
             sizes = None if bias is None else bias.shape
@@ -209,9 +249,10 @@ class _Applied(torch.autograd.Function):
         return None, None, dx, db, *(_gradients(ctx.how, of_weight, dw, factors) if nw else (None,) * 5)
 
 
-def apply_weight(settings: Convolution | None, x, bias, how: How, dense, f1, f2, f3=None, f4=None) -> Tensor:
-    """conv2d or, without settings, linear of x with the weight that `weight` makes, and this bias, for layers in
-    training: nothing may transform or cast, and all tensors must be plain, of one type."""
+def apply_weight(settings: Convolution | str | None, x, bias, how: How, dense, f1, f2, f3=None, f4=None) -> Tensor:
+    """conv2d (`pixels`, for the settings `PIXELS`) or, without settings, linear of x with the weight that `weight`
+    makes and this bias, for layers in training: nothing may transform or cast, all tensors must be plain, of one type.
+    """
     return _Applied.apply(how, settings, x, bias, dense, f1, f2, f3, f4)
 
 

@@ -263,17 +263,25 @@ def test_choices_are_taken_again(measured, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTFACT_CHOICE", str(tmp_path / "table.json"))
     assert takes(conv, 64, 64, 16, 16) == "reconstruct" and takes(conv, 64, 64, 32, 32) == "factored"
     assert len(measured) == 1
-    with pytest.raises(ValueError, match="must be one of reconstruct, factored, fused"):
+    with pytest.raises(ValueError, match="must be one of reconstruct, factored, fused, product"):
         choice.set_choices({"question": "other"})
 
 
-def test_the_budget_holds_and_a_path_far_behind_or_impossible_is_left_out():
+def work_for(seconds):
+    """Have the processor for so long."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_the_budget_holds_and_a_path_far_behind_or_impossible_is_left_out(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     runs = {"slow": 0, "quick": 0, "slower": 0}
 
     def side(name, seconds):
         def run():
             runs[name] += 1
-            time.sleep(seconds)
+            work_for(seconds)
 
         return run
 
@@ -281,12 +289,34 @@ def test_the_budget_holds_and_a_path_far_behind_or_impossible_is_left_out():
         raise RuntimeError("not implemented for 'Half'")
 
     began = time.perf_counter()
-    seconds = choice.times({"slow": side("slow", 0.3), "quick": side("quick", 0.02), "fails": fails})
+    seconds = choice.times({"slow": side("slow", 0.06), "quick": side("quick", 0.005), "fails": fails})
     assert time.perf_counter() - began < 1.5
     assert min(seconds, key=seconds.get) == "quick" and set(seconds) == {"slow", "quick"} and runs["slow"] == 1
-    choice.times({"slower": side("slower", 0.2), "slow": side("slow", 0.2)})
+    choice.times({"slower": side("slower", 0.06), "slow": side("slow", 0.06)})
     assert runs["slower"] == 2
     assert choice.times({"fails": fails}) == {}
+
+
+@pytest.mark.parametrize("held_up", [0, 1])
+def test_short_work_that_was_held_up_is_timed_again(held_up, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    runs = {"first": 0, "second": 0}
+
+    def side(name, held_up):
+        def run():
+            runs[name] += 1
+            work_for(0.015 if runs[name] - 1 == held_up else 1e-4)
+
+        return run
+
+    seconds = choice.times({"first": side("first", held_up), "second": side("second", -1)})
+    assert seconds["first"] < 0.005 and seconds["second"] < 0.005
+
+
+def test_a_thread_that_waits_for_the_processor_is_not_slow(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    seconds = choice.times({"waits": lambda: time.sleep(0.002), "works": lambda: work_for(0.001)})
+    assert seconds["waits"] < seconds["works"]
 
 
 def test_a_kind_of_work_no_path_can_do_is_for_the_rule(remembering):

@@ -402,6 +402,56 @@ def test_no_way_to_write_goes_unseen(large, write):
     torch.testing.assert_close(after, nn.functional.conv2d(x, layer._weight(None), layer.bias, padding=1))
 
 
+def other_strides(layer):
+    layer.v.data = layer.v.data.mT
+
+
+def other_type(layer):
+    layer.mu = nn.Parameter(layer.mu.detach())
+    bits = nn.Parameter(layer.mu.data.view(torch.int32), requires_grad=False)
+    torch.utils.swap_tensors(layer.mu, bits)
+
+
+def with_gaps(layer):
+    layer.v.data = torch.stack([layer.v.data, layer.v.data], -1)[..., 0]
+
+
+@torch.no_grad()
+def test_the_same_memory_read_in_another_way_is_a_change(large):
+    layer, x = copy.deepcopy(large), torch.randn(1, SIZE, 4, 4)
+    before = layer(x), layer(x)
+    other_strides(layer)
+    after = layer(x)
+    assert torch.equal(*before) and not torch.equal(after, before[0])
+    torch.testing.assert_close(after, nn.functional.conv2d(x, layer._weight(None), layer.bias, padding=1))
+    other_type(layer)
+    with pytest.raises(ValueError, match="mu must have the type"):
+        layer(x)
+
+
+@torch.no_grad()
+def test_what_is_unchanged_serves_without_a_look_at_the_layer(large, monkeypatch):
+    layer, x = copy.deepcopy(large), torch.randn(1, SIZE, 4, 4)
+    expected = layer(x)
+    monkeypatch.setattr(FactorizedLayer, "_tensors", lambda self: pytest.fail("the layer was looked at"))
+    assert torch.equal(layer(x), expected)
+    monkeypatch.undo()
+    with_gaps(layer)
+    for _ in range(3):
+        torch.testing.assert_close(layer(x), expected)
+    layer.v.data[0, 5, 5] += 1
+    assert not torch.allclose(layer(x), expected)
+
+
+@torch.no_grad()
+def test_a_run_made_from_numbers_that_are_others_now_does_not_serve(layer, x):
+    layer(x)
+    kept, asked = layer._cache._kept, "another input"
+    write(layer)
+    layer._cache.serve(asked, lambda *_: x, kept, [(layer._parameters, name) for name in ("u", "v", "mu")])
+    assert layer._cache.ready is None or asked not in layer._cache.ready.runs
+
+
 CONVERSIONS = {
     "to": lambda layer: layer.double(),
     "compact": lambda layer: layer.compact(0.3),
