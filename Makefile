@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 CHECK := tests/test_floors.py tests/test_kinds.py tests/nn/test_layers.py tests/ops/test_ops.py tests/federation/wire \
 	tests/federation/server/test_mixing.py tests/federation/test_federation.py tests/methods/test_every_method.py
 
-.PHONY: setup demo test test-all check docs fuzz fuzz-asan crash-test bench gpu-check gpu-bundle lint format clean
+.PHONY: setup demo test test-kernels test-all check docs fuzz fuzz-asan crash-test bench gpu-check gpu-bundle lint format clean
 setup: $(VENV)/.built
 
 demo: setup
@@ -23,13 +23,17 @@ demo: setup
 test: setup
 	$(PYTEST)
 
+# After a change in csrc/ or kernels/: under sanitizers, by other compilers and for other machines, interpreted.
+test-kernels: setup
+	$(PYTEST) -m kernels
+
 check: lint
 	$(PYTEST) -q -x $(CHECK)
 
 # What the suite has samples of as well: every architecture, every way to install.
 test-all: setup
 	FASTFACT_BUILD=skip $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[surroundings]'
-	$(PYTEST) -m "slow or not slow"
+	$(PYTEST) -m ""
 
 # The documentation, in build/site (python -m http.server -d build/site shows it). A warning is an error.
 docs: setup

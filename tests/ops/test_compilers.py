@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import include_paths
 
+pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))
 BINDINGS = sorted((ROOT / "csrc").glob("bind_cpu*.cpp"))

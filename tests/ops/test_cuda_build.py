@@ -17,6 +17,7 @@ from torch.utils import cpp_extension
 from fastfact import ops
 from fastfact.formats import SEPARABLE, VALUE_TYPES
 
+pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 MACROS = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]

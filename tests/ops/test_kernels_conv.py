@@ -14,6 +14,8 @@ if torch.cuda.is_available():
     from triton_conv_cases import *  # noqa: F403
 
     pytestmark = pytest.mark.gpu
+else:
+    pytestmark = pytest.mark.kernels
 
 
 def test_in_the_interpreter():

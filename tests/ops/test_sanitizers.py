@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
 KERNELS = ("rank1", "lowrank", "hadamard", "prox", "bitmap", "rows", "similarity", "srht", "isa")
 KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels_last", "factored_conv_planes")
