@@ -13,7 +13,7 @@ MODELS = {"mlp": mlp, "normed": normed}
 @pytest.mark.parametrize("name", ff.methods.names())
 def test_two_rounds_a_checkpoint_and_two_more(name, model, tmp_path):
     # Half of the clients take part: those that missed a round are served too.
-    options = {"participation": 0.5}
+    options = {"participation": 0.5, "epochs": 1}
     straight = federation(name, MODELS[model], **options)
     straight.fit(4)
     saved = federation(name, MODELS[model], **options)
