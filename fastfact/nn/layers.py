@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,26 @@ SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
 
 
-Node = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]
-"""A layer as one node of the graph, from x, the factors and the bias; None where something else is to serve."""
+Run = Callable[[Tensor], Tensor | None]
+"""A layer as one node of the graph, from x, while its tensors are the same; None where something else is to serve."""
+
+
+class Node(NamedTuple):
+    """What `run` serves for: the dict that each tensor is in, its name there, the tensor, and whether it is trained;
+    and the names of those that there are not."""
+
+    facts: list[tuple[Mapping[str, Tensor | None], str, Tensor, bool]]
+    absent: list[tuple[Mapping[str, Tensor | None], str]]
+    run: Run
+
+    def still(self, noted: tuple[Tensor, int, int] | None) -> bool:
+        """Whether the layer has these tensors, and the positions of μ are as they were `noted`."""
+        if noted is not None and noted[0]._version != noted[1]:
+            return False
+        for place, name, tensor, trained in self.facts:
+            if place.get(name) is not tensor or tensor.requires_grad is not trained:
+                return False
+        return all(place.get(name, place) is None for place, name in self.absent)
 
 
 class FactorizedLayer(nn.Module):
@@ -307,37 +326,37 @@ class FactorizedLayer(nn.Module):
         """The forward: on the path that is asked for, or chosen."""
         if not self.training and weight_cache.allowed():
             return self._evaluate(x)
-        tensors, bias = self._tensors(), self.bias
+        eager = torch.is_grad_enabled() and not transforming() and not torch.is_autocast_enabled("cpu")
         asked = None
-        if torch.is_grad_enabled() and not transforming():
-            given = (x, *tensors.values()) if bias is None else (x, *tensors.values(), bias)
-            asked = (x.shape, x.stride(), self.training, torch.is_autocast_enabled("cpu"), len(self._buffers))
-            asked += (*[(type(t), t.dtype, t.requires_grad) for t in given], tensors.get("mu", x).shape)
-            asked += (x.device, *choice.generation())
+        if eager:
+            asked = (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, type(x), self.training)
+            asked += (len(self._buffers), *choice.generation())
             node = self._answers.get(asked)
-            if node is not None and (y := node(x, tensors, bias)) is not None:
+            if node is not None and node.still(self._noted) and (y := node.run(x)) is not None:
                 return y
+        tensors, bias = self._tensors(), self.bias
         spread = self._spread(tensors)
         path = self._path(x, spread, None)
         own = tensors if path in OF_WEIGHT else spread
-        if asked and own is tensors and choice.can_measure() and (node := self._node(path, x, own, bias)):
-            self._note(asked, node)
+        if eager and own is tensors and choice.can_measure() and (run := self._run(path, x, own, bias)):
+            places = {name: self._buffers if name == INDEX else self._parameters for name in (*own, "bias")}
+            there = {**own, "bias": bias} if bias is not None else own
+            # What is no leaf would keep the graph it comes from.
+            if all(name in place for name, place in places.items()) and all(t.is_leaf for t in there.values()):
+                facts = [(places[name], name, tensor, tensor.requires_grad) for name, tensor in there.items()]
+                absent = [(place, name) for name, place in places.items() if name not in there]
+                self._note(asked, Node(facts, absent, run))
         return self._compute(path, x, own, bias, None)
 
-    def _node(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Node | None:
-        """The layer on this path for all inputs such as x, where that is one node."""
+    def _run(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Run | None:
+        """The layer on this path for all inputs such as x, where that is one node of the graph."""
         if path not in OF_WEIGHT or not self._is_one_node(x, tensors, bias):
             return None
         how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
-        names = [next((name for name, t in tensors.items() if t is part), None) for part in parts]
-        if any(part is not None and name is None for name, part in zip(names, parts, strict=True)):
+        if any(part is not None and all(part is not t for t in tensors.values()) for part in parts):
             return None
         settings = self._convolution() if path == "reconstruct" else PIXELS
-
-        def node(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
-            return apply_weight(settings, x, bias, how, *[None if name is None else tensors[name] for name in names])
-
-        return node
+        return lambda x: apply_weight(settings, x, bias, how, *parts)
 
     def _spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The factors for training, dense μ as nonzeros at all positions where it can be factored so."""
@@ -371,7 +390,7 @@ class FactorizedLayer(nn.Module):
         """What the dense layer computes with this weight."""
         return lambda layer, x, bias: layer._dense_forward(x, weight, bias)
 
-    def _note(self, asked: tuple, answer: "str | Node") -> None:
+    def _note(self, asked: tuple, answer: str | Node) -> None:
         answers = self._answers if len(self._answers) < ANSWERS else {}
         answers[asked] = answer
         self._answers = answers
@@ -813,13 +832,13 @@ class FactorizedConv2d(FactorizedLayer):
             return "fused" if mapped or self._in_two_parts() else "reconstruct"
         return super()._choose_nominal(x, tensors, trained)
 
-    def _node(self, path, x, tensors, bias):
+    def _run(self, path, x, tensors, bias):
         if path != "factored" or not isinstance(self.spec, Rank1) or self.spec.layout != "spatial" or x.dim() != 4:
-            return super()._node(path, x, tensors, bias)
+            return super()._run(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
         settings = (self.size, *self._convolution())
-        return lambda x, tensors, bias: _factored(ops.conv.OP, settings, x, tensors, bias)
+        return lambda x: _factored(ops.conv.OP, settings, x, tensors, bias)
 
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
@@ -1014,6 +1033,14 @@ class FactorizedLinear(FactorizedLayer):
 
     def _dense_run(self, weight):
         return lambda layer, x, bias: F.linear(x, weight, bias)
+
+    def _run(self, path, x, tensors, bias):
+        if path != "factored" or isinstance(self.spec, LowRank) or x.dim() != 2:
+            return super()._run(path, x, tensors, bias)
+        if not self._is_plain(x, tensors, bias):
+            return None
+        settings = (self.size,)
+        return lambda x: _factored(ops.conv.LAYER, settings, x, tensors, bias)
 
     def _without_weight(self, path, x, tensors, bias):
         if isinstance(self.spec, LowRank):

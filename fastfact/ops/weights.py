@@ -208,6 +208,13 @@ def _applied(x, weight, bias, settings: Convolution | str | None):
     return F.conv2d(x, weight, bias, *settings)
 
 
+def _eager(op: str, clients: bool, tensors, *settings):
+    """Call an op where nothing transforms."""
+    if clients or takes_one(op, tensors[1]):
+        return implementation(op)(*tensors, *settings)
+    return call(implementation(op), False, tensors, *settings)
+
+
 class _Applied(torch.autograd.Function):
     """A convolution or linear layer with the weight that a weight op makes, as one node: a second one, of PyTorch's
     own, takes as long as a small layer computes.
@@ -215,7 +222,8 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, how, settings, x, bias, dense, f1, f2, f3, f4):
-        made = _forward(how, dense, f1, f2, f3, f4)
+        tensors = (dense, f1, f2) if f3 is None else (f1, f2, f3, f4)
+        made = _eager(how.op, how.clients, tensors, *how.settings, how.channels_last)
         ctx.how, ctx.settings = how, settings
         ctx.save_for_backward(x, made, bias, dense, f1, f2, f3, f4)
         return _applied(x, made, bias, settings)
@@ -246,7 +254,16 @@ class _Applied(torch.autograd.Function):
             sizes = None if bias is None else bias.shape
             settings = (sizes, stride, padding, dilation, False, (0, 0), groups, (nx, nw, nb))
             dx, dw, db = torch.ops.aten.convolution_backward.default(grad, x, made, *settings)
-        return None, None, dx, db, *(_gradients(ctx.how, of_weight, dw, factors) if nw else (None,) * 5)
+        if torch._C._are_functorch_transforms_active():
+            return None, None, dx, db, *_gradients(ctx.how, of_weight, dw, factors)
+        of_dense, n1, n2, n3, n4 = of_weight
+        g1 = g2 = g3 = g4 = None
+        if needs := n1 | n2 << 1 | n3 << 2 | n4 << 3:
+            op, clients, settings, _ = ctx.how
+            tensors = (dw, *factors[:2]) if factors[2] is None else (dw, *factors)
+            g1, g2, g3, g4 = (*_eager(op + "_backward", clients, tensors, *settings, needs), None, None)[:4]
+        gradients = g1 if n1 else None, g2 if n2 else None, g3 if n3 else None, g4 if n4 else None
+        return None, None, dx, db, dw if of_dense else None, *gradients
 
 
 def apply_weight(settings: Convolution | str | None, x, bias, how: How, dense, f1, f2, f3=None, f4=None) -> Tensor:
