@@ -22,7 +22,7 @@ from typing import Any
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 _DESCRIPTOR = re.compile(r"/dev/(stdout|stderr)|(?:/dev/fd|/proc/self/fd)/(\d+)")
 _STREAMS = {"stdout": 1, "stderr": 2}

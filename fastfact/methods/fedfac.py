@@ -105,7 +105,7 @@ def elements(infos: Mapping[str, TensorInfo], skip: Sequence[str] = ()) -> list[
             suffix = info.role.removeprefix("weight_ih")
             if suffix in recurrent:
                 units = recurrent[suffix].shape[1]
-                weights = (info.name, recurrent[suffix].name)
+                weights: tuple[str, ...] = (info.name, recurrent[suffix].name)
             elif info.role.removeprefix("weight_hh") in recurrent:
                 continue
             else:
@@ -147,7 +147,9 @@ class _Split(Strategy):
         masks = {}
         for e in self._elements:
             mask = server_state.get(SPLIT + e.name)
-            for name in (*e.weights, *e.others) if mask is not None else ():
+            if mask is None:
+                continue
+            for name in (*e.weights, *e.others):
                 if self.shares(self._infos[name]):
                     masks[name] = mask.repeat(e.gates)
         return masks

@@ -83,7 +83,7 @@ class FedFOMO(Strategy):
         order = torch.randperm(len(uploads.clients), generator=generator).tolist()
         left = [place for place in order if uploads.clients[place] != client]
         left.sort(key=lambda place: -float(affinity[uploads.clients[place]]))
-        chosen = []
+        chosen: list[int] = []
         while left and len(chosen) < self.models:
             explore = float(torch.rand((), generator=generator)) < self.epsilon
             at = int(torch.randint(len(left), (), generator=generator)) if explore else 0

@@ -66,7 +66,7 @@ class FedRoD(Strategy):
     def prepare(self, model: nn.Module) -> nn.Module:
         path = next((n.rpartition(".")[0] for n, i in describe(model, self.classifier).items() if i.classifier), None)
         head = None if path is None else model.get_submodule(path)
-        if type(head) is not nn.Linear:
+        if path is None or type(head) is not nn.Linear:
             raise ValueError(f"{self.name}: the classifier ({path}) is {type(head).__name__}, must be an nn.Linear")
         if head is model:
             return TwoHeads(head)
