@@ -381,10 +381,13 @@ class FactorizedLayer(nn.Module):
         y = self._compute(path, x, tensors, bias, kept)
         if path in OF_WEIGHT and kept is not None and choice.can_measure():
             weight = self._weight_for(is_channels_last(x), tensors, kept)
-            run = self._dense_run(weight) if path == "reconstruct" else _pixels_run(weight)
+            run = self._kept_run(path, weight)
             places = [(self._buffers if name == INDEX else self._parameters, name) for name in self._tensors()]
             self._cache.serve(asked, run, kept, places)
         return y
+
+    def _kept_run(self, path: str, weight: Tensor) -> weight_cache.Run:
+        return self._dense_run(weight) if path == "reconstruct" else _pixels_run(weight)
 
     def _dense_run(self, weight: Tensor) -> weight_cache.Run:
         """What the dense layer computes with this weight."""
@@ -525,8 +528,27 @@ class FactorizedLayer(nn.Module):
 
         inputs, own, own_bias = alone(x), {name: alone(t) for name, t in tensors.items()}, alone(bias)
         leaves = [t for t in (inputs, *own.values(), own_bias) if t is not None and t.requires_grad]
+        watched = not (trained or self.training) and weight_cache.allowed() and weight_cache.can_watch(own.values())
+
+        def evaluation(path: str):
+            # As `_evaluate` does once the weight is kept: the factors are looked at, and the weight serves.
+            @functools.cache
+            def prepared() -> tuple[weight_cache.Watch, weight_cache.Run]:
+                weight = self._weight_for(is_channels_last(inputs), own, kept)
+                return weight_cache.Watch([(own, name) for name in own]), self._kept_run(path, weight)
+
+            def run() -> None:
+                with torch.no_grad():
+                    watch, compute = prepared()
+                    watch.still()
+                    compute(self, inputs, own_bias)
+
+            return run
 
         def side(path: str):
+            if watched and path in OF_WEIGHT:
+                return evaluation(path)
+
             def run() -> None:
                 with torch.set_grad_enabled(trained):
                     y = self._compute(path, inputs, own, own_bias, kept)

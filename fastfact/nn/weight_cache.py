@@ -8,7 +8,7 @@ made. To read the factors takes a fraction of the time in which a weight is made
 import ctypes
 import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,6 +69,11 @@ def _facts(tensor: Tensor) -> tuple:
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def can_watch(tensors: Iterable[Tensor]) -> bool:
+    """Whether there can be a `Watch` of these tensors."""
+    return _digest_of_memory() is not None and all(tensor.is_cpu and _is_dense(tensor) for tensor in tensors)
 
 
 @functools.cache
@@ -152,7 +157,7 @@ class WeightCache:
         if ready is None or len(ready.runs) >= MOST or not ready.watch.still():
             if any(place.get(name) is not factor for (place, name), factor in zip(places, kept.factors, strict=True)):
                 return
-            if _digest_of_memory() is None or not all(map(_is_dense, kept.factors)):
+            if not can_watch(kept.factors):
                 return
             ready = Ready(Watch(places), {})
         # The watch must be of the numbers that `run` was made from, and these may change meanwhile.
