@@ -32,8 +32,7 @@ TESTS = [f"tests/ops/{name}.py" for name in ("test_cuda_gpu", "test_kernels_trit
 # a sample of every kernel: under the sanitizer a test takes a hundred times as long
 SANITIZED = (
     "(test_weight and plain) or (test_compact_weight and 16) or (test_thin_factors and plain) or (test_thin_pairs and"
-    " plain) or (test_lowrank_linear and 34) or (test_bitmap and 2051) or test_prox_sgd_step or (test_srht and 5000) or"
-    " (test_similarity_sums and 131)"
+    " plain) or (test_bitmap and 2051) or test_prox_sgd_step or (test_similarity_sums and 131) or (test_srht and 5000)"
 )
 SANITIZERS = {
     "memcheck": ("memcheck", "fastfact_cuda", TESTS[0], SANITIZED),
