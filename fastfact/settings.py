@@ -39,6 +39,7 @@ def _bound(value: float | str | None) -> str | None:
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 PRECISIONS = ("full", "bfloat16")
+WIRE = ("exact", "bfloat16", "int8")
 
 
 def _rate(value: Any) -> str | None:
@@ -140,6 +141,12 @@ class FederationSettings:
     )
     precision: str = setting(
         "full", "Products of local training: full, or bfloat16 by autocast.", group="Local training", choices=PRECISIONS
+    )
+    wire: str = setting(
+        "exact",
+        "Numbers on the wire: exact, bfloat16, or int8 with a scale for each row; the server works with what arrives.",
+        group="Method and training",
+        choices=WIRE,
     )
     participation: float = setting(
         1.0, "Fraction of the clients that take part in a round.", group="Method and training", above=0, at_most=1

@@ -142,6 +142,7 @@ class Config:
         group="Method and training",
         at_least=0,
     )
+    wire: str = like(FederationSettings, "wire", "exact")
     participation: float = like(FederationSettings, "participation", 1.0)
     rule: str = like(FederationSettings, "rule", "mean")
     hostile: float = like(FederationSettings, "hostile", 0.2)

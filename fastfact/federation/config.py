@@ -14,15 +14,10 @@ from torch import nn
 from fastfact.nn.schedule import Schedule
 from fastfact.settings import check_federation
 
-WIRE = ("exact", "bfloat16", "int8")
-"""The numbers that `Federation(wire=)` may send."""
-
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ValueError, naming it, for a setting of `Federation` out of range."""
     check_federation(settings)
-    if (wire := settings.get("wire", "exact")) not in WIRE:
-        raise ValueError(f"Federation(wire={wire!r}): must be one of {', '.join(WIRE)}")
     sparse = settings.get("sparsity")
     if not isinstance(sparse, dict | None):
         raise ValueError(f"Federation(sparsity={sparse!r}): must be an ff.Schedule, or None")

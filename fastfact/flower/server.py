@@ -42,7 +42,7 @@ simulated clock, where there are real ones."""
 SETTINGS = {
     name: parameter.default
     for name, parameter in inspect.signature(Federation).parameters.items()
-    if name in {*FederationSettings.__dataclass_fields__, "wire", "sparsity"} - set(FIXED)
+    if name in {*FederationSettings.__dataclass_fields__, "sparsity"} - set(FIXED)
 }
 """The settings of `Federation` that all machines share, with its defaults."""
 SAVED = "server.safetensors"
