@@ -68,8 +68,15 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
 
 
+def whole() -> nn.Module:
+    """A module of each kind that PEFT's files have adapters for."""
+    torch.manual_seed(0)
+    others = {"conv": nn.Conv2d(3, 4, (3, 2)), "line": nn.Conv1d(3, 4, 2), "attention": nn.MultiheadAttention(4, 2)}
+    return nn.ModuleDict({**dict(network().named_children()), **others})
+
+
 def adapted() -> nn.Module:
-    return ff.factorize(network(), ff.LowRank(rank=2, scaling=0.5), freeze=True)
+    return ff.factorize(whole(), ff.LowRank(rank=2, scaling=0.5), freeze=True)
 
 
 def unchanged(read, model: nn.Module) -> None:
@@ -92,7 +99,8 @@ def _adapters() -> tuple[dict, dict]:
 
 
 CONFIG, TENSORS = _adapters()
-SHAPES = [(), (0,), (1,), (2, 6), (5, 2), (2, 5), (4, 2), (0, 6), (5, 0), (6, 2), (2, 3, 2)]
+SHAPES = [(), (0,), (1,), (2, 6), (5, 2), (2, 5), (4, 2), (0, 6), (5, 0), (6, 2), (2, 3, 2), (4, 2, 1), (4, 3, 3, 2)]
+SHAPES += [(4, 4, 1, 1), (4, 0, 1, 1), (2, 3, 3, 0), (1, 3, 3, 2), (4, 3, 3, 2, 1), (4, 3, 1, 2)]
 
 
 def peft(data) -> None:
@@ -111,13 +119,14 @@ def peft(data) -> None:
             tensor = tensors.pop(name)
             if how == "rename":
                 names = ["lora_A.weight", "0.weight", "x", f"{name}.", "2.lora_B.weight"]
+                names += [f"attention.base_layer.out_proj.lora_{factor}.weight" for factor in "AB"]
                 tensors[data.draw(st.sampled_from(names))] = tensor
     text, held = json.dumps(config).encode(), to_bytes(tensors)
     which = data.draw(st.sampled_from(["none", "none", "config", "weights"]))
     folder = ROOT / "adapters"
     (folder / adapters.CONFIG).write_bytes(data.draw(mutations(text)) if which == "config" else text)
     (folder / adapters.WEIGHTS).write_bytes(data.draw(mutations(held)) if which == "weights" else held)
-    unchanged(lambda model: adapters.load(model, folder), network() if data.draw(st.booleans()) else adapted())
+    unchanged(lambda model: adapters.load(model, folder), whole() if data.draw(st.booleans()) else adapted())
 
 
 def _model() -> bytes:
