@@ -893,9 +893,8 @@ def _found(directory: Path, name: str, recorded: Any) -> Any:
 def _as_recorded(method: Strategy) -> dict[str, Any]:
     """The settings of a method as config.json has them since its first version, so that older runs are known again:
     `skip` under its old name, and what came later only where it is not the default."""
-    later = {
-        field.name: field.default for field in dataclasses.fields(method) if field.name in ("max_weight", "match_on")
-    }
+    names = ("max_weight", "match_on", "head_first")
+    later = {field.name: field.default for field in dataclasses.fields(method) if field.name in names}
     return {
         "whole" if name == "skip" else name: value
         for name, value in method.settings().items()

@@ -92,7 +92,7 @@ class Local:
         self.frozen = frozen_digest(self.template)
         """A digest of what all clients share and nobody trains, None if there is none of it."""
         self.method.bind(self.infos)
-        self.method.phases(self.settings["epochs"])
+        self.method.active_phases(self.settings["epochs"], adapts=False)
         self.sparse = [name for name, param in self.template.named_parameters() if penalized(param)]
         self.device = next(self.template.parameters()).device
         self.clients: Sequence[Client] | None = None

@@ -34,6 +34,7 @@ CASES = {
     "lg-fedavg-p": ({"share_classifier": False}, lambda n: n[0] == "5", None),
     "fedrep": ({}, body, [(EPOCHS, lambda n: not body(n)), (1, body)]),
     "fedrep-3": ({"head_epochs": 3, "body_epochs": 2}, body, [(3, lambda n: not body(n)), (2, body)]),
+    "fedper-first": ({"head_first": 1}, body, [(1, lambda n: not body(n)), (EPOCHS - 1, lambda n: True)]),
     "fedbn": ({}, lambda n: n[0] != "2", None),
     "fedbn-p": ({"share_norm": True, "share_norm_statistics": True}, lambda n: n[0] != "2", None),
 }
@@ -49,6 +50,12 @@ def test_a_fixed_part_is_shared(case):
     check(fed, expected)
     names = {name for name in fed.infos if shared(name)}
     assert sent(fed, "up") == sent(fed, "down") == names
+
+
+def test_no_more_epochs_for_the_classifier_than_there_are():
+    for method in (ff.methods.FedAvg(head_first=EPOCHS + 1), ff.methods.FedDecomp(head_first=EPOCHS + 1)):
+        with pytest.raises(ValueError, match=rf"head_first={EPOCHS + 1}\): must be at most the {EPOCHS} local epochs"):
+            federation(method, normed)
 
 
 def test_fedprox_takes_the_letter_of_its_paper():
@@ -113,6 +120,7 @@ def test_fedpara_with_tensors(personalized):
         ("fedper", {"personal_layers": 1.5}, r"personal_layers=1.5"),
         ("lg-fedavg", {"global_layers": True}, r"global_layers=True"),
         ("fedrep", {"head_epochs": -1}, r"head_epochs=-1"),
+        ("fedavg", {"head_first": -1}, r"head_first=-1"),
         ("fedrep", {"body_epochs": None}, r"body_epochs=None"),
         ("fedpara", {"ratio": 1.5}, r"ratio=1.5"),
     ],

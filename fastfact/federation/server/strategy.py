@@ -147,6 +147,10 @@ class Strategy:
     recalibrate: before each evaluation, batch-norm's running statistics are computed anew from the client's training
     samples, on the copy that is evaluated (see `statistics.recalibrate`). Where weights are mixed and the statistics
     stay with the client, they lag behind the mixed weights unless a round has some fifty local steps.
+    head_first: so many of a round's local epochs, the first ones, train the classifier alone, before the method's own
+    training in the others. For a classifier that stays with the client: what is downloaded below it is a mean of what
+    several clients made to suit classifiers of their own, and the gradients through one that does not fit yet undo it
+    (FedRep's order, Collins et al., 2021, but the classifier goes on learning with the rest). 0 in the papers.
     classifier: path of the classifier if it is not the last layer with a weight.
     skip: paths of layers that `spec` leaves as they are (shell wildcards, see `ff.factorize`).
     """
@@ -167,6 +171,7 @@ class Strategy:
     l1_method: str = "proximal"
     after_mix: str = "none"
     recalibrate: bool = False
+    head_first: int = 0
     classifier: str | None = None
     skip: Sequence[str] = field(default_factory=list)
 
@@ -179,6 +184,7 @@ class Strategy:
         self._require("l1", self.l1 >= 0, "must not be negative")
         self._require("l1_method", self.l1_method in ("proximal", "subgradient"), "must be proximal or subgradient")
         self._require("after_mix", self.after_mix in AFTER_MIX, f"must be one of {', '.join(AFTER_MIX)}")
+        self._require("head_first", self.head_first >= 0, "must be an integer of at least 0")
         paths = isinstance(self.skip, list | tuple) and all(isinstance(path, str) for path in self.skip)
         self._require("skip", paths, "must be a list of paths")
         self.skip = list(self.skip)
@@ -258,10 +264,11 @@ class Strategy:
 
     def active_phases(self, epochs: int, adapts: bool) -> list[Phase]:
         """The phases of local training, or those that adapt the copies that are evaluated."""
-        some = [phase for phase in self.phases(epochs) if phase.adapts == adapts]
-        if adapts and self.recalibrate:
-            some.append(Phase(0, update=statistics.recalibrate, adapts=True))
-        return some
+        self._require("head_first", self.head_first <= epochs, f"must be at most the {epochs} local epochs")
+        some = [phase for phase in self.phases(epochs - self.head_first) if phase.adapts == adapts]
+        if adapts:
+            return some + [Phase(0, update=statistics.recalibrate, adapts=True)] * self.recalibrate
+        return [Phase(self.head_first, trains=lambda info: info.classifier)] * (self.head_first > 0) + some
 
     def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
         """The row-stochastic mixing matrix [m, m] over the clients that reported.
