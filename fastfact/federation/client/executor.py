@@ -249,7 +249,7 @@ def _measure(trainers, data, plan: ExecutionPlan, clients: int, most: int | None
     try:
         for turn in range(4):
             began = time.perf_counter()
-            executor.train(work, samples, 0, list(range(together)), phases, "measure")
+            executor.train(work, samples, 1, list(range(together)), phases, "measure")
             if turn:
                 best = min(best, (time.perf_counter() - began) / together)
             if turn and best * together > 1:

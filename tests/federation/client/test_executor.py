@@ -185,6 +185,12 @@ def test_auto_measures_and_a_resumed_run_does_not(make, same, tmp_path, monkeypa
     assert same(fed, resumed)
 
 
+def test_auto_measures_with_a_schedule_too(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTFACT_CHOICE", str(tmp_path))
+    make(cohort="auto", schedule="cosine", schedule_rounds=3)
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
 def wide(inputs: int = 64) -> nn.Module:
     """1.1 MB of parameters."""
     return nn.Sequential(nn.Linear(inputs, 4096), nn.ReLU(), nn.Linear(4096, 3))
