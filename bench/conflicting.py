@@ -3,7 +3,8 @@
 `python -m bench.conflicting run CONFIG DIR` trains the rows below with the settings of CONFIG (examples/demo.toml, or
 conflicting.toml) that are not finished in DIR, a seed after the other; it can be stopped and called again, and goes on
 from what `fastfact compare --config CONFIG --out DIR` left. `… write CONFIG DIR FILE` writes FILE, as JSON, and prints
-the table.
+the table. `… signal CONFIG` trains nothing: it prints how well statistics of the images tell the groups apart, taken
+before the first 1, 2 or all batch-norms of the initial network, which is the same for all clients.
 """
 
 import argparse
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fastfact import files
-from fastfact.experiment import report
+from fastfact import files, models
+from fastfact.experiment import build, report
 from fastfact.experiment.compare import run_cells
 from fastfact.experiment.config import Config
 from fastfact.experiment.run import finished
+from fastfact.federation import analysis
+from fastfact.federation.server import mixing
 from fastfact.machine import provenance
 
 PROVENANCE = "provenance.json"
@@ -40,8 +44,8 @@ ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     f"{FEDAVG}, true groups, classifier first": (FEDAVG, HEAD, "groups"),
     f"{FEDAVG}, classifier first": (FEDAVG, HEAD, ""),
     MEAN: (MEAN, {}, ""),
-    f"{MEAN}, true groups": (MEAN, {}, "groups"),
-    ALPHA: (ALPHA, {}, ""),
+    f"{MEAN}, classifier first": (MEAN, HEAD, ""),
+    ALPHA: (ALPHA, {"match_on": "inputs", "recalibrate": True}, ""),
     f"{BETA}, by v": (BETA, {"match_on": "v"}, ""),
     f"{BETA}, classifier with the rest": (BETA, {"head_first": 0}, ""),
     f"{BETA}, permuted IID": (BETA, {}, IID),
@@ -88,6 +92,34 @@ def run(base: Config, seeds: int, directory: Path, rows: list[str], jobs: int) -
 
     if run_cells(waiting, jobs, event):
         raise SystemExit(1)
+
+
+def signal(base: Config, seeds: int) -> None:
+    seen: list[Tensor] = []
+    for seed in range(seeds):
+        clients = build.parts(replace(base, seed=seed, method=BETA)).clients
+        shape = clients[0].train[0].shape[1:]
+        torch.manual_seed(seed)
+        model = models.build(base.model, shape, clients[0].num_classes, base.width).train()
+        norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+        for norm in norms:
+            norm.register_forward_pre_hook(lambda _, inputs: seen.append(_statistics(inputs[0])))
+        keys: list[list[Tensor]] = []
+        for client in clients:
+            seen.clear()
+            with torch.no_grad():
+                model(client.train[0])
+            keys.append(list(seen))
+        for count in (1, 2, len(norms)):
+            near = mixing.proximity(torch.stack([torch.cat(key[:count]) for key in keys]))
+            found = analysis.separation(near, [client.group for client in clients])
+            sizes = torch.bincount(mixing.groups(near)).tolist()
+            print(f"seed {seed}, norms 1 … {count}: {found}, groups of {sizes}")
+
+
+def _statistics(x: Tensor) -> Tensor:
+    """Mean and standard deviation of each channel of x [n, c, h, w], [2 c]."""
+    return torch.cat([x.mean((0, 2, 3)), x.std((0, 2, 3))])
 
 
 def summary(values: list[float]) -> dict[str, Any]:
@@ -139,9 +171,12 @@ def _spread(figure: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
-    for what in ("run", "write"):
+    for what in ("run", "write", "signal"):
         command = commands.add_parser(what)
         command.add_argument("config", type=Path)
+        if what == "signal":
+            command.add_argument("--samples", type=int, help="samples of a client, in place of the file's")
+            continue
         command.add_argument("directory", type=Path)
         if what == "write":
             command.add_argument("file", type=Path)
@@ -151,7 +186,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     base, seeds = read(options.config)
-    if options.what == "run":
+    if options.what == "signal":
+        signal(base if options.samples is None else replace(base, samples=options.samples), seeds)
+    elif options.what == "run":
         run(base, seeds, options.directory, options.rows, options.jobs)
     else:
         write(options.config, base, seeds, options.directory, options.file)
