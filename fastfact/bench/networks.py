@@ -101,7 +101,9 @@ def pair(name: str, density: float, side: int) -> dict[str, nn.Module]:
         dense(images(8, side))
     for norm, momentum in norms:
         norm.momentum = momentum
-    ours.load_state_dict(dict(dense.named_buffers()), strict=False)
+    there = dict(ours.named_buffers())
+    for name, buffer in dense.named_buffers():
+        there[name].copy_(buffer)
     ours.to(memory_format=torch.channels_last)
     for layer in layers:
         layer.compact()
