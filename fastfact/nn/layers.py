@@ -41,10 +41,10 @@ Run = Callable[[Tensor], Tensor | None]
 
 
 class Node(NamedTuple):
-    """What `run` serves for: the dict that each tensor is in, its name there, the tensor, and whether it is trained;
-    and the names of those that there are not."""
+    """What `run` serves for: the dict that each tensor is in, its name there, the tensor, whether it is trained and its
+    shape, on which the path depends; and the names of those that there are not."""
 
-    facts: list[tuple[Mapping[str, Tensor | None], str, Tensor, bool]]
+    facts: list[tuple[Mapping[str, Tensor | None], str, Tensor, bool, torch.Size]]
     absent: list[tuple[Mapping[str, Tensor | None], str]]
     run: Run
 
@@ -52,8 +52,8 @@ class Node(NamedTuple):
         """Whether the layer has these tensors, and the positions of μ are as they were `noted`."""
         if noted is not None and noted[0]._version != noted[1]:
             return False
-        for place, name, tensor, trained in self.facts:
-            if place.get(name) is not tensor or tensor.requires_grad is not trained:
+        for place, name, tensor, trained, shape in self.facts:
+            if place.get(name) is not tensor or tensor.requires_grad is not trained or tensor.shape != shape:
                 return False
         return all(place.get(name, place) is None for place, name in self.absent)
 
@@ -343,7 +343,7 @@ class FactorizedLayer(nn.Module):
             there = {**own, "bias": bias} if bias is not None else own
             # What is no leaf would keep the graph it comes from.
             if all(name in place for name, place in places.items()) and all(t.is_leaf for t in there.values()):
-                facts = [(places[name], name, tensor, tensor.requires_grad) for name, tensor in there.items()]
+                facts = [(places[name], name, t, t.requires_grad, t.shape) for name, t in there.items()]
                 absent = [(place, name) for name, place in places.items() if name not in there]
                 self._note(asked, Node(facts, absent, run))
         return self._compute(path, x, own, bias, None)
@@ -505,9 +505,11 @@ class FactorizedLayer(nn.Module):
         paths = self._candidates(x, tensors)
         if len(paths) == 1:
             return paths[0]
-        return choice.choose(
+        path = choice.choose(
             self.work(x, tensors, trained), lambda: self._sides(paths, x, tensors, bias, kept, trained)
         )
+        # The rule, and a table given by hand, know the work and not which paths there are for it.
+        return path if path in paths else paths[0]
 
     def _candidates(self, x: Tensor, tensors: dict[str, Tensor]) -> list[str]:
         """The paths that there are for x, "reconstruct" first."""
