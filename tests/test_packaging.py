@@ -76,6 +76,7 @@ def test_wheel_works_elsewhere(sources, tmp_path):
     assert "_cpu" in out
 
 
+@pytest.mark.kernels
 def test_wheel_for_another_processor(sources, tmp_path):
     """By a cross-compiler, without optimization, against empty libraries in PyTorch's place, which are for this one."""
     if shutil.which("aarch64-linux-gnu-g++") is None:
