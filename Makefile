@@ -13,7 +13,8 @@ CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/ops/*.c
 JOBS ?= $(shell expr $$(nproc) + 1)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 CHECK := tests/test_floors.py tests/test_kinds.py tests/nn/test_layers.py tests/ops/test_ops.py tests/federation/wire \
-	tests/federation/server/test_mixing.py tests/federation/test_federation.py tests/methods/test_every_method.py
+	tests/federation/server/test_mixing.py tests/federation/test_federation.py \
+	tests/methods/test_every_method.py::test_a_cohort_computes_what_each_client_alone_does
 
 .PHONY: setup demo test test-kernels test-all check docs fuzz fuzz-asan crash-test bench gpu-check gpu-bundle lint format clean
 setup: $(VENV)/.built
