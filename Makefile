@@ -8,9 +8,8 @@ PY := $(VENV)/bin/python
 KERNELS := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*)
 CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/ops/*.cpp tests/ops/*.h))
 
-# Tests run on one thread each, in one process more than there are cores: some wait for processes of their own. CHECK: what
-# stands for the rest before a commit.
-JOBS ?= $(shell expr $$(nproc) + 1)
+# Tests run in one process a core, each on one thread. CHECK: what stands for the rest before a commit.
+JOBS ?= $(shell nproc)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 CHECK := tests/test_floors.py tests/test_kinds.py tests/nn/test_layers.py tests/ops/test_ops.py tests/federation/wire \
 	tests/federation/server/test_mixing.py tests/federation/test_federation.py \
