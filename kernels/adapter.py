@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.kernels.geometry import accumulator, slices
+from fastfact.kernels.geometry import Factor, Slices, accumulator, slices
 from fastfact.kernels.launch import Tile, first_that_fits
 from fastfact.kernels.weights import TL_DTYPES, _gather, _precision
 
@@ -33,17 +33,9 @@ def adapter_kernel(
     rows,
     row_blocks,
     splits,
-    x_client,
-    down_client,
-    up_client,
-    bias_client,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     RANK: tl.constexpr,
-    DOWN_IN: tl.constexpr,
-    DOWN_RANK: tl.constexpr,
-    UP_RANK: tl.constexpr,
-    UP_OUT: tl.constexpr,
     STEPS: tl.constexpr,
     KEEP: tl.constexpr,
     ADD: tl.constexpr,
@@ -67,18 +59,18 @@ def adapter_kernel(
     row = row.to(tl.int64)
     r = tl.arange(0, BLOCK_R)
     narrow = r < RANK
-    x_at = x + client * x_client + (row * IN)[:, None]
+    x_at = x.data + client * x.client + (row * IN)[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_R], ACC)
     for start in range(0, IN, BLOCK_I):
         i = start + tl.arange(0, BLOCK_I)
         left = tl.load(x_at + i[None, :], mask=inside[:, None] & (i < IN)[None, :], other=0.0)
         right = tl.load(
-            down + client * down_client + ((i.to(tl.int64) * DOWN_IN)[:, None] + (r * DOWN_RANK)[None, :]),
+            down.data + client * down.client + ((i.to(tl.int64) * down.row)[:, None] + (r * down.rank)[None, :]),
             mask=(i < IN)[:, None] & narrow[None, :],
             other=0.0,
         )
         acc = tl.dot(left, right, acc, input_precision=PRECISION, out_dtype=ACC)
-    few = (acc * tl.full([1, 1], scaling, ACC)).to(x.dtype.element_ty)
+    few = (acc * tl.full([1, 1], scaling, ACC)).to(x.data.dtype.element_ty)
     if KEEP:
         kept = hidden + client * rows * RANK + ((row * RANK)[:, None] + r[None, :])
         tl.store(kept, few, mask=inside[:, None] & narrow[None, :] & (split == 0))
@@ -86,7 +78,7 @@ def adapter_kernel(
         o = (step * splits + split) * BLOCK_O + tl.arange(0, BLOCK_O)
         wide = o < OUT
         factor = tl.load(
-            up + client * up_client + ((r * UP_RANK)[:, None] + (o.to(tl.int64) * UP_OUT)[None, :]),
+            up.data + client * up.client + ((r * up.rank)[:, None] + (o.to(tl.int64) * up.row)[None, :]),
             mask=narrow[:, None] & wide[None, :],
             other=0.0,
         )
@@ -96,7 +88,7 @@ def adapter_kernel(
         if ADD:
             part += tl.load(at, mask=mask, other=0.0).to(ACC)
         if HAS_BIAS:
-            part += tl.load(bias + client * bias_client + o, mask=wide, other=0.0).to(ACC)[None, :]
+            part += tl.load(bias.data + client * bias.client + o, mask=wide, other=0.0).to(ACC)[None, :]
         tl.store(at, part.to(out.dtype.element_ty), mask=mask)
 
 
@@ -109,12 +101,8 @@ def factor_kernel(
     steps,
     splits,
     column_blocks,
-    thin_client,
-    wide_client,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
-    OUT_RANK: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,20 +122,20 @@ def factor_kernel(
         there = row < rows
         row = row.to(tl.int64)
         left = tl.load(
-            thin + client * thin_client + ((row * RANK)[None, :] + r[:, None]),
+            thin.data + client * thin.client + ((row * RANK)[None, :] + r[:, None]),
             mask=there[None, :] & narrow[:, None],
             other=0.0,
         )
         right = tl.load(
-            wide + client * wide_client + ((row * WIDTH)[:, None] + c[None, :]),
+            wide.data + client * wide.client + ((row * WIDTH)[:, None] + c[None, :]),
             mask=there[:, None] & inside[None, :],
             other=0.0,
         )
         acc = tl.dot(left, right, acc, input_precision=PRECISION, out_dtype=ACC)
-    part = out + (client * splits + split) * (RANK * WIDTH)
+    part = out.data + (client * splits + split) * out.client
     tl.store(
-        part + ((r * OUT_RANK)[:, None] + (c.to(tl.int64) * OUT_WIDTH)[None, :]),
-        acc.to(out.dtype.element_ty),
+        part + ((r * out.rank)[:, None] + (c.to(tl.int64) * out.row)[None, :]),
+        acc.to(out.data.dtype.element_ty),
         mask=narrow[:, None] & inside[None, :],
     )
 
@@ -169,16 +157,22 @@ def _constants(dtype: torch.dtype, rank: int) -> dict:
     return {"RANK": rank, "ACC": TL_DTYPES[accumulator(dtype)], "PRECISION": _precision(dtype), "BLOCK_R": block_r}
 
 
+def _as_laid(factor: Tensor) -> Factor:
+    """A factor [k, width, r] of any strides."""
+    client, row, rank = factor.stride()
+    return Factor(factor, client, tl.constexpr(row), tl.constexpr(rank))
+
+
 def _through(out, x: Tensor, down: Tensor, up: Tensor, bias, scaling: float, keep: bool, add: bool) -> Tensor | None:
     """Launch `adapter_kernel`: hidden [k, rows, r] if it is to be kept, and out [k, rows, o], if given, written or
     added to. down [k, i, r] and up [k, r, o] may be transposed."""
     (k, rows, width), rank = x.shape, down.shape[2]
     hidden = x.new_empty(k, rows, rank) if keep else None
-    x, x_client = slices(x)
     outputs = 0 if out is None else out.shape[2]
     constants = _constants(x.dtype, rank) | {"IN": width, "OUT": outputs, "KEEP": keep, "ADD": add}
-    constants |= {"DOWN_IN": down.stride(1), "DOWN_RANK": down.stride(2), "HAS_BIAS": bias is not None}
-    constants |= {"UP_RANK": up.stride(1), "UP_OUT": up.stride(2)}
+    constants["HAS_BIAS"] = bias is not None
+    factors = _as_laid(down), _as_laid(up.mT)
+    each = Slices(bias, 0 if bias is None or bias.dim() == 1 else bias.stride(0))
 
     def run(tile: Tile) -> None:
         row_blocks, columns = triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.columns)
@@ -187,18 +181,13 @@ def _through(out, x: Tensor, down: Tensor, up: Tensor, bias, scaling: float, kee
         adapter_kernel[(k * row_blocks * splits,)](
             out,
             hidden,
-            x,
-            down,
-            up,
-            bias,
+            slices(x),
+            *factors,
+            each,
             scaling,
             rows,
             row_blocks,
             splits,
-            x_client,
-            down.stride(0),
-            up.stride(0),
-            0 if bias is None or bias.dim() == 1 else bias.stride(0),
             STEPS=triton.cdiv(columns, splits),
             BLOCK_M=tile.rows,
             BLOCK_I=tile.depth,
@@ -216,9 +205,8 @@ def _factor_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:
     (k, rows, rank), width = thin.shape, wide.shape[2]
     if not (thin.numel() and width):
         return thin.new_zeros(k, *((width, rank) if transposed else (rank, width)))
-    (thin, thin_client), (wide, wide_client) = slices(thin), slices(wide)
-    strides = (1, rank) if transposed else (width, 1)
-    constants = _constants(thin.dtype, rank) | {"WIDTH": width, "OUT_RANK": strides[0], "OUT_WIDTH": strides[1]}
+    strides = (rank, 1) if transposed else (1, width)
+    constants = _constants(thin.dtype, rank) | {"WIDTH": width}
     found: list[Tensor] = []
 
     def run(tile: Tile) -> None:
@@ -227,15 +215,13 @@ def _factor_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:
         dtype = thin.dtype if splits == 1 else accumulator(thin.dtype)
         parts = thin.new_empty(k, splits, *((width, rank) if transposed else (rank, width)), dtype=dtype)
         factor_kernel[(k * columns * splits,)](
-            parts,
-            thin,
-            wide,
+            Factor(parts, rank * width, *map(tl.constexpr, strides)),
+            slices(thin),
+            slices(wide),
             rows,
             triton.cdiv(triton.cdiv(rows, tile.rows), splits),
             splits,
             columns,
-            thin_client,
-            wide_client,
             BLOCK_N=tile.rows,
             BLOCK_C=tile.columns,
             **constants,

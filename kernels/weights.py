@@ -417,6 +417,12 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32" if allowed else "ieee"
 
 
+def _sides(m: Side, n: Side) -> dict[str, int | tuple[int, ...]]:
+    """The two sides of W as the matrix kernels take them."""
+    sizes = {"rows": m.size, "columns": n.size, "m_strides": m.strides, "n_strides": n.strides}
+    return sizes | {"M_DIGITS": m.digits, "N_DIGITS": n.digits}
+
+
 def _acc(dtype: torch.dtype):
     return TL_DTYPES[accumulator(dtype)]
 
@@ -558,12 +564,7 @@ def _product(out, dense, x1: Factor, y1: Factor, x2, y2, m: Side, n: Side, scali
             plus,
             m_blocks,
             n_blocks,
-            m.size,
-            n.size,
-            m.strides,
-            n.strides,
-            M_DIGITS=m.digits,
-            N_DIGITS=n.digits,
+            **_sides(m, n),
             RANK1=ranks[0],
             RANK2=ranks[-1],
             HAS_DENSE=dense is not None,
@@ -602,12 +603,7 @@ def _contract(like: Factor, grad: Slices, x, y, factor: Factor, m: Side, n: Side
             m_blocks,
             c_blocks,
             splits,
-            m.size,
-            n.size,
-            m.strides,
-            n.strides,
-            M_DIGITS=m.digits,
-            N_DIGITS=n.digits,
+            **_sides(m, n),
             RANK=rank,
             STEPS=triton.cdiv(n.size, tiles["BLOCK_N"] * splits),
             HAS_OTHER=x is not None,
@@ -649,12 +645,7 @@ def _thin(grad: Slices, factors: list[Factor], ranks, m: Side, n: Side, scaling,
             plus,
             stripes,
             splits,
-            m.size,
-            n.size,
-            m.strides,
-            n.strides,
-            M_DIGITS=m.digits,
-            N_DIGITS=n.digits,
+            **_sides(m, n),
             RANK1=ranks[0],
             RANK2=ranks[-1],
             TWO=len(factors) == 4,
