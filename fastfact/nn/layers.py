@@ -101,6 +101,8 @@ class FactorizedLayer(nn.Module):
     """The module this layer stands for, without its parameters, where that is no plain dense layer (see convert)."""
     path: str = "auto"
     paths = PATHS
+    channels_last = False
+    """Whether W is laid out channels_last where no dense factor says how; see `FactorizedConv2d`."""
     _noted: tuple[Tensor, int, int] | None = None
 
     def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
@@ -167,7 +169,7 @@ class FactorizedLayer(nn.Module):
 
         It is no place to write to: an assignment raises AttributeError, an in-place operation on it RuntimeError.
         """
-        weight = self._weight(None)
+        weight = self._weight(self.channels_last or None)
         return weight if type(weight) is not Tensor or transforming() else weight.as_subclass(Derived)
 
     def _weight(self, channels_last: bool | None) -> Tensor:
@@ -250,7 +252,8 @@ class FactorizedLayer(nn.Module):
         mu = self._require_mu("expand")
         if self.is_compact:
             mu.grad = None
-            mu.data = sparsity.scatter(mu, self._positions(), self.size)
+            dense = sparsity.scatter(mu, self._positions(), self.size)
+            mu.data = dense.to(memory_format=torch.channels_last) if self.channels_last else dense
             sparsity.change_support(mu)
             del self._buffers[INDEX]
         return self
@@ -717,6 +720,9 @@ class FactorizedConv2d(FactorizedLayer):
 
     Arguments as for `nn.Conv2d`, plus `spec` (default `ff.Rank1()`). Input [n, in, h, w] or [in, h, w], output as
     `nn.Conv2d` gives it. Raises ValueError as `nn.Conv2d` does, and for a spec that does not fit.
+
+    `to(memory_format=torch.channels_last)`, or a dense layer whose weight is channels_last, sets `channels_last`: all
+    images [n, in, h, w] are then brought into that format, and the output has it, as with such a weight of `nn.Conv2d`.
     """
 
     paths = (*PATHS, "fused")
@@ -750,8 +756,19 @@ class FactorizedConv2d(FactorizedLayer):
                 setattr(self, name, getattr(conv, name))
         size = tuple(self._weight_of(conv).shape)
         self._build(size, spec, conv.out_channels if conv.bias is not None else None, dense, device, dtype)
+        if dense is not None:
+            self._take_format(dense)
 
     _dense = nn.Conv2d
+
+    def _take_format(self, like: Tensor) -> None:
+        self.channels_last = _is_laid_out_last(like)
+
+    def _apply(self, fn, *args, **kwargs):
+        # The factors may have no tensor of four dimensions, which memory formats are for.
+        form = torch.channels_last if self.channels_last else torch.contiguous_format
+        self._take_format(fn(torch.empty(1, 2, 2, 2, memory_format=form)))
+        return super()._apply(fn, *args, **kwargs)
 
     @classmethod
     def from_dense(
@@ -947,6 +964,8 @@ class FactorizedConv2d(FactorizedLayer):
         return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.channels_last and x.dim() == 4 and not torch._C._are_functorch_transforms_active():
+            x = x.contiguous(memory_format=torch.channels_last)
         return self._forward(x)
 
     def extra_repr(self) -> str:
@@ -983,6 +1002,9 @@ class FactorizedConv1d(FactorizedConv2d):
         self.reset_parameters()
 
     _dense = nn.Conv1d
+
+    def _take_format(self, like):
+        """Memory formats are for images."""
 
     @staticmethod
     def _weight_of(layer: nn.Conv1d) -> Tensor:
@@ -1140,6 +1162,19 @@ def _digest(index: Tensor) -> int:
 def _everywhere(numel: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(numel, dtype=torch.int32)
+
+
+def _is_laid_out_last(weight: Tensor) -> bool:
+    """Whether PyTorch takes a weight [o, i, kh, kw] for channels_last, by its strides, also where one channel or one
+    tap leaves several formats the same in memory."""
+    if weight.dim() != 4:
+        return False
+    expected = 0
+    for d in (1, 3, 2, 0):
+        if weight.stride(d) < max(expected, 1) or (d == 0 and expected == weight.stride(1)):
+            return False
+        expected = weight.stride(d) * max(weight.shape[d], 1)
+    return True
 
 
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")

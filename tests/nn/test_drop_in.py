@@ -1,6 +1,7 @@
 """What people do to a layer of PyTorch, done to a factorized one: it works, or says at once that it cannot."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -315,3 +316,35 @@ def test_autocast_gives_bfloat16_as_dense_layers_do(make, spec, path, bias):
             y.float().sum().backward()
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
             assert layer(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 3), (8, 1, 1), (4, 3, 3)], ids=str)
+@pytest.mark.parametrize("convert", ["before", "after", "compact"])
+def test_a_layer_in_channels_last_gives_that_format_whatever_it_gets(convert, shape):
+    inputs, *kernel = shape
+    dense = nn.Conv2d(8, 8, kernel, padding=kernel[0] // 2, groups=8 // inputs)
+    if convert == "before":
+        dense.to(memory_format=torch.channels_last)
+    ours = ff.nn.FactorizedConv2d.from_dense(dense, ff.Rank1(), init="svd")
+    if convert == "compact":
+        ours.compact(1.0)
+    if convert != "before":
+        ours.to(memory_format=torch.channels_last), dense.to(memory_format=torch.channels_last)
+    ours = copy.deepcopy(ours)
+    x = torch.randn(2, 8, 6, 5)
+    inputs = [x, x.contiguous(memory_format=torch.channels_last), torch.randn(2, 16, 6, 5)[:, 8:], x[:, :, ::2]]
+    for x, training in itertools.product(inputs, (True, False)):
+        ours.train(training)
+        with torch.set_grad_enabled(training):
+            expected = dense(x)
+            for path in ("auto", "reconstruct", *(["factored"] if ours.is_compact else [])):
+                ours.path = path
+                y = ours(x)
+                assert y.stride() == expected.stride()
+                torch.testing.assert_close(y, expected)
+    ours.path = "auto"
+    assert ours.weight.stride() == ours.to_dense().weight.stride() == dense.weight.stride()
+    if ours.is_compact:
+        assert ours.expand().mu.stride() == dense.weight.stride()
+    ours.to(memory_format=torch.contiguous_format), dense.to(memory_format=torch.contiguous_format)
+    assert ours(inputs[0]).stride() == dense(inputs[0]).stride()
