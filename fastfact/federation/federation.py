@@ -572,6 +572,7 @@ class Federation(Local):
     ) -> None:
         """A round of some of its clients, whose states are in `work`."""
         round, exchange = done.round, self.exchange
+        exchange.measure(round, clients, work, done.ledger, self._x_of)
         if downloads is None and self.shared:
             exchange.first_download(round, clients, work, done.ledger)
         seconds, too_late, deadline = {}, {}, self.settings.get("deadline")
@@ -680,7 +681,7 @@ class Federation(Local):
         """What the server has of the last round. server_state: in place of a copy of the server's own."""
         server_state = dict(self.server_state) if server_state is None else server_state
         exchange = self.exchange
-        names = None if exchange.measured or exchange.keeps_start else self.uploaded
+        names = None if exchange.measured or exchange.keeps_start else [*self.uploaded, *exchange.once]
         state = self.states.read(self._shard.mine(self.reported.clients), names)
         start = None if not exchange.keeps_start else {name: state[START + name] for name in exchange.bounded}
         return exchange.uploads(self.reported, exchange.sent(state)[0], start, server_state, self._shard)
@@ -721,6 +722,8 @@ class Federation(Local):
         clients = list(self.here)
         downloads = self._downloads(self.round + 1, Round(0, Ledger(), dict(self.server_state), None))
         if downloads is not None:
+            if self.clients is not None:
+                self.exchange.measure(self.round + 1, clients, state, Ledger(), self._x_of)
             downloads.deliver(clients, state, lambda row, models: self._loss_of(clients[row], models))
         return downloads is not None
 

@@ -142,6 +142,12 @@ class Local:
         shape, dtype = sample
         self.initial = self._initial()
         """The state [1, …] every client starts from."""
+        encoder = train.Encoder(self.trainer, shape, getattr(torch, dtype))
+        zeros = torch.zeros(2, *shape, dtype=encoder.dtype, device=self.device)
+        once = self.trainer.found(self.initial, zeros, self.method.measure)
+        if clash := sorted(set(once) & set(self.initial)):
+            raise ValueError(f"{self.method.name}: key {clash[0]} has the name of a tensor of the client's state")
+        self.initial |= {name: torch.full_like(tensor, math.nan)[None] for name, tensor in once.items()}
         if self.schedule is not None:
             setup.check_sparsity(self.schedule, self.method, self.template, self.initial)
         self.exchange = Exchange(
@@ -149,10 +155,11 @@ class Local:
             self.infos,
             self.sparse,
             self.initial,
-            train.Encoder(self.trainer, shape, getattr(torch, dtype)),
+            encoder,
             self.settings["wire"],
             self.settings["seed"],
             **{name: self.settings.get(name, LATER.get(name)) for name in MIXED},
+            once=list(once),
         )
 
     def _initial(self) -> State:
@@ -247,6 +254,10 @@ class Local:
             raise ValueError(f"{self.method.name} mixes by samples, pass Federation.load(DIR, clients=)")
         return self.trainer.loss(state, self._data[client].held_out)
 
+    def _x_of(self, client: int) -> Tensor:
+        """The samples x [n, …] that a client trains on."""
+        return self._data[client].train[0]
+
     def _evaluate(self, round: int, clients: list[int], work: State) -> list[dict[str, float | None]]:
         """The accuracy and metrics of each client on its own test set, after the adaptation the strategy asks for (on a
         copy)."""
@@ -327,7 +338,9 @@ class Local:
                     level, "round %d: client %d is left out and keeps its previous state: %s", round, k, left_out[k]
                 )
                 for name, tensor in kept(k).items():
-                    work[name][row].copy_(tensor[0])
+                    # The server has what was uploaded once.
+                    if name not in self.exchange.once:
+                        work[name][row].copy_(tensor[0])
         measured, densities = self._evaluate(round, clients, work), analysis.densities(work, self.infos, self.sparse)
         before = [dict.fromkeys(one) for one in measured] if done.before is None else done.before
         return done, [

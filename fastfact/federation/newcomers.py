@@ -106,6 +106,7 @@ def _download(fed: Trained, round: int, places: list[int], work: State, ledger: 
     """Give the newcomers what `Strategy.mix` says. Returns the state of the server after it, which is thrown away."""
     if not fed.shared:
         return dict(fed.server_state)
+    fed.exchange.measure(round, places, work, ledger, lambda k: data[k - places[0]].train[0])
     uploads = fed.uploads()
     samples = [len(client.train[1]) for client in data]
     downloads = server_round(fed.exchange, uploads, round, ledger, lambda k: samples[k - places[0]])

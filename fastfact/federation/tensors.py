@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from fastfact import files
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""Normalisation layers."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ def describe(model: nn.Module, classifier: str | None = None) -> dict[str, Tenso
     paths: list[str] = []
     for path, module in model.named_modules():
         owned = list(module._parameters.values())
-        if not isinstance(module, _NORMS) and any(p is not None and p.dim() >= 2 for p in owned):
+        if not isinstance(module, NORMS) and any(p is not None and p.dim() >= 2 for p in owned):
             paths.append(path)
-        where[path] = (len(paths), isinstance(module, _NORMS))
+        where[path] = (len(paths), isinstance(module, NORMS))
     if classifier is not None and classifier not in paths:
         classifier = next((path for path in reversed(paths) if path.endswith(f".{classifier}")), classifier)
     last = paths[-1] if paths and classifier is None else classifier

@@ -16,6 +16,7 @@ from fastfact.federation.local import Local
 from fastfact.federation.server.exchange import Download
 from fastfact.federation.state import State, like_rows
 from fastfact.federation.storage.states import Codec
+from fastfact.federation.wire.ledger import Ledger
 from fastfact.flower.packet import Packet, RefusedError, table_of
 
 log = logging.getLogger("fastfact")
@@ -101,10 +102,16 @@ class Node(Local):
 
     def hello(self) -> Packet:
         """Who is here: the clients' numbers, how many samples each trains on, what a sample is, how many classes the
-        model has, and a digest of its tensors."""
+        model has, and a digest of its tensors; and what clients measure before their first round, if the method asks
+        for it."""
         samples = [len(self._data[k].train[1]) for k in self.numbers]
         facts = {"clients": self.numbers, "samples": samples, "sample": self._sample(), "classes": self.classes}
-        return Packet.of({"kind": "hello", "table": table_of(self.infos, self.sparse, self.frozen), **facts})
+        messages = []
+        if self.exchange.once:
+            measured = (self.exchange.measurement(self._x_of(k)) for k in self.numbers)
+            messages = [self.wire.encode(tensors) for tensors in measured]
+            facts["lengths"] = [len(message) for message in messages]
+        return Packet.of({"kind": "hello", "table": table_of(self.infos, self.sparse, self.frozen), **facts}, messages)
 
     def train(self, packet: Packet) -> Packet:
         """A round of the clients that the packet names. Their new states are in `records` when it returns.
@@ -134,6 +141,7 @@ class Node(Local):
             name: torch.cat([held[k][0][name] for k in clients], out=like_rows(tensor, len(clients)))
             for name, tensor in self.initial.items()
         }
+        self.exchange.measure(round, clients, work, Ledger(), self._x_of)
         for k in clients:
             self._warn_of_loss(round, k, held[k][1].get("round", 0), asked[k][0]["held"])
         masks = self._masks(facts)

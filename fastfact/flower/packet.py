@@ -3,7 +3,8 @@
 A packet to a node concerns all of its clients that take part in the round, and so does its answer.
 
 Facts of a "hello": of the server `config` (see `Server.config`); of the node `clients`, `samples`, `sample`, `classes`
-and `table` (see `Node.hello`).
+and `table` (see `Node.hello`), and the `lengths` of the messages in the body, one of each client, if the method has
+clients measure something before their first round.
 Facts of "train": `run` and `round`; of the server `config`, `first` (nothing was mixed: what comes is the initial
 model), `masks` (the channels that travel up) and of each client its number, the round it uploaded last in, the lengths
 of its messages in the body, and whose models they are if it is to choose; of the node, of each client its row of the

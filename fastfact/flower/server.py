@@ -134,6 +134,8 @@ class Server(Local):
         self.round, self.history, self.ledger = 0, History(), Ledger()
         self.held: dict[int, State] = {}
         """client → what it uploaded last."""
+        self.once: dict[int, State] = {}
+        """client → what it measured before its first round, if the method asks for it."""
         self.trained: dict[int, int] = {}
         """client → the round of that."""
         self.samples: dict[int, int] = {}
@@ -157,7 +159,7 @@ class Server(Local):
         setup.check_rule(self.exchange, self._taking_part(self.k))
         self.exchange.expected = self._taking_part(self.k)
         keyed = self.exchange.keyed(self.initial)
-        self.at_start = {name: keyed[name][0] for name in self.uploaded}
+        self.at_start = {name: keyed[name][0] for name in [*self.uploaded, *self.exchange.once]}
         """What every client has of what it uploads, before its first round."""
         if not self.round:
             everybody = {name: tensor.expand(self.k, *tensor.shape[1:]) for name, tensor in self.initial.items()}
@@ -199,8 +201,28 @@ class Server(Local):
         if self.sample not in (None, sample):
             raise RefusedError(f"has samples {sample}, other clients {self.sample}")
         self._prepare(sample)
+        once = self._measured(packet, clients) if self.exchange.once else {}
+        self.once |= once
         self.samples |= dict(zip(clients, samples, strict=True))
         return clients
+
+    def _measured(self, packet: Packet, clients: list[int]) -> dict[int, State]:
+        """What the clients of a node have measured. Raises RefusedError for what does not fit."""
+        names = set(self.exchange.once)
+        try:
+            lengths = [[int(length)] for length in packet.facts["lengths"]]
+            found = [self.wire.decode(message) for (message,) in packet.messages(lengths)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RefusedError(f"its answer is incomplete: {', '.join(sorted(names))} ({error!r})") from error
+        if len(found) != len(clients) or any(set(tensors) != names for tensors in found):
+            raise RefusedError(f"does not say {', '.join(sorted(names))} of each of its clients")
+        for k, tensors in zip(clients, found, strict=True):
+            if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+                raise RefusedError(f"client {k}: {bad[0]} has NaN or inf")
+        return {
+            k: {name: tensor.to(self.device) for name, tensor in tensors.items()}
+            for k, tensors in zip(clients, found, strict=True)
+        }
 
     def select(self, round: int) -> list[int]:
         """The clients that take part in a round, ascending; the same as in a simulation."""
@@ -267,7 +289,7 @@ class Server(Local):
         return held | {name: tensor[0] for name, tensor in changed.items() if name in held}
 
     def _held(self, client: int) -> State:
-        return self.held.get(client, self.at_start)
+        return self.at_start | self.held.get(client, {}) | self.once.get(client, {})
 
     def _stacked(self, clients: Sequence[int], of: Callable[[int], State]) -> State:
         states = [of(k) for k in clients]
@@ -365,6 +387,10 @@ class Server(Local):
             self.method.answered(answers, made.server_state)
             for k, (_, answer) in answers.items():
                 made.ledger.add(round, "up", [k], reply(answer.numel()))
+        before = {row["client"] for row in self.history} if self.exchange.once else set()
+        if new := [k for k in uploads if k in self.once and k not in before]:
+            once = self._stacked(new, self.once.__getitem__)
+            made.ledger.add(round, "up", new, self.wire.roundtrip(once, list(once))[1])
         if sent:
             together = {name: torch.stack([state[name] for state in sent.values()]) for name in self.uploaded}
             made.ledger.add(round, "up", list(sent), self.wire.roundtrip(together, self.uploaded, made.masks)[1])
@@ -416,7 +442,7 @@ class Server(Local):
         disk.rows.append(rows, sync=True)
         disk.ledger.append(ledger.rows(), sync=True)
         tensors = {f"memory/{name}": tensor for name, tensor in self.server_state.items()}
-        for kind, states in (("held", self.held), ("started", self.started)):
+        for kind, states in (("held", self.held), ("started", self.started), ("once", self.once)):
             tensors |= {f"{kind}/{k}/{name}": x for k, state in states.items() for name, x in state.items()}
         about = {
             "run": self.run,
@@ -431,7 +457,7 @@ class Server(Local):
 
     def _load(self, out: Path, run: str | None) -> None:
         path = out / SAVED
-        tensors, metadata = run_directory.load_tensors(path, {}, also=("memory/", "held/", "started/"))
+        tensors, metadata = run_directory.load_tensors(path, {}, also=("memory/", "held/", "started/", "once/"))
         try:
             about = json.loads(metadata["server"])
             there, here = about["config"], json.loads(json.dumps(self.config()))
@@ -454,9 +480,8 @@ class Server(Local):
                     self.server_state[rest] = tensor.to(self.device)
                 else:
                     k, _, rest = rest.partition("/")
-                    (self.held if kind == "held" else self.started).setdefault(int(k), {})[rest] = tensor.to(
-                        self.device
-                    )
+                    kinds = {"held": self.held, "started": self.started, "once": self.once}
+                    kinds[kind].setdefault(int(k), {})[rest] = tensor.to(self.device)
         except RunDirectoryError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
+from fastfact.federation.client import batchnorm as statistics
+from fastfact.federation.client.phase import Net
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import mixing
 from fastfact.federation.server.strategy import Strategy, Uploads
@@ -14,7 +16,10 @@ from fastfact.federation.state import State, generator_for
 from fastfact.federation.tensors import TensorInfo
 
 MATCHING = ("best", "random", "worst")
-MATCH_ON = ("v", "encoding", "inputs")
+MOMENTS = "initial-statistics"
+MATCH_ON = ("v", "encoding", "inputs", MOMENTS)
+GROUPED = ("inputs", MOMENTS)
+"""The keys by which clients form groups."""
 SKETCH, KEY = "sketch", "encoding"
 
 
@@ -34,6 +39,14 @@ class Matched(Strategy):
     key sees what images look like and nothing of the labels, and is 2 C numbers (16 to 128 for usual networks) on the
     wire, which tell brightness and contrast of a client's images as the first layer sees them. Too short for a sketch;
     K² numbers at the server.
+    "initial-statistics": mean and standard deviation of each channel that every normalisation layer of the *initial*
+    network gets to see of a client's training samples (`statistics.moments`). All clients start from that network, so
+    that nothing but their data tells these apart; groups and downloads are as with "inputs". Each client runs its
+    samples through it once, before its first download, and uploads 2 Σ C numbers then (a few hundred to a few thousand)
+    and never again; the server keeps them (`Uploads.server_state`), so that groups are of all clients that ever took
+    part, and one that comes late or after training (`Federation.join`) downloads its group's FedAvg at once. No labels
+    are used, but what the samples of a client are does show: these are averages of random features, from which one can
+    tell which data it is like, how similar two clients are, and of few samples roughly their mean. The package's own.
 
     tau in [−1, 1]. matching: "best" is this rule; "random" and "worst" are the ablations: each round `matches` other
     clients, drawn anew or those with the least σ_ki, in place of the matched ones. The papers do not say how these are
@@ -79,7 +92,7 @@ class Matched(Strategy):
         """Where all match all and count alike, whatever their keys."""
         alike = (
             self.matching == "best"
-            and self.match_on != "inputs"
+            and self.match_on not in GROUPED
             and self.scale == 0
             and self.tau == -1
             and self.max_weight == 1
@@ -94,10 +107,13 @@ class Matched(Strategy):
         self._require("matches", self.matches >= 1, "must be an integer of at least 1")
         self._require("max_weight", 0 < self.max_weight <= 1, "must be above 0 and at most 1")
         self._require("sketch", self.sketch >= 0, "must be an integer of at least 0 (0: no sketch)")
-        self._require("sketch", not self.sketch or self.match_on != "inputs", "must be 0 with match_on='inputs'")
+        grouped = self.match_on in GROUPED
+        self._require("sketch", not (self.sketch and grouped), f"must be 0 with match_on={self.match_on!r}")
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
-        by = self.match_on
+        by, self._keys = self.match_on, list[str]()
+        if by == MOMENTS:
+            return
         if by == "encoding":
             if not any(info.classifier for info in infos.values()):
                 raise ValueError(f"{self.name}: the model has no layer with a weight that could be its classifier")
@@ -123,8 +139,7 @@ class Matched(Strategy):
         return self.match_on == "v" and bool(self.sketch) and self.sketches_at_client
 
     def compares(self, info: TensorInfo) -> bool:
-        computed = self.match_on == "encoding" or self._sketches_v
-        return not computed and not self.constant_mixing and info.name in self._keys
+        return not self._sketches_v and not self.constant_mixing and info.name in self._keys
 
     def key(self, state: State, encoder: Encoder) -> State:
         if self.constant_mixing:
@@ -134,6 +149,18 @@ class Matched(Strategy):
         if self._sketches_v:
             return {SKETCH: self.sketched(torch.cat([state[name].flatten(1) for name in self._keys], dim=1))}
         return {}
+
+    def measure(self, net: Net, x: Tensor) -> State:
+        if self.match_on != MOMENTS:
+            return {}
+        found = statistics.moments(net, x)
+        allowed = "must be v or encoding for a model without a normalisation layer of torch.nn"
+        self._require("match_on", found.numel() > 0, allowed)
+        return {MOMENTS: found}
+
+    def server_state(self, state: State) -> State:
+        known = super().server_state(state)
+        return known | {MOMENTS: state[MOMENTS].clone()} if self.match_on == MOMENTS else known
 
     def _criteria(self, encoder: Encoder) -> Tensor:
         """The inputs [n, …] that encodings are of, the same for all clients and rounds."""
@@ -150,6 +177,8 @@ class Matched(Strategy):
 
     def similarity(self, keys: Tensor, first: int | None = None) -> Tensor:
         """σ of the clients with these keys [m, d], float64 [m, m]; a cosine of the first ones only, [first, m]."""
+        if self.match_on == MOMENTS:
+            return mixing.proximity(keys)
         if self.match_on == "inputs":
             mean, variance = keys.chunk(2, dim=1)
             return mixing.proximity(torch.cat([mean, variance.clamp(min=0).sqrt()], dim=1))
@@ -159,7 +188,7 @@ class Matched(Strategy):
     def matrix(self, similarity: Tensor, clients: list[int], samples: list[int], uploads: Uploads) -> Tensor:
         """The mixing weights [k, m] of `clients`, which are also the first k columns of `similarity` [k or m, m];
         samples: of all m."""
-        if self.matching == "best" and self.match_on == "inputs":
+        if self.matching == "best" and self.match_on in GROUPED:
             group = mixing.groups(similarity)
             weights = (group[: len(clients), None] == group) * torch.tensor(samples, dtype=torch.float64)
             weights = (weights / weights.sum(1, keepdim=True)).to(similarity.device)
@@ -169,10 +198,37 @@ class Matched(Strategy):
             draws = [generator_for(uploads.seed, uploads.round, k, "matching") for k in clients]
             chosen = mixing.choose(similarity[: len(clients)], self.matching, self.matches, draws).double()
             weights = chosen / chosen.sum(1, keepdim=True)
+        return self._bounded(weights)
+
+    def _bounded(self, weights: Tensor) -> Tensor:
+        """No more than `max_weight` of another; column k is client k's own."""
         if self.max_weight < 1:
             weights = weights.clamp(max=self.max_weight)
             weights.diagonal().add_(1 - weights.sum(1))
         return weights
+
+    def _by_groups(self, uploads: Uploads, guests: Uploads | None) -> Tensor:
+        """The mixing weights by groups of all clients whose moments are known. Of a guest its own model, which may be
+        of long ago or the initial one, has a weight where nobody of its group has reported."""
+        known, clients = uploads.server_state[MOMENTS].clone(), torch.tensor(uploads.clients)
+        known[clients] = uploads.state[MOMENTS]
+        samples = torch.tensor(uploads.samples, dtype=torch.float64)
+        if guests is None:
+            uploads.server_state[MOMENTS] = known
+            group = _groups(known)[clients]
+            weights = (group[:, None] == group) * samples
+            return self._bounded(weights / weights.sum(1, keepdim=True)).to(known.device)
+        rows, group = [], _groups(known)
+        for client, own in zip(guests.clients, guests.state[MOMENTS], strict=True):
+            if client < len(known) and not known[client].isnan().any():
+                weights = (group[clients] == group[client]) * samples
+            else:
+                with_it = _groups(torch.cat([known, own[None]]))
+                weights = (with_it[clients] == with_it[-1]) * samples
+            alone = torch.tensor([0.0 if weights.any() else 1.0], dtype=torch.float64)
+            weights = torch.cat([alone, weights])[None]
+            rows.append(self._bounded(weights / weights.sum()))
+        return torch.cat(rows).to(known.device)
 
     def sketched(self, key: Tensor) -> Tensor:
         """What stands for keys [k, d]: their sketches int8 [k, m]; the keys themselves if sketches are not asked for or
@@ -188,6 +244,8 @@ class Matched(Strategy):
     def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
         if self.constant_mixing:
             return mixing.fedavg_matrix([1] * len(uploads.clients), rows=len((guests or uploads).clients))
+        if self.match_on == MOMENTS and self.matching == "best":
+            return self._by_groups(uploads, guests)
         keys, samples = uploads.key(), uploads.samples
         if guests is None:
             return self.matrix(self.similarity(keys), uploads.clients, samples, uploads)
@@ -199,7 +257,7 @@ class Matched(Strategy):
         return torch.cat(rows)
 
     def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
-        streams = self.matching == "best" and self.match_on != "inputs" and self.max_weight == 1
+        streams = self.matching == "best" and self.match_on not in GROUPED and self.max_weight == 1
         if self.constant_mixing or uploads.rule != "mean" or not streams:
             return super().mix(uploads, names, guests)
         keys, stacked = uploads.key(), {name: uploads.state[name] for name in names}
@@ -211,6 +269,14 @@ class Matched(Strategy):
             stacked = {name: torch.cat([guests.state[name], tensor]) for name, tensor in stacked.items()}
             valid = torch.arange(n + m, device=keys.device) >= n
         return mixing.similarity_mix(self.sketched(keys), stacked, self.scale, self.tau, self.least, valid, rows)
+
+
+def _groups(known: Tensor) -> Tensor:
+    """Which group each client is in, int64 [K], by its moments [K, 2, C]; clients of NaN, not known, are alone."""
+    there = ~known.flatten(1).isnan().any(1).cpu()
+    group = -1 - torch.arange(len(known))
+    group[there] = mixing.groups(mixing.proximity(known[there.to(known.device)].flatten(1)))
+    return group
 
 
 @dataclass(kw_only=True)

@@ -149,6 +149,48 @@ def test_clients_that_miss_rounds_get_what_guests_get(method):
     assert len(machines.server.history) == len(fed.history) == 8
 
 
+@pytest.mark.parametrize("wire", ["exact", "int8"])
+def test_what_clients_measure_before_their_first_round_comes_when_they_are_greeted(tmp_path, wire):
+    """As in the loop, where it is uploaded in a client's first round, those that come late included."""
+    data = make_clients(SHAPE, SIZES)
+    data[1:3] = [ff.Client(*((3 - 2 * x, y) for x, y in (one.train, one.test))) for one in data[1:3]]
+    settings = {"match_on": "initial-statistics", "init": "svd"}
+    options = {"settings": settings, "data": data, "participation": 0.75, "wire": wire}
+    fed, machines = loop("factorized-fl-beta", **options), Machines("factorized-fl-beta", **options)
+    (key,) = fed.exchange.once
+    greeting = sum(len(node.hello().body) for node in machines.nodes)
+    machines.start(tmp_path)
+    fed.fit(4)
+    machines.fit(2)
+    machines.server.close()
+    run = machines.server.run
+    machines.start(tmp_path)
+    assert machines.server.run == run and machines.server.round == 2 and len(machines.server.once) == 4
+    for r in (3, 4):
+        machines.round(r)
+    check_same(fed, machines)
+    torch.testing.assert_close(machines.server.server_state[key], fed.server_state[key], equal_nan=True)
+    assert {len(row["clients"]) for row in fed.ledger.rows() if key in row["bytes"]} == {3, 1}
+    assert machines.server.ledger.by_name("up") == fed.ledger.by_name("up")
+    assert machines.bytes["up"] + greeting == fed.ledger.up
+
+
+def test_what_clients_measure_is_looked_at():
+    machines = Machines("factorized-fl-beta", settings={"match_on": "initial-statistics"})
+    node, server = machines.nodes[0], machines.server
+    good = node.hello()
+    bad = server.wire.encode({"initial-statistics": torch.full((2, 9), torch.nan)})
+    size = good.facts["lengths"][0]
+    for error, packet in {
+        "its answer is incomplete: initial-statistics": Packet({**good.facts, "lengths": None}, good.body),
+        "does not say initial-statistics of each": Packet({**good.facts, "lengths": [size]}, good.body[:size]),
+        "its messages have": Packet(good.facts, good.body[:-1]),
+        "client 2: initial-statistics has NaN or inf": Packet(good.facts, good.body[:size] + bad),
+    }.items():
+        with pytest.raises(RefusedError, match=error):
+            server.welcome(packet)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,7 +8,10 @@ from paper_loop import EPOCHS, LR, MOMENTUM, SIZES, check, clients, features, fe
 from torch import nn
 
 import fastfact as ff
+from fastfact.federation.analysis import separation
+from fastfact.federation.client.phase import Phase
 from fastfact.federation.state import generator_for
+from fastfact.methods.matching import MOMENTS
 
 
 def factorized(state, layer):
@@ -250,8 +253,189 @@ def test_matching_on_inputs_needs_running_statistics_and_no_sketch():
         federation(ff.methods.SimFed(match_on="inputs"), model=plain)
     with pytest.raises(ValueError, match=r"sketch=8\): must be 0 with match_on='inputs'"):
         ff.methods.FactorizedFLBeta(match_on="inputs", sketch=8)
-    with pytest.raises(ValueError, match=r"match_on='x'\): must be one of v, encoding, inputs"):
+    with pytest.raises(ValueError, match=r"match_on='x'\): must be one of v, encoding, inputs, initial-statistics"):
         ff.methods.FactorizedFLBeta(match_on="x")
+
+
+def by_moments(name="factorized-fl-beta", data=None, **options):
+    options = {"cohort": 1, "epochs": 1} | options
+    return federation(ff.methods.make(name, match_on=MOMENTS), data=domains() if data is None else data, **options)
+
+
+def moments_by_hand(fed, client):
+    """What the norm of `Net` gets to see at the initial model: means, then deviations, in plain floats."""
+    start = {name: tensor[0] for name, tensor in fed.initial.items()}
+    weight = factorized(start, "first") if "first.u" in start else start["first.weight"]
+    rows = (client.train[0] @ weight.T + start["first.bias"]).T.tolist()
+    means = [sum(row) / len(row) for row in rows]
+    return [
+        means,
+        [math.sqrt(sum((x - m) ** 2 for x in row) / len(row)) for row, m in zip(rows, means, strict=True)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("factorized-fl-alpha", {}),
+        ("factorized-fl-beta", {"wire": "int8"}),
+        ("factorized-fl-beta", {"store_values": "bfloat16", "cohort": 4}),
+        ("simfed", {"cohort": "threads"}),
+    ],
+)
+def test_statistics_of_the_initial_network_tell_groups_apart(name, options):
+    """Hand-made groups are found, with half of the clients in a round, of all clients that have been there; each
+    measures once, in its first round, and the key is what a loop gives."""
+    fed = by_moments(name, participation=0.5, **options)
+    assert fed.key_names == [MOMENTS] and MOMENTS not in fed.uploaded
+    message = len(fed.wire.encode({MOMENTS: torch.zeros(2, 8)}))
+    there: set[int] = set()
+    for r in range(1, 5):
+        new = set(fed.select(r)) - there
+        there |= new
+        fed.fit(1)
+        first = [entry for entry in fed.ledger.entries if entry.round == r and MOMENTS in entry.sizes.bytes]
+        sizes = [sum(size[row] for size in entry.sizes.bytes.values()) for entry in first for row in range(len(new))]
+        assert [entry.clients for entry in first] == ([sorted(new)] if new else [])
+        assert sizes == [message] * len(new) and all(entry.direction == "up" for entry in first)
+        uploads = fed.uploads()
+        own = torch.tensor([GROUPS[k] for k in uploads.clients])
+        expected = (own[:, None] == own) * torch.tensor(uploads.samples, dtype=torch.float64)
+        torch.testing.assert_close(fed.method.weights(uploads), expected / expected.sum(1, keepdim=True))
+    assert len(there) > 6
+    keys = fed.states.load(sorted(there))[MOMENTS]
+    wanted = torch.tensor([moments_by_hand(fed, fed.clients[k]) for k in sorted(there)])
+    torch.testing.assert_close(keys, wanted, rtol=1e-5, atol=1e-6)
+    similarity = fed.method.similarity(keys.flatten(1))
+    assert separation(similarity, [GROUPS[k] for k in sorted(there)]) == {"auc": 1.0, "nearest": 1.0}
+    absent = sorted(set(range(10)) - there)
+    assert fed.states.load(absent)[MOMENTS].isnan().all() if absent else True
+
+
+def test_a_client_that_comes_late_downloads_the_fedavg_of_its_group():
+    fed = by_moments(participation=0.5)
+    fed.fit(1)
+    r = next(r for r in range(2, 9) if set(fed.select(r)) - set(fed.select(1)))
+    assert r == 2
+    before = {name: tensor.clone() for name, tensor in fed.states.state.items()}
+    late = [k for k in fed.select(2) if k not in fed.select(1)]
+    reported = fed.reported.clients
+    mixed = fed.mixed()
+    for k in late:
+        near = [i for i in reported if GROUPS[i] == GROUPS[k]]
+        model = dict(mixed[k].named_parameters())
+        for name in fed.shared:
+            want = before[name][near].mean(0) if near else before[name][k]
+            torch.testing.assert_close(model[name].detach(), want, rtol=1e-9, atol=1e-12)
+    # Looking does not count as having come.
+    assert fed.states.load(late)[MOMENTS].isnan().all()
+
+
+def test_newcomers_get_the_neighbours_of_their_group():
+    fed = by_moments(data=domains(0, 8))
+    fed.fit(2)
+    new = domains()[8:]
+    found = fed.join(new, "download")
+    states = fed.states.state
+    for model, group in zip(found.models, GROUPS[8:], strict=True):
+        near = [k for k in range(8) if GROUPS[k] == group]
+        for name in fed.shared:
+            torch.testing.assert_close(
+                dict(model.named_parameters())[name].detach(), states[name][near].mean(0), rtol=1e-9, atol=1e-12
+            )
+    assert found.bytes_up == [len(fed.wire.encode({MOMENTS: torch.zeros(2, 8)}))] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"store": "clients"}], ids=["memory", "store"])
+def test_a_resumed_run_matches_as_one_that_was_not_interrupted(tmp_path, options):
+    if "store" in options:
+        options = {"store": str(tmp_path / "clients")}
+    whole = by_moments(participation=0.5)
+    whole.fit(4)
+    fed = by_moments(participation=0.5, **options)
+    fed.fit(2, out=tmp_path / "run")
+    if options:
+        fed.states.close()
+    again = ff.Federation.load(tmp_path / "run", net, domains())
+    again.fit(2)
+    for name, tensor in whole.states.load(range(10)).items():
+        assert torch.equal(tensor.nan_to_num(-7), again.states.load(range(10))[name].nan_to_num(-7)), name
+    assert again.ledger.rows() == whole.ledger.rows()
+    if options:
+        again.states.close()
+
+
+def test_cohorts_measure_what_a_loop_measures():
+    one, many = by_moments(participation=0.5), by_moments(participation=0.5, cohort=3)
+    for fed in (one, many):
+        fed.fit(3)
+    assert torch.equal(*(fed.states.load([*one.select(1)])[MOMENTS] for fed in (one, many)))
+    assert one.ledger.rows() == many.ledger.rows()
+    for name, tensor in one.states.state.items():
+        torch.testing.assert_close(many.states.state[name], tensor, rtol=1e-7, atol=1e-9, equal_nan=True)
+
+
+def test_a_client_that_is_left_out_has_measured():
+    data = domains()
+
+    class Breaks(ff.methods.FactorizedFLBeta):
+        def phases(self, epochs):
+            def loss(net, x, y):
+                value = net.loss(x, y)
+                return value + value * torch.where((x == broken).all(), torch.nan, 0.0)
+
+            return [Phase(epochs, loss=loss)]
+
+    broken = data[3].train[0][:1]
+    fed = federation(Breaks(match_on=MOMENTS), data=[*data[:3], repeated(data[3]), *data[4:]], cohort=1)
+    fed.fit(2)
+    assert [row["client"] for row in fed.history if row["left_out"]] == [3, 3]
+    assert [entry.clients for entry in fed.ledger.entries if MOMENTS in entry.sizes.bytes] == [list(range(10))]
+    for name, tensor in fed.states.load([3]).items():
+        assert torch.equal(tensor, fed.initial[name]) == (name != MOMENTS)
+
+
+def repeated(client):
+    """A client of its first sample alone, many times."""
+    x, y = client.train
+    return ff.Client(train=(x[:1].expand_as(x).clone(), y), test=client.test)
+
+
+def test_groups_keep_to_max_weight_and_unknown_clients_to_themselves():
+    fed = federation(ff.methods.FactorizedFLBeta(match_on=MOMENTS, max_weight=0.1), data=domains(), cohort=1)
+    fed.fit(1)
+    weights = fed.method.weights(fed.uploads())
+    for k, row in enumerate(weights):
+        others = [i for i in range(10) if GROUPS[i] == GROUPS[k] and i != k]
+        assert row[others].tolist() == pytest.approx([0.1] * len(others))
+        assert float(row[k]) == pytest.approx(1 - 0.1 * len(others))
+    uploads = fed.uploads()
+    unknown = {name: tensor[:1].clone() for name, tensor in uploads.state.items()}
+    unknown[MOMENTS][:] = torch.nan
+    visit = type(uploads)(2, [99], [24], [0.0], state=unknown, keys=fed.key_names, seed=0)
+    assert fed.method.weights(uploads, visit).tolist() == [[1.0] + [0.0] * 10]
+
+
+def test_matching_on_statistics_needs_a_normalisation_layer_and_no_sketch():
+    plain = lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()  # noqa: E731
+    message = r"match_on='initial-statistics'\): must be v or encoding for a model without a normalisation layer"
+    with pytest.raises(ValueError, match=message):
+        federation(ff.methods.SimFed(match_on=MOMENTS), model=plain)
+    with pytest.raises(ValueError, match=r"sketch=8\): must be 0 with match_on='initial-statistics'"):
+        ff.methods.FactorizedFLBeta(match_on=MOMENTS, sketch=8)
+
+
+def test_statistics_of_a_model_whose_normalisation_is_frozen():
+    """Under adapters the normalisation layers are no part of a client's state."""
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 5), nn.Linear(5, 3)).double()
+
+    fed = federation(ff.methods.MatchedLoRA(match_on=MOMENTS, rank=2), model=model, data=domains(), cohort=1)
+    fed.fit(1)
+    own = torch.tensor(GROUPS)
+    assert torch.equal(fed.mixing_matrix() > 0, own[:, None] == own)
 
 
 @pytest.mark.parametrize(("method", "key"), [("FactorizedFLBeta", "encoding"), ("SimFed", "v")])

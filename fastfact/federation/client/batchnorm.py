@@ -1,9 +1,12 @@
-"""Batch-norm statistics of a model as it stands."""
+"""What the normalisation layers of a model as it stands get to see."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fastfact.federation.client.data import batches
+from fastfact.federation.tensors import NORMS
 
 BATCH = 1024
 
@@ -37,3 +40,41 @@ def recalibrate(net: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         for handle in handles:
             handle.remove()
     return {name: total / len(x) for name, total in sums.items()}
+
+
+def moments(net: Any, x: Tensor) -> Tensor:
+    """Mean and standard deviation of each channel that the normalisation layers get to see of x [n, …], over samples
+    and places, layer after layer: float32 [2, channels of all of them], none for a model without such a layer.
+
+    Batch- and instance-norm normalise by what they see, as in training, in batches of at most 1,024 samples; all else
+    is in eval mode. Channels are the axis after the samples, of layer- and RMS-norm the first that they normalise.
+    """
+    found: dict[str, tuple[int, Tensor]] = {}
+    handles = []
+    for path, module in net.model.named_modules():
+        module.training = isinstance(module, nn.modules.batchnorm._NormBase)
+        if isinstance(module, NORMS):
+
+            def see(module, inputs, path=path):
+                seen, shape = inputs[0], getattr(module, "normalized_shape", None)
+                channels = 1 if shape is None else seen.dim() - len(shape)
+                axes = [axis for axis in range(seen.dim()) if axis != channels]
+                variance, mean = torch.var_mean(seen.float(), axes, correction=0)
+                mean, n = mean.double(), seen.numel() // seen.shape[channels]
+                # Those of several batches add up.
+                sums = torch.stack([mean, variance + mean.square()]) * n
+                number, total = found.get(path, (0, torch.zeros_like(sums)))
+                found[path] = number + n, total + sums
+
+            handles.append(module.register_forward_pre_hook(see))
+    try:
+        for begin, end in batches(len(x), BATCH):
+            net(x[begin:end])
+    finally:
+        net.model.eval()
+        for handle in handles:
+            handle.remove()
+    if not found:
+        return torch.zeros(2, 0, device=x.device)
+    mean, square = torch.cat([total / number for number, total in found.values()], dim=1)
+    return torch.stack([mean, (square - mean.square()).clamp(min=0).sqrt()]).float()

@@ -234,6 +234,16 @@ class Trainer:
         return order
 
     @torch.no_grad()
+    def found(self, state: State, x: Tensor, of: Callable[[Net, Tensor], State]) -> State:
+        """What `Strategy.measure` finds out about the samples x [n, …] with the model of the first row of `state`, of
+        which it gets a copy, in eval mode."""
+        tensors = {name: state[name][0].clone() for name in self.tensors}
+        params = {name: tensors.pop(name) for name in self.params}
+        self.model.eval()
+        with seeded(self.settings.seed, 0, 0, "measure", self.device):
+            return of(Net(self.model, params, {}, tensors, self.settings.task), x)
+
+    @torch.no_grad()
     def loss(self, state: State, data: Samples) -> Tensor:
         """The mean loss of each row of `state` on the same samples, in eval mode: float64 on the CPU."""
         self.model.eval()

@@ -24,8 +24,9 @@ class Exchange:
     """What a method sends of a model's tensors, up and down. Both sides have one, made from the same arguments.
 
     shared: the names that are uploaded, mixed and downloaded. keys: those that similarity is measured on; `measured`
-    are the ones among them that are computed (`Strategy.key`). uploaded: all that go up. sparse: the μ. initial: the
-    state of one client at the start [1, …].
+    are the ones among them that are computed (`Strategy.key`), `once` those that a client measures and uploads before
+    its first round (`Strategy.measure`). uploaded: all else that goes up. sparse: the μ. initial: the state of one
+    client at the start [1, …].
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Exchange:
         max_norm: float | str | None = None,
         noise: float = 0.0,
         buffer: int = 0,
+        once: Sequence[str] = (),
     ):
         self.method, self.infos, self.sparse, self.encoder, self.seed = method, infos, sparse, encoder, seed
         self.rule, self.hostile, self.clip, self.max_norm, self.noise = rule, hostile, clip, max_norm, noise
@@ -62,17 +64,44 @@ class Exchange:
             name: TensorInfo(name, tuple(key.shape[1:]), key.dtype, role=name, layer=0, layers=0)
             for name, key in keys.items()
         }
-        if clash := sorted(set(self.measured) & set(infos)):
+        if clash := sorted({*self.measured, *once} & set(infos)):
             raise ValueError(f"{method.name}: key {clash[0]} has the name of a tensor of the model")
-        self.keys += self.measured
+        self.once = {
+            name: TensorInfo(name, tuple(initial[name].shape[1:]), initial[name].dtype, role=name, layer=0, layers=0)
+            for name in once
+        }
+        self.initial = initial
+        self.keys += [*self.measured, *self.once]
         self.uploaded += self.measured
         padded = [name for name in self.shared if method.pads(infos[name])]
-        self.wire = Wire(infos | self.measured, values, [*sparse, *padded])
+        self.wire = Wire(infos | self.measured | self.once, values, [*sparse, *padded])
 
     def channel_masks(self, direction: str, server_state: State) -> State:
         """`Strategy.channel_masks` on the model's device."""
         masks = self.method.channel_masks(direction, server_state)
         return {name: mask.to(self.device) for name, mask in masks.items()}
+
+    def measure(
+        self, round: int, clients: Sequence[int], work: State, ledger: Ledger, samples: Callable[[int], Tensor]
+    ) -> None:
+        """Those of the clients, whose states are `work` [len(clients), …], that come for the first time measure what
+        `Strategy.measure` asks of their `samples` and upload it, before they download."""
+        new = self.unmeasured(work)
+        for row in new:
+            for name, tensor in self.measurement(samples(clients[row])).items():
+                work[name][row] = tensor
+        if new:
+            sizes = self.wire.roundtrip({name: work[name][new] for name in self.once}, list(self.once))[1]
+            ledger.add(round, "up", [clients[row] for row in new], sizes)
+
+    def measurement(self, x: Tensor) -> State:
+        """What a client measures of its samples x [n, …], without client axis."""
+        return self.encoder.trainer.found(self.initial, x, self.method.measure)
+
+    def unmeasured(self, state: State) -> list[int]:
+        """The rows of `state` whose clients have not measured yet."""
+        missing = [state[name].flatten(1).isnan().any(1) for name in self.once]
+        return torch.stack(missing).any(0).nonzero().flatten().tolist() if missing else []
 
     def keyed(self, state: State) -> State:
         """The clients' tensors [k, …] and the keys computed from them."""
@@ -121,8 +150,10 @@ class Exchange:
         ledger.add(round, "down", clients, self.wire.roundtrip(work, self.shared)[1])
 
     def sent(self, state: State) -> tuple[State, Sizes]:
-        """What arrives at the server of the clients' states [k, …], if they upload all of it, and the sizes."""
-        return self.wire.roundtrip(self.keyed(state), self.uploaded)
+        """What the server has of the clients' states [k, …], if they upload all of it, and the sizes of that without
+        what is uploaded once."""
+        sent, sizes = self.wire.roundtrip(self.keyed(state), self.uploaded)
+        return sent | self.wire.roundtrip(state, list(self.once))[0], sizes
 
     def receive(self, download: "Download", work: State, loss: "Loss") -> Tensor | None:
         """Put a download into its rows of `work` [k, …] where the strategy says, in place. Returns what the client
@@ -357,7 +388,7 @@ class Downloads:
             seed=exchange.seed,
         )
         mixed = exchange.method.mix(uploads, exchange.shared, guests)
-        if exchange.keys and exchange.method.newcomers_upload:
+        if set(exchange.keys) - set(exchange.once) and exchange.method.newcomers_upload:
             self.ledger.add(self.round, "up", clients, sizes)
         return self._sent(clients, mixed)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastfact import plugins
 from fastfact.federation.client import batchnorm as statistics
-from fastfact.federation.client.phase import Phase
+from fastfact.federation.client.phase import Net, Phase
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import mixing, robust
 from fastfact.federation.server.privacy import Noise
@@ -123,10 +123,10 @@ class Strategy:
     """Base of the methods; as it stands it is FedAvg (McMahan et al., 2017, Algorithm 1).
 
     A method answers: `spec` (the parameterization) · `shares` (which tensors are uploaded, mixed and downloaded) ·
-    `compares` and `key` (what similarity is measured on; uploaded, not downloaded unless shared) · `phases` (local
-    training) · `weights` (the mixing matrix) · `mix`, `first`, `channel_masks`, `pads`, `stacks`, `receive`, `extra`,
-    `server_state` for methods whose mixing, download, client or server state is not the usual · `offer`, `merge`,
-    `answered` where clients mix.
+    `compares`, `key` and `measure` (what similarity is measured on; uploaded, not downloaded unless shared) ·
+    `phases` (local training) · `weights` (the mixing matrix) · `mix`, `first`, `channel_masks`, `pads`, `stacks`,
+    `receive`, `extra`, `server_state` for methods whose mixing, download, client or server state is not the usual ·
+    `offer`, `merge`, `answered` where clients mix.
 
     Guests are clients that download without having reported in the last round: they missed it, or are new.
 
@@ -245,6 +245,16 @@ class Strategy:
 
         state [k, …]: the clients' tensors after their training, with `extra`; nothing else may decide the result, for
         it is computed again when the server needs it. Called once with the initial model to learn names and shapes.
+        """
+        return {}
+
+    def measure(self, net: Net, x: Tensor) -> State:
+        """What a client finds out about its training samples x [n, …], once, before its first download, with the
+        initial model `net` in eval mode: named tensors without client axis, finite floating-point numbers.
+
+        They are uploaded at once and never again, a part of the key, and stay with the client's state, where they are
+        NaN until then. Called once with two samples of zeros to learn names and shapes. Raises ValueError for a model
+        it cannot be done with.
         """
         return {}
 

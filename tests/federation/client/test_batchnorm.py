@@ -52,3 +52,70 @@ def test_the_statistics_of_several_batches_and_of_models_without_any(make, monke
     without = make(method=ff.methods.FedAvg(recalibrate=True))
     without.fit(1)
     assert len(without.history) == 3
+
+
+class EveryNorm(nn.Module):
+    """Normalisation layers of all kinds, one of them twice, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.batch = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.drop, self.group, self.instance = nn.Dropout(0.5), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)
+        self.layer, self.linear, self.rms = nn.LayerNorm(16), nn.Linear(16, 5), nn.RMSNorm(5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = self.drop(self.batch(self.conv(x)).relu())
+        x = self.instance(self.group(x))
+        x = self.layer(x.flatten(2)).relu()
+        return self.head(self.rms(self.rms(self.linear(x)).cos()).mean(1))
+
+
+def by_hand(x, axis):
+    """Mean and deviation of each channel, number by number, in float64."""
+    rows = x.double().transpose(0, axis).flatten(1).tolist()
+    means = [sum(row) / len(row) for row in rows]
+    squares = [sum((value - mean) ** 2 for value in row) / len(row) for row, mean in zip(rows, means, strict=True)]
+    return means, [square**0.5 for square in squares]
+
+
+def test_moments_of_what_every_normalisation_layer_gets_to_see(monkeypatch):
+    """Against loops over the inputs of each layer, of a model that normalises each batch by itself."""
+    from fastfact.federation.client import batchnorm as statistics
+    from fastfact.federation.client.phase import Net
+
+    torch.manual_seed(0)
+    model, x = EveryNorm(), 3 * torch.randn(13, 1, 6, 6) + 1
+    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    net = Net(model, dict(model.named_parameters()), {}, buffers)
+    monkeypatch.setattr(statistics, "BATCH", 6)
+    with torch.no_grad():
+        found = statistics.moments(net, x)
+        assert not any(module.training or module._forward_pre_hooks for module in model.modules())
+        assert model.batch.num_batches_tracked == 0
+        inputs: list[list[torch.Tensor]] = [[] for _ in range(6)]
+        for part in (x[:6], x[6:]):
+            seen = model.conv(part)
+            mean, variance = seen.mean((0, 2, 3), keepdim=True), seen.var((0, 2, 3), correction=0, keepdim=True)
+            normed = ((seen - mean) / (variance + 1e-5).sqrt()).relu()
+            grouped = model.group(normed)
+            flat = model.instance(grouped).flatten(2)
+            last = model.linear(model.layer(flat).relu())
+            second = model.rms(last).cos()
+            for place, tensor in enumerate((seen, normed, grouped, flat, last, second)):
+                inputs[place].append(tensor)
+    each = [torch.cat(parts) for parts in inputs]
+    # The layer that is called twice has seen both.
+    each[4:] = [torch.cat(each[4:])]
+    rows = [by_hand(tensor, axis) for tensor, axis in zip(each, (1, 1, 1, 2, 2), strict=True)]
+    wanted = torch.tensor([[value for row in rows for value in row[n]] for n in (0, 1)])
+    assert found.shape == (2, 4 + 4 + 4 + 16 + 5) and found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_moments_of_a_model_without_a_normalisation_layer():
+    from fastfact.federation.client import batchnorm as statistics
+    from fastfact.federation.client.phase import Net
+
+    model = nn.Linear(3, 2)
+    assert statistics.moments(Net(model, dict(model.named_parameters()), {}, None), torch.ones(4, 3)).shape == (2, 0)
