@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ DEPTHWISE = 4
 """Channels from which on the kernel of depthwise layers serves."""
 ANSWERS = 32
 """Inputs of so many kinds a layer remembers its path for."""
-OF_WEIGHT = ("reconstruct", "product")
+OF_WEIGHT = ("reconstruct", "product", "reordered")
 """The paths that make W."""
 SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
 """What the path, or a kept weight, depends on besides tensors, and one may assign to."""
@@ -82,8 +82,10 @@ class FactorizedLayer(nn.Module):
     is two smaller convolutions, where they cost less. "auto" takes it on a GPU: for clients of `vmap`, and of `Rank1`
     where it was faster.
 
-    "auto" has another for 1×1 convolutions of images whose pixels are rows in memory (channels_last), without stride or
-    padding, on the CPU, "product": W is made and multiplied with all pixels as one matrix.
+    "auto" has two others on the CPU. "product", for 1×1 convolutions of images whose pixels are rows in memory
+    (channels_last), without stride or padding: W is made and multiplied with all pixels as one matrix. "reordered", for
+    float32 images in channels_last in evaluation: W is kept in the form that oneDNN's convolution computes with, into
+    which PyTorch brings it in each call.
 
     In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
     every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()` or
@@ -341,15 +343,24 @@ class FactorizedLayer(nn.Module):
         spread = self._spread(tensors)
         path = self._path(x, spread, None)
         own = tensors if path in OF_WEIGHT else spread
-        if eager and own is tensors and choice.can_measure() and (run := self._run(path, x, own, bias)):
-            places = {name: self._buffers if name == INDEX else self._parameters for name in (*own, "bias")}
-            there = {**own, "bias": bias} if bias is not None else own
-            # What is no leaf would keep the graph it comes from.
-            if all(name in place for name, place in places.items()) and all(t.is_leaf for t in there.values()):
-                facts = [(places[name], name, t, t.requires_grad, t.shape) for name, t in there.items()]
-                absent = [(place, name) for name, place in places.items() if name not in there]
-                self._note(asked, Node(facts, absent, run))
+        if eager and own is tensors and choice.can_measure():
+            self._note_node(asked, path, x, own, bias)
         return self._compute(path, x, own, bias, None)
+
+    def _note_node(self, asked: tuple, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
+        """Let one call serve inputs such as x from now on, if the layer on this path can be one; whether it can."""
+        run = self._run(path, x, tensors, bias)
+        if run is None:
+            return False
+        places = {name: self._buffers if name == INDEX else self._parameters for name in (*tensors, "bias")}
+        there = {**tensors, "bias": bias} if bias is not None else tensors
+        # What is no leaf would keep the graph it comes from.
+        if not all(name in place for name, place in places.items()) or not all(t.is_leaf for t in there.values()):
+            return False
+        facts = [(places[name], name, t, t.requires_grad, t.shape) for name, t in there.items()]
+        absent = [(place, name) for name, place in places.items() if name not in there]
+        self._note(asked, Node(facts, absent, run))
+        return True
 
     def _run(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Run | None:
         """The layer on this path for all inputs such as x, where that is one node of the graph."""
@@ -367,34 +378,59 @@ class FactorizedLayer(nn.Module):
 
     def _evaluate(self, x: Tensor) -> Tensor:
         """The forward where what is made from the factors may be kept: once it is, little stands before the layer."""
-        asked = (x.shape, x.stride(), x.dtype, x.device, *choice.generation())
+        asked = (x.shape, x.stride(), x.dtype, x.device, type(x), *choice.generation())
         ready, parameters = self._cache.ready, self._parameters
         run = None if ready is None else ready.runs.get(asked)
         if run is not None and "bias" in parameters and ready.watch.still():
-            return run(self, x, parameters["bias"])
+            y = run(self, x, parameters["bias"])
+            if y is not None:
+                return y
+        node = self._answers.get(asked)
+        if node is not None and node.still(self._noted) and (y := node.run(x)) is not None:
+            return y
         tensors, bias = self._tensors(), self.bias
         form = INDEX in tensors, *asked
         if form in self._answers:
             return self._compute(self._answers[form], x, tensors, bias, None)
+        places = [(self._buffers if name == INDEX else self._parameters, name) for name in tensors]
         kept = self._cache.of(list(tensors.values()))
         tensors, packed = self._packed(tensors, kept)
         path = self._path(x, tensors, packed)
-        if path == "factored" and packed is None and choice.can_measure():
-            self._note(form, path)  # whatever the numbers are
-        y = self._compute(path, x, tensors, bias, kept)
-        if path in OF_WEIGHT and kept is not None and choice.can_measure():
-            weight = self._weight_for(is_channels_last(x), tensors, kept)
-            run = self._kept_run(path, weight)
-            places = [(self._buffers if name == INDEX else self._parameters, name) for name in self._tensors()]
+        if not choice.can_measure():
+            return self._compute(path, x, tensors, bias, kept)
+        if path not in OF_WEIGHT and packed is None:
+            if not self._note_node(asked, path, x, tensors, bias):
+                self._note(form, path)  # whatever the numbers are
+        elif kept is not None and (run := self._kept_run(path, x, tensors, bias, kept)):
             self._cache.serve(asked, run, kept, places)
-        return y
+            if (y := run(self, x, bias)) is not None:
+                return y
+        return self._compute(path, x, tensors, bias, kept)
 
-    def _kept_run(self, path: str, weight: Tensor) -> weight_cache.Run:
-        return self._dense_run(weight) if path == "reconstruct" else _pixels_run(weight)
+    def _kept_run(
+        self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept: weight_cache.Kept
+    ) -> weight_cache.Run | None:
+        """What serves inputs such as x on this path from what is kept for the factors; None where nothing does."""
+        if path == "reconstruct":
+            return self._dense_run(self._weight_for(is_channels_last(x), tensors, kept))
+        run = self._run(path, x, tensors, bias)
+        return run and (lambda layer, x, current: run(x) if current is bias else None)
 
     def _dense_run(self, weight: Tensor) -> weight_cache.Run:
         """What the dense layer computes with this weight."""
         return lambda layer, x, bias: layer._dense_forward(x, weight, bias)
+
+    def _kept_form(
+        self, form: Hashable, tensors: dict[str, Tensor], kept: weight_cache.Kept, of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """W in another form, of(W), which alone is kept."""
+        channels_last = len(self.size) == 4
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+
+        def make() -> Tensor:
+            return of(self.spec.weight(tensors, self.size, channels_last).contiguous(memory_format=layout))
+
+        return kept.value((form, self.spec, self.size), make)
 
     def _note(self, asked: tuple, answer: str | Node) -> None:
         answers = self._answers if len(self._answers) < ANSWERS else {}
@@ -425,7 +461,7 @@ class FactorizedLayer(nn.Module):
         return path
 
     def path_for(self, x: Tensor) -> str:
-        """The path that the forward takes for x: "reconstruct", "factored", "fused" or "product"."""
+        """The path that the forward takes for x: "reconstruct", "factored", "fused", "product" or "reordered"."""
         return self._path(x, *self._operands())
 
     def _packed(
@@ -535,28 +571,28 @@ class FactorizedLayer(nn.Module):
         leaves = [t for t in (inputs, *own.values(), own_bias) if t is not None and t.requires_grad]
         watched = not (trained or self.training) and weight_cache.allowed() and weight_cache.can_watch(own.values())
 
-        def evaluation(path: str):
+        @functools.cache
+        def kept_run(path: str) -> tuple[weight_cache.Watch, weight_cache.Run]:
+            # What is made for a measurement is not kept.
+            trial = weight_cache.Kept(list(own.values()), 0, {})
+            return weight_cache.Watch([(own, name) for name in own]), self._kept_run(path, inputs, own, own_bias, trial)
+
+        @functools.cache
+        def one_call(path: str) -> Run:
+            return self._run(path, inputs, own, own_bias) or (lambda x: self._compute(path, x, own, own_bias, kept))
+
+        def evaluation(path: str) -> None:
             # As `_evaluate` does once the weight is kept: the factors are looked at, and the weight serves.
-            @functools.cache
-            def prepared() -> tuple[weight_cache.Watch, weight_cache.Run]:
-                weight = self._weight_for(is_channels_last(inputs), own, kept)
-                return weight_cache.Watch([(own, name) for name in own]), self._kept_run(path, weight)
-
-            def run() -> None:
-                with torch.no_grad():
-                    watch, compute = prepared()
-                    watch.still()
-                    compute(self, inputs, own_bias)
-
-            return run
+            watch, compute = kept_run(path)
+            watch.still()
+            compute(self, inputs, own_bias)
 
         def side(path: str):
-            if watched and path in OF_WEIGHT:
-                return evaluation(path)
-
             def run() -> None:
                 with torch.set_grad_enabled(trained):
-                    y = self._compute(path, inputs, own, own_bias, kept)
+                    if watched and path in OF_WEIGHT:
+                        return evaluation(path)
+                    y = one_call(path)(inputs)
                     if trained:
                         torch.autograd.grad(y, leaves, y.detach(), allow_unused=True)
 
@@ -609,7 +645,7 @@ class FactorizedLayer(nn.Module):
             asked = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
             return apply_weight(self._convolution() if path == "reconstruct" else PIXELS, x, bias, *asked)
         weight = self._weight_for(channels_last, tensors, kept)
-        return self._dense_forward(x, weight, bias) if path == "reconstruct" else pixels(x, weight, bias)
+        return pixels(x, weight, bias) if path == "product" else self._dense_forward(x, weight, bias)
 
     def _without_weight(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
         """The layer on a path other than "reconstruct"."""
@@ -856,7 +892,43 @@ class FactorizedConv2d(FactorizedLayer):
             paths.append("fused")
         if self._multiplies_pixels(x, tensors):
             paths.append("product")
+        if self._can_reorder(x, tensors):
+            paths.append("reordered")
         return paths
+
+    def _can_reorder(self, x, tensors):
+        """Whether there is a path "reordered" for x."""
+        if self.training or not weight_cache.allowed() or not is_channels_last(x) or not x.numel() or _onednn() is None:
+            return False
+        if type(self)._conv_forward is not FactorizedConv2d._conv_forward or self._zero_padding():
+            return False
+        # What PyTorch's convolution refuses is left to it.
+        if x.shape[1] != self.size[1] * self.groups or min(self._output(x)) < 1:
+            return False
+        own = [t for t in (x, *tensors.values(), self.bias) if t is not None and t.is_floating_point()]
+        return self._is_plain(x, tensors, self.bias) and all(t.dtype == torch.float32 for t in own)
+
+    def _output(self, x: Tensor) -> tuple[int, int]:
+        """Rows and columns of the output for x [n, i, h, w], below 1 where x is too small."""
+        how = map(self._pair, ("padding", "dilation", "stride"))
+        return tuple(
+            (side + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+            for side, kernel, padding, dilation, stride in zip(x.shape[2:], self.size[2:], *how, strict=True)
+        )
+
+    def _kept_run(self, path, x, tensors, bias, kept):
+        if path == "product":
+            return _pixels_run(x, self._kept_form("columns", tensors, kept, lambda w: _by_columns(w.flatten(1)).t()))
+        if path == "reordered":
+            reorder, convolve = _onednn()
+            how = [list(self._pair(name)) for name in ("padding", "stride", "dilation")]
+            # For the first size that comes; another form would serve others better, but would have to be kept too.
+            form = "reordered", *map(tuple, how), self.groups
+            weight = self._kept_form(form, tensors, kept, lambda w: reorder(w, *how, self.groups, list(x.shape)))
+            how = *how, self.groups, "none", [], ""
+            # It does not look at the bias.
+            return lambda layer, x, current: convolve(x, weight, bias, *how) if current is bias else None
+        return super()._kept_run(path, x, tensors, bias, kept)
 
     def _multiplies_pixels(self, x, tensors):
         """Whether there is a path "product" for x."""
@@ -878,8 +950,8 @@ class FactorizedConv2d(FactorizedLayer):
             return super()._run(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
-        settings = (self.size, *self._convolution())
-        return lambda x: _factored(ops.conv.OP, settings, x, tensors, bias)
+        settings, kept = (self.size, *self._convolution()), not self.training and INDEX in tensors
+        return lambda x: _factored(ops.conv.OP, settings, x, tensors, bias, kept)
 
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
@@ -1077,6 +1149,12 @@ class FactorizedLinear(FactorizedLayer):
     def _dense_forward(self, x, weight, bias):
         return F.linear(x, weight, bias)
 
+    def _kept_run(self, path, x, tensors, bias, kept):
+        if path != "reconstruct" or x.dim() != 2 or len(x) == 1:
+            return super()._kept_run(path, x, tensors, bias, kept)
+        weight = self._kept_form("columns", tensors, kept, lambda w: _by_columns(w).t())
+        return lambda layer, x, bias: torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
     def _dense_run(self, weight):
         return lambda layer, x, bias: F.linear(x, weight, bias)
 
@@ -1119,8 +1197,32 @@ class FactorizedLinear(FactorizedLayer):
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
 
 
-def _pixels_run(weight: Tensor) -> weight_cache.Run:
-    return lambda layer, x, bias: pixels(x, weight, bias)
+def _by_columns(weight: Tensor) -> Tensor:
+    """W [o, i] with its columns one after the other in memory: products of few rows read it along the outputs."""
+    return weight.t().contiguous().t()
+
+
+def _pixels_run(x: Tensor, weight: Tensor) -> weight_cache.Run:
+    """`pixels` for inputs of the size and format of x, with W as [i, o]."""
+    (n, i, h, w), o = x.shape, weight.shape[1]
+    rows, size, gap = (n * h * w, i), (n, o, h, w), 1 if h == w == x.stride(3) == 1 else o
+    strides = (h * w * o, 1, w * gap, gap)
+
+    def run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        x = x.as_strided(rows, (i, 1))
+        y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        return y.as_strided_(size, strides)
+
+    return run
+
+
+@functools.cache
+def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
+    """PyTorch's (reordering of a convolution's weight, convolution with such a weight), where it has them."""
+    names = "_reorder_convolution_weight", "_convolution_pointwise"
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.mkldnn, name) for name in names):
+        return None
+    return torch.ops.mkldnn._reorder_convolution_weight.default, torch.ops.mkldnn._convolution_pointwise.default
 
 
 def _factored(op: str, settings: tuple, x: Tensor, tensors: dict[str, Tensor], bias, repeated=False) -> Tensor | None:

@@ -10,8 +10,14 @@ import torch
 from torch import nn
 
 import fastfact as ff
+from fastfact.nn import layers
 from fastfact.nn.layers import FactorizedLayer
 from fastfact.nn.weight_cache import WeightCache
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
 
 
 @pytest.fixture
@@ -572,3 +578,46 @@ def test_a_digest_tells_apart():
     gaps_before = digest([gaps])
     gaps[5, 3] += 1
     assert digest([gaps]) != gaps_before
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_linear_layer_of_several_rows_sees_every_write(bias):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear(6, 4, bias=bias).eval()
+    nn.init.normal_(layer.mu)
+    for change in ("nothing", "u", "mu", "bias"):
+        if change != "nothing" and getattr(layer, change) is not None:
+            getattr(layer, change).data.mul_(2)
+        for shape in ((3, 6), (1, 6), (6,), (2, 3, 6), (0, 6)):
+            x = torch.randn(shape)
+            expected = nn.functional.linear(x, layer.weight, layer.bias)
+            for _ in range(2):
+                y = layer(x)
+                torch.testing.assert_close(y, expected)
+                assert y.stride() == expected.stride()
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(3, 5))
+
+
+@torch.no_grad()
+def test_a_factored_layer_is_one_call_that_sees_every_change(layer, x):
+    layer.compact(0.2).path = "factored"
+    changes = [
+        lambda: layer.mu.data.mul_(2),
+        lambda: setattr(layer, "u", nn.Parameter(2 * layer.u)),
+        lambda: setattr(layer, "bias", None),
+        lambda: layer.set_support(layer.mu.flip(0)[:9], layer.mu_index[:9].clone()),
+        lambda: setattr(layer, "path", "reconstruct"),
+        lambda: nn.utils.parametrize.register_parametrization(layer, "v", Twice()),
+    ]
+    for change in changes:
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+        assert any(isinstance(answer, layers.Node) for answer in layer._answers.values())
+        change()
+        after = layer(x)
+        assert not torch.equal(after, before)
+        bias = None if layer.bias is None else layer.bias
+        torch.testing.assert_close(after, nn.functional.conv2d(x, layer.weight, bias, 1, 1))
+        layer.path = "factored"
