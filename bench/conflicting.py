@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     f"{FEDAVG}, classifier first": (FEDAVG, HEAD, ""),
     MEAN: (MEAN, {}, ""),
     f"{MEAN}, classifier first": (MEAN, HEAD, ""),
-    ALPHA: (ALPHA, {"match_on": "inputs", "recalibrate": True}, ""),
+    ALPHA: (ALPHA, {}, ""),
     f"{BETA}, by v": (BETA, {"match_on": "v"}, ""),
     f"{BETA}, classifier with the rest": (BETA, {"head_first": 0}, ""),
     f"{BETA}, permuted IID": (BETA, {}, IID),
@@ -55,6 +55,8 @@ ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 """Name → method, settings on top of those of the file, and how it is run: "groups", each group by itself (what a
 federation would give that is told the groups); or another scenario."""
+UNSAID = {ALPHA: {"match_on": "inputs", "recalibrate": True}}
+"""Settings of methods that a file says nothing of."""
 GROUPS = 5
 
 
@@ -67,7 +69,7 @@ def read(path: Path) -> tuple[Config, int]:
 def cells(base: Config, name: str, seed: int) -> dict[str, Config]:
     """Place below DIR/cells → run, of one row and seed."""
     method, more, how = ROWS[name]
-    own = {method: base.settings.get(method, {}) | more}
+    own = {method: base.settings.get(method, UNSAID.get(method, {})) | more}
     config = replace(base, method=method, seed=seed, settings=own)
     where = f"{name}-seed{seed}".replace(", ", "+").replace(" ", "-")
     if how != "groups":

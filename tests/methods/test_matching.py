@@ -312,6 +312,20 @@ def test_statistics_of_the_initial_network_tell_groups_apart(name, options):
     assert fed.states.load(absent)[MOMENTS].isnan().all() if absent else True
 
 
+def test_the_server_knows_clients_apart_by_those_that_it_has_seen_before():
+    """Of two clients alone nobody could say whether they are near each other; so two of different groups are not mixed
+    once others of both have come."""
+    fed, apart = by_moments(participation=0.2), 0
+    for _ in range(9):
+        fed.fit(1)
+        one, other = fed.reported.clients
+        seen = {k for r in range(1, fed.round + 1) for k in fed.select(r)}
+        if GROUPS[one] != GROUPS[other] and all([GROUPS[k] for k in seen].count(g) > 2 for g in (0, 1)):
+            apart += 1
+            torch.testing.assert_close(fed.method.weights(fed.uploads()), torch.eye(2, dtype=torch.float64))
+    assert apart
+
+
 def test_a_client_that_comes_late_downloads_the_fedavg_of_its_group():
     fed = by_moments(participation=0.5)
     fed.fit(1)
