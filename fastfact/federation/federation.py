@@ -5,7 +5,8 @@ select → load states → key, mix → download → train → check → upload 
 The mix stands where Algorithms 1 and 2 of Factorized-FL have it, before local training: what a client downloads in
 round r is mixed from the uploads of round r − 1, so the first round downloads the initial model and matches nobody, and
 the models that are evaluated, and stay at the end, are the clients' own, trained after their last download. A client's
-state at rest is therefore what it uploaded last: all the server must remember is who reported in the last round.
+state at rest is therefore what it uploaded last: all the server must remember is who reported in the last round. What a
+method has clients measure of their samples (`Strategy.measure`) they do before their first download.
 """
 
 import contextlib

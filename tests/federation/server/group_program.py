@@ -14,7 +14,7 @@ SIZES = (10, 7, 12, 9, 6)
 METHODS = {
     # Constant, block-constant, matched and per-channel mixing; server memory; keys that are computed.
     2: ["agnostic-fl", "clustered-fl", "factorized-fl-alpha", "factorized-fl-beta", "fedfac-dynamic", "simfed"],
-    3: [*(name for name in ff.methods.names() if name != "fedfomo"), "asynchronous", "deadline", "kept"],
+    3: [*(name for name in ff.methods.names() if name != "fedfomo"), "asynchronous", "deadline", "kept", "statistics"],
 }
 CLOCK = {"speed": 50.0, "speed_spread": 1.0, "bandwidth": 1e4, "bandwidth_spread": 1.0}
 KEPT = {"optimizer": "adamw", "optimizer_states": "kept", "eps": 1e-3, "lr": 0.02, "schedule": "cosine"}
@@ -22,6 +22,7 @@ OTHERS = {
     "asynchronous": ("fedbuff", CLOCK | {"buffer": 2}),
     "deadline": ("fedavg", CLOCK | {"deadline": 0.7}),
     "kept": ("fedavg", KEPT | {"schedule_rounds": 4}),
+    "statistics": ("factorized-fl-beta", {"settings": {"match_on": "initial-statistics"}}),
 }
 ROUNDS = 4
 
