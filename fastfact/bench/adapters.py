@@ -247,7 +247,7 @@ def many(name: str, rounds: int, clock: str, clients: int | None = None) -> list
         found["peft"].append(losses)
 
     # What is recorded, is recorded in the first steps; every side takes as many.
-    fed.trainer.steps.interval = 1
+    fed.trainer.steps.patience = 0
     for _ in range(2):
         ours()
         loop()

@@ -29,6 +29,11 @@ class GatheredBatch(TorchDispatchMode):
         self.samples, self.index = list(samples), index
         self.x = implementation("gather_rows")(self.samples, index)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while this is active, and what would make sure of it costs every operation a wrapper.
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten.bmm.default and self.x.device.type == "cpu":
             left, right = args

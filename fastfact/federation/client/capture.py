@@ -17,7 +17,9 @@ aten, fastfact = torch.ops.aten, torch.ops.fastfact
 
 Function = Callable[..., Sequence[Tensor]]
 PATIENCE = 4
-"""How many times as long as it has captured a function must have run before it captures another shape."""
+"""How many times as long as its captures took, or its first one will take, a function must have run before a capture."""
+FIRST = 0.1
+"""Seconds that a first capture is taken to need."""
 _CAN_BE_NOTHING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -25,27 +27,25 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 class Captured:
     """`function` of tensors, which may change them, as operations captured for each shape its tensors come in.
 
-    A shape is captured when it comes again, but there is one capture in `interval` calls at most, and not before the
-    function has run `PATIENCE` times as long as the captures took: one takes as long as many calls. Where the
-    operations are not the whole of what the function does, it runs as it is: see `remembers`, and the first replay must
-    give what the function gives, bit for bit.
+    A shape is captured when it comes again, but not before the function has run `patience` times as long as the
+    captures took: one takes as long as many calls. Where the operations are not the whole of what the function does, it
+    runs as it is: see `remembers`, and the first replay must give what the function gives, bit for bit.
 
     last: of how many tensors, the last ones, the shapes count. Those before are read by rows that others pick, however
     many they have.
     """
 
-    def __init__(self, function: Function, model: nn.Module, interval: int, last: int | None = None):
-        self.function, self.model, self.interval, self.last = function, model, interval, last
-        self.calls, self.seen, self.replays = 0, set(), {}
+    def __init__(self, function: Function, model: nn.Module, patience: float, last: int | None = None):
+        self.function, self.model, self.patience, self.last = function, model, patience, last
+        self.seen, self.replays = set(), {}
         self.ran = self.spent = 0.0
         """Seconds in calls and in captures."""
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         free = 0 if self.last is None else len(tensors) - self.last
         shapes = free, *((tensor.shape, tensor.stride()) for tensor in tensors[free:])
-        self.calls += 1
         replay = self.replays.get(shapes)
-        due = self.calls >= self.interval * (len(self.replays) + 1) and self.ran >= PATIENCE * self.spent
+        due = self.ran >= self.patience * (self.spent or FIRST)
         began = time.perf_counter()
         if replay is None and due and shapes in self.seen and shapes not in self.replays:
             replay = self.replays[shapes] = capture(self.function, self.model, tensors, free)

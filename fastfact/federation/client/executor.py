@@ -238,7 +238,7 @@ def _measure(trainers, data, plan: ExecutionPlan, clients: int, most: int | None
     """Seconds a client for a step, infinite where the model cannot train that way."""
     trainer = trainers[BATCHED if plan.how == BATCHED else ONE].copy()
     x, y = data[BATCHED if plan.how == BATCHED else ONE]
-    trainer.steps.interval = 1
+    trainer.steps.patience = 0
     n = min(trainer.settings.batch_size, len(y))
     together = plan.cohort if plan.how == BATCHED else cores()
     together = max(1, min(together, clients, most or together))

@@ -18,7 +18,7 @@ from torch.func import grad_and_value, vmap
 from fastfact import ops
 from fastfact.data.client import Samples
 from fastfact.federation.client.attention import Together
-from fastfact.federation.client.capture import Captured
+from fastfact.federation.client.capture import PATIENCE, Captured
 from fastfact.federation.client.optimizer import OPTIMIZERS, Optimizer, clipped, rate
 from fastfact.federation.client.phase import Net, Phase, usual
 from fastfact.federation.client.task import CLASSES, Task
@@ -159,8 +159,8 @@ class Steps:
         self.params = {name: param for name, param in model.named_parameters() if name in self.tensors}
         self.device = next(iter(self.tensors.values())).device
         self.buffers = Buffers()
-        self.interval = 20
-        """After how many calls something may be captured, see `Captured`."""
+        self.patience: float = PATIENCE
+        """How soon something is captured, see `Captured`."""
         self._captured: dict[tuple, Captured] = {}
         self._replayed: dict[tuple, ReplayedStep] = {}
 
@@ -206,7 +206,7 @@ class Steps:
             if plain:
                 key = tuple(step.names), frozenset(step.common)
                 if key not in self._captured:
-                    self._captured[key] = Captured(step.gradients, self.model, self.interval, step.counted)
+                    self._captured[key] = Captured(step.gradients, self.model, self.patience, step.counted)
                 step.gradients = self._captured[key]
         return step
 

@@ -341,8 +341,7 @@ class Trainer:
             return [(logits.argmax(2) == y).sum(1)]
 
         captures = self.settings.graphs and self.device.type == "cpu"
-        # A call is one for four cohorts, and each trains once between two of them.
-        return Captured(count, self.model, max(1, self.steps.interval // 8), last) if captures else count
+        return Captured(count, self.model, self.steps.patience, last) if captures else count
 
 
 class Encoder:

@@ -17,10 +17,10 @@ from fastfact.ops.backends import _dispatched, implementation
 
 @pytest.fixture
 def replays(monkeypatch):
-    """How often each recording was replayed, None for one that failed; one is allowed in every second call."""
+    """How often each recording was replayed, None for one that failed; there is one in the second call of a shape."""
     counts, kept, begin = [], capture.capture, capture.Captured.__init__
     monkeypatch.setattr(
-        capture.Captured, "__init__", lambda self, function, model, _=2, *rest: begin(self, function, model, 2, *rest)
+        capture.Captured, "__init__", lambda self, function, model, _, *rest: begin(self, function, model, 0, *rest)
     )
 
     def record(function, model, *tensors):
@@ -212,21 +212,15 @@ def test_a_recording_leaves_its_tensors_alone_and_changes_those_of_a_replay():
     assert tensors[1].tolist() == [3, 3, 3] and out.tolist() == [18, 18, 18]
 
 
-def test_there_is_one_recording_in_so_many_calls(replays, monkeypatch):
-    monkeypatch.setattr(capture, "PATIENCE", 0)
-    function = capture.Captured(lambda x: [x + 1], nn.Identity(), 2)
+def test_a_shape_that_comes_again_is_recorded(replays):
+    function = capture.Captured(lambda x: [x + 1], nn.Identity(), 0)
     for n in range(1, 9):
         for _ in range(2):
             assert function(torch.zeros(n))[0].shape == (n,)
     assert len(replays) == 8
-    function.interval = 20
-    for n in range(1, 9):
-        for _ in range(2):
-            function(torch.zeros(n, 1))
-    assert len(replays) == 8
 
 
-def test_recordings_take_a_share_of_the_time(replays, monkeypatch):
+def test_recordings_take_a_share_of_the_time(monkeypatch):
     now = 0.0
 
     def run(x):
@@ -241,12 +235,14 @@ def test_recordings_take_a_share_of_the_time(replays, monkeypatch):
 
     monkeypatch.setattr(capture.time, "perf_counter", lambda: now)
     monkeypatch.setattr(capture, "capture", record)
-    function, made = capture.Captured(run, nn.Identity(), 1), []
+    monkeypatch.setattr(capture, "FIRST", 3)
+    function, made, replays = capture.Captured(run, nn.Identity(), 4), [], []
     for call in range(60):
         function(torch.zeros(call % 8 + 1))
         made.append(len(replays))
-    # Each takes five seconds, a call one: the next is due after twenty calls more (in the 40th the shape has one).
-    assert [made.index(n) for n in (1, 2, 3)] == [8, 20, 41]
+    # The first is taken to need three seconds, each takes five, a call one: due after 12, 20 and 40 calls (in the 20th
+    # the shape has one).
+    assert [made.index(n) for n in (1, 2, 3)] == [12, 21, 40]
 
 
 @pytest.mark.parametrize("tests", [(5, 5, 5), (5, 4, 5)])
