@@ -49,9 +49,18 @@ def prune_(x: Tensor, density: float, clients: bool = False, of: int | None = No
     _check_density(density)
     rows = x.reshape(x.shape[0] if clients else 1, -1)
     keep = round(density * (rows.shape[1] if of is None else of))
-    order = rows.abs().argsort(dim=1, descending=True, stable=True)
-    mask = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order[:, :keep], True)
-    return x.mul_(mask.reshape(x.shape))
+    return x.mul_(_among_largest(rows.abs(), keep).reshape(x.shape))
+
+
+def _among_largest(x: Tensor, keep: int) -> Tensor:
+    """Which are the `keep` largest numbers of each row of x [k, n], the first of equals: bool [k, n]. Without order
+    among them, which a sort would take six times as long for; NaN is larger than all."""
+    if keep <= 0 or keep >= x.shape[1]:
+        return torch.full_like(x, keep > 0, dtype=torch.bool)
+    x = x.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    least = x.topk(keep, dim=1, sorted=False).values.amin(1, keepdim=True)
+    larger, equal = x > least, x == least
+    return larger | (equal & (equal.cumsum(1) <= keep - larger.sum(1, keepdim=True)))
 
 
 def gather(mu: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,8 +79,7 @@ def scatter(values: Tensor, index: Tensor, size: tuple[int, ...]) -> Tensor:
 def largest(mu: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """The `keep` numbers of largest magnitude of each row of μ [k, n] as (values [k, keep], ascending positions int32
     [k, keep]): compact μ of equal size for every client. Ties are broken by position."""
-    order = mu.abs().argsort(dim=1, descending=True, stable=True)[:, :keep]
-    index = order.sort(dim=1).values
+    index = _among_largest(mu.abs(), keep).nonzero()[:, 1].reshape(len(mu), -1)
     return mu.gather(1, index), index.to(torch.int32)
 
 
@@ -82,8 +90,8 @@ def replaced(values: Tensor, index: Tensor, gradient: Tensor, count: int) -> tup
     2020). Fewer change places where there are fewer off the support."""
     slope = gradient.reshape(-1).abs().index_fill(0, index.long(), -1)
     count = min(count, len(index), len(slope) - len(index))
-    stay = values.abs().argsort(descending=True, stable=True)[: len(index) - count]
-    join = slope.argsort(descending=True, stable=True)[:count].to(index.dtype)
+    stay = _among_largest(values.abs()[None], len(index) - count)[0]
+    join = _among_largest(slope[None], count)[0].nonzero().flatten().to(index.dtype)
     index, order = torch.cat([index[stay], join]).sort()
     return torch.cat([values[stay], values.new_zeros(count)])[order], index
 

@@ -34,3 +34,19 @@ def test_scatter_is_the_inverse_of_gather(size):
 def test_the_old_name_of_the_schedule_says_the_new_one():
     with pytest.raises(AttributeError, match=r"is ff\.Schedule"):
         _ = ff.sparsity.Schedule
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_largest_are_those_a_stable_sort_puts_first(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(3, 40).to(dtype)
+    x[0, ::3] = 0.5
+    x[1, 5:30] = 0
+    x[2, [3, 7]], x[2, 9], x[2, 10] = torch.nan, torch.inf, -torch.inf
+    for keep in (0, 1, 2, 3, 7, 20, 39, 40):
+        order = x.abs().argsort(dim=1, descending=True, stable=True)[:, :keep].sort(dim=1).values
+        values, index = sparsity.largest(x, keep)
+        assert torch.equal(index.long(), order)
+        torch.testing.assert_close(values, x.gather(1, order), rtol=0, atol=0, equal_nan=True)
+        pruned = sparsity.prune_(x[:2].clone(), keep / 40, clients=True)
+        assert torch.equal(pruned, x[:2] * torch.zeros(2, 40, dtype=dtype).scatter(1, order[:2], 1))

@@ -17,7 +17,7 @@ aten, fastfact = torch.ops.aten, torch.ops.fastfact
 
 Function = Callable[..., Sequence[Tensor]]
 PATIENCE = 4
-"""How many times as long as its captures took, or its first one will take, a function must have run before a capture."""
+"""How many times as long as its captures took, or a first one will take, a function must have run before a capture."""
 FIRST = 0.1
 """Seconds that a first capture is taken to need."""
 _CAN_BE_NOTHING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
