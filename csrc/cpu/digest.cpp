@@ -1,4 +1,5 @@
 // A number that tells contents of memory apart.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -8,10 +9,9 @@
 namespace fastfact {
 namespace {
 
-constexpr int kLanesOfDigest = 8;
-constexpr uint64_t kKeys[] = {0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xAEF17502108EF2D9, 0xDB4F0B9175AE2165,
-                              0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3, 0x589965CC75374CC3};
-constexpr int64_t kPiece = 1 << 16;  // bytes; the pieces do not depend on the number of threads
+constexpr int kStripe = 256;          // bytes, whatever the registers
+constexpr int64_t kPiece = 1 << 16;   // bytes; the pieces do not depend on the number of threads
+constexpr int kStates = kStripe / 4;  // of 32 bits each
 
 // The two halves of a · b, mixed: changes with every bit of a and b.
 inline uint64_t mix(uint64_t a, uint64_t b) {
@@ -19,30 +19,44 @@ inline uint64_t mix(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
-inline uint64_t load(const char* at) {
-  uint64_t out;
-  std::memcpy(&out, at, sizeof out);
-  return out;
-}
+// state ← f(state ^ numbers) for stripe after stripe, where f is one to one: a change of one number is never lost, and
+// the shift brings what the product has in its upper bits to the lower ones, so that changes of signs do not cancel.
+template <class, int B>
+struct Stripes {
+  using V = typename VecOf<uint32_t, B>::Type;
+
+  FF_INLINE static void run(const char* at, int64_t stripes, uint32_t* states) {
+    V state[kStripe / B];
+    std::memcpy(state, states, kStripe);
+    for (int64_t n = 0; n < stripes; ++n, at += kStripe) {
+      for (int k = 0; k < kStripe / B; ++k) {
+        V numbers;
+        std::memcpy(&numbers, at + k * B, B);
+        const V product = (state[k] ^ numbers) * 0x9E3779B1u;
+        state[k] = product ^ (product >> 15);
+      }
+    }
+    std::memcpy(states, state, kStripe);
+  }
+};
 
 uint64_t digest_piece(const char* at, int64_t bytes, uint64_t seed) {
-  uint64_t state[kLanesOfDigest];
-  for (int k = 0; k < kLanesOfDigest; ++k) state[k] = seed ^ kKeys[k];
-  constexpr int64_t step = 2 * sizeof(uint64_t) * kLanesOfDigest;
-  auto take = [&](const char* from) {
-    for (int k = 0; k < kLanesOfDigest; ++k) {
-      state[k] = mix(load(from + 16 * k) ^ kKeys[k], load(from + 16 * k + 8) ^ state[k]);
-    }
-  };
-  int64_t done = 0;
-  for (; done + step <= bytes; done += step) take(at + done);
-  if (done < bytes) {
-    char rest[step] = {};
-    std::memcpy(rest, at + done, bytes - done);
-    take(rest);
+  uint32_t states[kStates];
+  for (int k = 0; k < kStates; ++k) states[k] = static_cast<uint32_t>(seed >> (k & 1 ? 32 : 0)) + 0x85EBCA77u * (k + 1);
+  const int64_t whole = bytes / kStripe;
+  dispatch<Stripes, float>(at, whole, &states[0]);
+  if (bytes % kStripe) {
+    char rest[kStripe] = {};
+    std::memcpy(rest, at + whole * kStripe, bytes % kStripe);
+    dispatch<Stripes, float>(static_cast<const char*>(rest), int64_t{1}, &states[0]);
   }
-  uint64_t out = uint64_t(bytes) ^ kKeys[0];
-  for (int k = 0; k < kLanesOfDigest; ++k) out = mix(out ^ kKeys[1], state[k] ^ kKeys[k]);
+  constexpr uint64_t key = 0x9E3779B97F4A7C15, other = 0xD1B54A32D192ED03;
+  uint64_t out = uint64_t(bytes) ^ seed ^ key;
+  for (int k = 0; k < kStates; k += 4) {
+    uint64_t pair[2];
+    std::memcpy(pair, states + k, sizeof pair);
+    out = mix(out ^ pair[0], pair[1] ^ other) + key;
+  }
   return out;
 }
 
@@ -55,10 +69,10 @@ uint64_t digest(const void* data, int64_t bytes, uint64_t seed, ParallelFor para
   std::vector<uint64_t> parts(pieces);
   parallel(parallel_for, pieces, 8, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      parts[k] = digest_piece(at + k * kPiece, std::min(kPiece, bytes - k * kPiece), kKeys[2]);
+      parts[k] = digest_piece(at + k * kPiece, std::min(kPiece, bytes - k * kPiece), 0xAEF17502108EF2D9);
     }
   });
-  return digest_piece(reinterpret_cast<const char*>(parts.data()), pieces * sizeof(uint64_t), seed ^ kKeys[3]);
+  return digest_piece(reinterpret_cast<const char*>(parts.data()), pieces * sizeof(uint64_t), ~seed);
 }
 
 }  // namespace fastfact

@@ -41,21 +41,25 @@ Run = Callable[[Tensor], Tensor | None]
 
 
 class Node(NamedTuple):
-    """What `run` serves for: the dict that each tensor is in, its name there, the tensor, whether it is trained and its
-    shape, on which the path depends; and the names of those that there are not."""
+    """What `run` serves for: the dict that each tensor is in, its name there, the tensor and whether it is trained, on
+    which the path depends; the names of those that there are not; and the shape of μ, which says its form."""
 
-    facts: list[tuple[Mapping[str, Tensor | None], str, Tensor, bool, torch.Size]]
+    facts: list[tuple[Mapping[str, Tensor | None], str, Tensor, bool]]
     absent: list[tuple[Mapping[str, Tensor | None], str]]
+    form: tuple[Tensor, torch.Size] | None
     run: Run
 
     def still(self, noted: tuple[Tensor, int, int] | None) -> bool:
         """Whether the layer has these tensors, and the positions of μ are as they were `noted`."""
         if noted is not None and noted[0]._version != noted[1]:
             return False
-        for place, name, tensor, trained, shape in self.facts:
-            if place.get(name) is not tensor or tensor.requires_grad is not trained or tensor.shape != shape:
+        for place, name, tensor, trained in self.facts:
+            if place.get(name) is not tensor or tensor.requires_grad is not trained:
                 return False
-        return all(place.get(name, place) is None for place, name in self.absent)
+        for place, name in self.absent:
+            if place.get(name, place) is not None:
+                return False
+        return self.form is None or self.form[0].shape == self.form[1]
 
 
 class FactorizedLayer(nn.Module):
@@ -331,7 +335,7 @@ class FactorizedLayer(nn.Module):
         """The forward: on the path that is asked for, or chosen."""
         if not self.training and weight_cache.allowed():
             return self._evaluate(x)
-        eager = torch.is_grad_enabled() and not transforming() and not torch.is_autocast_enabled("cpu")
+        eager = torch.is_grad_enabled() and not transforming() and not torch._C._is_any_autocast_enabled()
         asked = None
         if eager:
             asked = (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, type(x), self.training)
@@ -357,9 +361,10 @@ class FactorizedLayer(nn.Module):
         # What is no leaf would keep the graph it comes from.
         if not all(name in place for name, place in places.items()) or not all(t.is_leaf for t in there.values()):
             return False
-        facts = [(places[name], name, t, t.requires_grad, t.shape) for name, t in there.items()]
+        facts = [(places[name], name, t, t.requires_grad) for name, t in there.items()]
         absent = [(place, name) for name, place in places.items() if name not in there]
-        self._note(asked, Node(facts, absent, run))
+        mu = tensors.get("mu")
+        self._note(asked, Node(facts, absent, None if mu is None else (mu, mu.shape), run))
         return True
 
     def _run(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Run | None:

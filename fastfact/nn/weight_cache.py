@@ -20,6 +20,8 @@ from fastfact.ops.backends import library_file, loaded
 _PLAIN = (Tensor, torch.nn.Parameter)
 MOST = 32
 """Kinds of input that a layer is ready for."""
+TENSORS, AXES = 16, 8
+"""The most tensors, and axes of one, that a `Watch` is of."""
 
 
 def allowed() -> bool:
@@ -36,37 +38,30 @@ class Watch:
     """Tensors of a layer as they lie in memory. To ask whether they are what they were costs little besides reading
     their numbers: `torch.ops.fastfact.digest` of a small layer takes longer than the layer itself.
 
-    What could change without the numbers at these addresses is compared: which tensors the layer has, and where and
-    how each lies. `_held` keeps that memory from being given to another tensor.
+    What could change without the numbers at these addresses is looked at too: which tensors the layer has, and where
+    and how each lies. `_held` keeps that memory from being given to another tensor.
     """
 
-    __slots__ = ("_digest", "_facts", "_held", "_where")
+    __slots__ = ("_held", "_places", "_what")
 
     def __init__(self, places: Sequence[tuple[Mapping[str, Tensor | None], str]]) -> None:
         """places: the dict that each tensor is in, and its name there. Raises ValueError for a tensor with gaps."""
         tensors = [place[name] for place, name in places]
         if not all(_is_dense(tensor) for tensor in tensors):
             raise ValueError("Watch(places): every tensor must fill one stretch of memory")
-        self._facts = [(*place, *_facts(tensor)) for place, tensor in zip(places, tensors, strict=True)]
+        # What PyTorch computes with may be taken out of a tensor and put into another (`torch.utils.swap_tensors`).
+        self._places = [(*place, tensor, tensor._cdata) for place, tensor in zip(places, tensors, strict=True)]
         self._held = [tensor.detach() for tensor in tensors]
-        count = len(tensors)
-        addresses = (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in tensors])
-        sizes = (ctypes.c_int64 * count)(*[tensor.numel() * tensor.element_size() for tensor in tensors])
-        self._where = addresses, sizes, count
-        self._digest = _digest_of_memory()(*self._where)
+        inner = (ctypes.c_void_p * len(tensors))(*[tensor._cdata for tensor in tensors])
+        self._what = inner, len(tensors), (ctypes.c_uint64 * 2)()
+        _watch()(*self._what, 1)
 
     def still(self) -> bool:
         """Whether the tensors, their numbers included, are those they were."""
-        for place, name, tensor, kind, dtype, address, shape, stride in self._facts:
-            if place.get(name) is not tensor or tensor.data_ptr() != address or tensor.shape != shape:
+        for place, name, tensor, inner in self._places:
+            if place.get(name) is not tensor or tensor._cdata != inner:
                 return False
-            if tensor.stride() != stride or tensor.dtype is not dtype or type(tensor) is not kind:
-                return False
-        return _digest_of_memory()(*self._where) == self._digest
-
-
-def _facts(tensor: Tensor) -> tuple:
-    return tensor, type(tensor), tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()
+        return _watch()(*self._what, 0) == 1
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -75,17 +70,20 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def can_watch(tensors: Iterable[Tensor]) -> bool:
     """Whether there can be a `Watch` of these tensors."""
-    return _digest_of_memory() is not None and all(tensor.is_cpu and _is_dense(tensor) for tensor in tensors)
+    tensors = list(tensors)
+    if _watch() is None or len(tensors) > TENSORS:
+        return False
+    return all(tensor.is_cpu and tensor.dim() <= AXES and _is_dense(tensor) for tensor in tensors)
 
 
 @functools.cache
-def _digest_of_memory() -> Callable[..., int] | None:
-    digest = getattr(ctypes.CDLL(str(library_file("cpu"))), "fastfact_digest", None)
-    if digest is None:  # a library older than this package
+def _watch() -> Callable[..., int] | None:
+    watch = getattr(ctypes.CDLL(str(library_file("cpu"))), "fastfact_watch", None)
+    if watch is None:  # a library older than this package
         return None
-    digest.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    digest.restype = ctypes.c_uint64
-    return digest
+    watch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32]
+    watch.restype = ctypes.c_int32
+    return watch
 
 
 Run = Callable[[torch.nn.Module, Tensor, Tensor | None], Tensor]

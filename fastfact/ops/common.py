@@ -45,7 +45,7 @@ def unfold(batch: int, clients: bool, needs: int, out: tuple[Tensor, ...]) -> tu
 
 def transforming() -> bool:
     """Whether torch.compile, torch.jit.trace or a transform of torch.func is at work."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
 
 
 def recording() -> bool:

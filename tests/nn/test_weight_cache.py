@@ -621,3 +621,22 @@ def test_a_factored_layer_is_one_call_that_sees_every_change(layer, x):
         bias = None if layer.bias is None else layer.bias
         torch.testing.assert_close(after, nn.functional.conv2d(x, layer.weight, bias, 1, 1))
         layer.path = "factored"
+
+
+@pytest.mark.parametrize("base", ["zeros", "ones", "normal"])
+def test_a_digest_sees_changes_that_could_cancel(base):
+    digest = torch.ops.fastfact.digest
+    torch.manual_seed(0)
+    x = {"zeros": torch.zeros, "ones": torch.ones, "normal": torch.randn}[base](2048)
+    bits = x.view(torch.int32)
+    seen = {digest([x])}
+    for distance in (1, 2, 8, 16, 32, 63, 64, 65, 128, 192, 640, 1024):
+        for bit in (0, 1, 15, 16, 22, 23, 30, 31):
+            for first in (0, 5, 511, 1000):
+                changed = bits.clone()
+                changed[[first, first + distance]] ^= 1 << bit if bit < 31 else -(1 << 31)
+                seen.add(digest([changed.view(torch.float32)]))
+    whole = [-x - 0.0, 2 * x, x.roll(1), x.roll(64), x.flip(0), x.view(32, 64).flip(0).flatten()]
+    whole = [one for one in whole if not torch.equal(one.view(torch.int32), bits)]
+    # Two numbers that change places are the same pair of changes where they differ in that bit alone.
+    assert len({digest([one]) for one in whole} | seen) >= 12 * 8 * 4 + 1 + len({tuple(one.tolist()) for one in whole})

@@ -514,6 +514,22 @@ void sketch() {
   }
 }
 
+void digests() {
+  std::vector<char> bytes(one_of({0, 1, 7, 255, 256, 257, 4096, 65535, 65536, 65537, 200000}));
+  for (char& byte : bytes) byte = pick_int(-128, 127);
+  const uint64_t seed = pick_int(0, 1 << 30), all = digest(bytes.data(), bytes.size(), seed, threads);
+  if (digest(std::vector<char>(bytes).data(), bytes.size(), seed, threads) != all) fail("digest of a copy", 0, 0, 0);
+  if (digest(bytes.data(), bytes.size(), seed + 1, threads) == all) fail("digest by another seed", 0, 0, 0);
+  for (int n = 0; n < 8 && !bytes.empty(); ++n) {
+    const int64_t at = n ? pick_int(0, bytes.size() - 1) : bytes.size() - 1;
+    const char bit = 1 << pick_int(0, 7);
+    bytes[at] ^= bit;
+    if (digest(bytes.data(), bytes.size(), seed, threads) == all) fail("digest of a change", at, 0, 0);
+    bytes[at] ^= bit;
+  }
+  if (!bytes.empty() && digest(bytes.data(), bytes.size() - 1, seed, threads) == all) fail("digest of less", 0, 0, 0);
+}
+
 // Element (channel, y, x) of image n in memory.
 int64_t pixel(int64_t channels, int64_t h, int64_t w, bool last, int64_t n, int64_t c, int64_t y, int64_t x) {
   return last ? ((n * h + y) * w + x) * channels + c : ((n * channels + c) * h + y) * w + x;
@@ -713,6 +729,7 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   random_engine.seed(std::atoi(argv[1]));
   for (int round = 0; round < std::atoi(argv[2]); ++round) {
+    digests();
     with_type(static_cast<Type>(round % 4), [](auto type) {
       using T = decltype(type);
       rank1<T>();
