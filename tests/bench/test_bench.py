@@ -46,19 +46,22 @@ def test_layers_quick(tmp_path):
 def test_networks_quick(tmp_path):
     file, options = tmp_path / "networks.json", ("--quick", "--threads", "1", "--side", "32")
     found = []
-    # Memory takes a process a side.
-    for more in (("--only", "squeezenet1_1,resnet9"), ("--only", "resnet9", "--density", "1", "--sections", "step")):
+    for more in (
+        ("--only", "squeezenet1_1,resnet9", "--sections", "step,evaluation"),
+        ("--only", "resnet9", "--sections", "step,memory", "--density", "1"),  # memory takes a process a side
+    ):
         code, out, error = call("bench", "networks", *options, *more, "--json", file)
         assert code == 0, error
-        assert "resnet9: milliseconds, MiB; ratio = dense / ours" in out or more[-1] == "step"
+        assert "resnet9: milliseconds, MiB; ratio = dense / ours" in out
         found.append(json.loads(file.read_text())["rows"])
-    (*measured, first, second, third), (dense_mu,) = found
-    assert len({(row["shape"], row["op"]) for row in measured}) == 6 and dense_mu["density"] == 1
-    for row in (*measured, dense_mu):
+    (*measured, first, second), dense_mu = found
+    assert len({(row["shape"], row["op"]) for row in measured}) == 4
+    assert [(row["op"], row["density"]) for row in dense_mu] == [("step", 1), ("memory", 1)]
+    for row in (*measured, *dense_mu):
         assert row["ours"] > 0 and row["dense"] > 0 and row["ratio"] > 0, row
         if row["op"] != "memory":
             assert sum(row["paths"].values()) == {"squeezenet1_1": 26, "resnet9": 9}[row["shape"]]
-    assert {row["shape"] for row in (first, second, third)} == {"all 2"}
+    assert first["shape"] == second["shape"] == "all 2"
 
 
 def test_networks_that_there_are_not():

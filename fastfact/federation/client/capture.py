@@ -18,8 +18,8 @@ aten, fastfact = torch.ops.aten, torch.ops.fastfact
 Function = Callable[..., Sequence[Tensor]]
 PATIENCE = 4
 """How many times as long as its captures took, or a first one will take, a function must have run before a capture."""
-FIRST = 0.1
-"""Seconds that a first capture is taken to need."""
+FIRST = 10
+"""How many calls a first capture is taken to last."""
 _CAN_BE_NOTHING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -37,7 +37,7 @@ class Captured:
 
     def __init__(self, function: Function, model: nn.Module, patience: float, last: int | None = None):
         self.function, self.model, self.patience, self.last = function, model, patience, last
-        self.seen, self.replays = set(), {}
+        self.calls, self.seen, self.replays = 0, set(), {}
         self.ran = self.spent = 0.0
         """Seconds in calls and in captures."""
 
@@ -45,7 +45,8 @@ class Captured:
         free = 0 if self.last is None else len(tensors) - self.last
         shapes = free, *((tensor.shape, tensor.stride()) for tensor in tensors[free:])
         replay = self.replays.get(shapes)
-        due = self.ran >= self.patience * (self.spent or FIRST)
+        due = self.ran >= self.patience * (self.spent or FIRST * self.ran / max(1, self.calls))
+        self.calls += 1
         began = time.perf_counter()
         if replay is None and due and shapes in self.seen and shapes not in self.replays:
             replay = self.replays[shapes] = capture(self.function, self.model, tensors, free)

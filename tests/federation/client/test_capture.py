@@ -240,7 +240,7 @@ def test_recordings_take_a_share_of_the_time(monkeypatch):
     for call in range(60):
         function(torch.zeros(call % 8 + 1))
         made.append(len(replays))
-    # The first is taken to need three seconds, each takes five, a call one: due after 12, 20 and 40 calls (in the 20th
+    # The first is taken to last three calls, each lasts five: due after 12, 20 and 40 calls (in the 20th
     # the shape has one).
     assert [made.index(n) for n in (1, 2, 3)] == [12, 21, 40]
 
