@@ -956,7 +956,8 @@ class FactorizedConv2d(FactorizedLayer):
         if not self._is_plain(x, tensors, bias):
             return None
         settings, kept = (self.size, *self._convolution()), not self.training and INDEX in tensors
-        return lambda x: _factored(ops.conv.OP, settings, x, tensors, bias, kept)
+        parts = (*_parts(tensors), bias, kept)
+        return lambda x: ops.conv.apply_factors(ops.conv.OP, settings, x, *parts)
 
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
@@ -989,7 +990,7 @@ class FactorizedConv2d(FactorizedLayer):
     def _convolve(self, x: Tensor, fused: bool, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
         """The factored or the fused path, on x with its batch axis."""
         how = {name: self._pair(name) for name in ("stride", "padding", "dilation")} | {"groups": self.groups}
-        spec, parts = self.spec, [tensors.get(name) for name in ("u", "v", "mu", INDEX)]
+        spec, parts = self.spec, _parts(tensors)
         if not fused:
             if spec.layout == "kernel":
                 return ops.separable_conv2d(x, *parts, bias, size=self.size, **how)
@@ -1168,13 +1169,13 @@ class FactorizedLinear(FactorizedLayer):
             return super()._run(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
-        settings = (self.size,)
-        return lambda x: _factored(ops.conv.LAYER, settings, x, tensors, bias)
+        settings, parts = (self.size,), (*_parts(tensors), bias)
+        return lambda x: ops.conv.apply_factors(ops.conv.LAYER, settings, x, *parts)
 
     def _without_weight(self, path, x, tensors, bias):
         if isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
-        parts = [tensors.get(name) for name in ("u", "v", "mu", INDEX)]
+        parts = _parts(tensors)
         if x.dim() and self._is_plain(x, tensors, bias):
             with contextlib.suppress(RuntimeError, ValueError):
                 rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
@@ -1231,8 +1232,11 @@ def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
 
 
 def _factored(op: str, settings: tuple, x: Tensor, tensors: dict[str, Tensor], bias, repeated=False) -> Tensor | None:
-    parts = (tensors.get("u"), tensors.get("v"), tensors.get("mu"), tensors.get(INDEX))
-    return ops.conv.apply_factors(op, settings, x, *parts, bias, repeated)
+    return ops.conv.apply_factors(op, settings, x, *_parts(tensors), bias, repeated)
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    return tensors.get("u"), tensors.get("v"), tensors.get("mu"), tensors.get(INDEX)
 
 
 def _cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -222,8 +222,9 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, how, settings, x, bias, dense, f1, f2, f3, f4):
+        op, clients, own, channels_last = how
         tensors = (dense, f1, f2) if f3 is None else (f1, f2, f3, f4)
-        made = _eager(how.op, how.clients, tensors, *how.settings, how.channels_last)
+        made = _eager(op, clients, tensors, *own, channels_last)
         ctx.how, ctx.settings = how, settings
         ctx.save_for_backward(x, made, bias, dense, f1, f2, f3, f4)
         return _applied(x, made, bias, settings)
@@ -240,9 +241,9 @@ class _Applied(torch.autograd.Function):
             return None, None, *(next(found) if need else None for need in ctx.needs_input_grad[2:])
         nw = any(of_weight)
         if ctx.settings is None:
-            rows = grad.reshape(-1, grad.shape[-1])
             dx = grad.matmul(made) if nx else None
-            dw = rows.t().mm(x.reshape(-1, x.shape[-1])) if nw else None
+            rows, inputs = (grad, x) if x.dim() == 2 else (grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]))
+            dw = rows.t().mm(inputs) if nw else None
             db = rows.sum(0) if nb else None
         elif ctx.settings == PIXELS:
             rows = _rows(grad)
