@@ -232,6 +232,81 @@ std::tuple<Tensor, Tensor> lowrank_weight_backward(Tensor grad, Tensor a, Tensor
   return {da, db};
 }
 
+// What x [k, n, i], σ [o, i] or [k, o, i], a [k, r, i] and b [k, o, r] say together; `like` is x, or dy [k, n, o].
+struct Adapted {
+  int64_t clients, rows, inputs, outputs, rank, sigma_row, sigma_column;
+  fastfact::In sigma;
+
+  Adapted(const char* op, const char* name, const Tensor& like, bool backward, const Tensor& frozen, const Tensor& a,
+          const Tensor& b) {
+    expect_dim(op, name, like, 3), expect_dim(op, "a", a, 3);
+    if (frozen.dim() != 2) expect_dim(op, "sigma", frozen, 3);
+    const int64_t own = frozen.dim() - 2;
+    clients = like.size(0), rows = like.size(1), rank = a.size(1);
+    outputs = frozen.size(own), inputs = frozen.size(own + 1);
+    sigma_row = frozen.stride(own), sigma_column = frozen.stride(own + 1);
+    sigma = in(frozen, own);
+    expect(op, name, like, {clients, rows, backward ? outputs : inputs}, like);
+    expect(op, "sigma", frozen, own ? Shape{clients, outputs, inputs} : Shape{outputs, inputs}, like);
+    expect(op, "a", a, {clients, rank, inputs}, like);
+    expect(op, "b", b, {clients, outputs, rank}, like);
+  }
+};
+
+std::tuple<Tensor, Tensor> lowrank_linear(Tensor x, OptionalTensor seen, Tensor sigma, Tensor a, Tensor b,
+                                          OptionalTensor bias, double scaling) {
+  const char* op = "lowrank_linear";
+  const Adapted of(op, "x", x, false, sigma, a, b);
+  if (seen) expect(op, "seen", *seen, shape_of(x), x);
+  if (bias) expect(op, "bias", *bias, bias->dim() == 1 ? Shape{of.outputs} : Shape{of.clients, of.outputs}, x);
+  x = dense(x), a = dense(a), b = dense(b);
+  if (seen) seen = dense(*seen);
+  const int64_t own = bias ? bias->dim() - 1 : 0;
+  if (bias && !is_dense(*bias, own)) bias = torch::stable::contiguous(*bias);
+  Tensor y = empty(x, {of.clients, of.rows, of.outputs}), hidden = empty(x, {of.clients, of.rows, of.rank});
+  fastfact::adapter({type_of(op, x), of.clients, of.rows, of.inputs, of.outputs, of.rank, scaling, in(x), in(seen),
+                     of.sigma, in(a), in(b), in(bias, own), of.sigma_row, of.sigma_column, y.data_ptr(),
+                     hidden.data_ptr(), torch::stable::get_num_threads()},
+                    parallel_for);
+  return {y, hidden};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> lowrank_linear_backward(Tensor grad, Tensor seen, Tensor sigma, Tensor a,
+                                                                   Tensor b, Tensor hidden, double scaling,
+                                                                   int64_t needs) {
+  const char* op = "lowrank_linear_backward";
+  const Adapted of(op, "grad", grad, true, sigma, a, b);
+  expect(op, "seen", seen, {of.clients, of.rows, of.inputs}, grad);
+  expect(op, "hidden", hidden, {of.clients, of.rows, of.rank}, grad);
+  grad = dense(grad), seen = dense(seen), a = dense(a), b = dense(b), hidden = dense(hidden);
+  const Shape inputs = {of.clients, of.rows, of.inputs}, none = {0};
+  Tensor dx = empty(grad, needs & 1 ? inputs : none), dseen = empty(grad, needs & 2 ? inputs : none);
+  Tensor da = empty_if(a, needs, 2), db = empty_if(b, needs, 3);
+  fastfact::adapter_backward({type_of(op, grad),
+                              of.clients,
+                              of.rows,
+                              of.inputs,
+                              of.outputs,
+                              of.rank,
+                              scaling,
+                              in(grad),
+                              in(seen),
+                              of.sigma,
+                              in(a),
+                              in(b),
+                              in(hidden),
+                              of.sigma_row,
+                              of.sigma_column,
+                              (needs & 16) != 0,
+                              wanted(dx, needs, 0),
+                              wanted(dseen, needs, 1),
+                              wanted(da, needs, 2),
+                              wanted(db, needs, 3),
+                              torch::stable::get_num_threads()},
+                             parallel_for);
+  return {dx, dseen, da, db};
+}
+
 void check_hadamard(const char* op, const Tensor& x1, const Tensor& y1, const Tensor& x2, const Tensor& y2,
                     const fastfact::Size& s) {
   expect_dim(op, "x1", x1, 3);
@@ -578,6 +653,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("compact_weight_backward", TORCH_BOX(&compact_weight_backward));
   m.impl("lowrank_weight", TORCH_BOX(&lowrank_weight));
   m.impl("lowrank_weight_backward", TORCH_BOX(&lowrank_weight_backward));
+  m.impl("lowrank_linear", TORCH_BOX(&lowrank_linear));
+  m.impl("lowrank_linear_backward", TORCH_BOX(&lowrank_linear_backward));
   m.impl("hadamard_weight", TORCH_BOX(&hadamard_weight));
   m.impl("hadamard_weight_backward", TORCH_BOX(&hadamard_weight_backward));
   m.impl("digest", TORCH_BOX(&digest));

@@ -110,6 +110,29 @@ struct ProxSgd {
   bool proximal;
 };
 
+// A linear layer of frozen weight σ [outputs, inputs] and factors a [rank, inputs], b [outputs, rank]; x and grad are
+// [clients, rows, …], contiguous but for what clients share.
+struct Adapter {
+  Type type;
+  int64_t clients, rows, inputs, outputs, rank;
+  double scaling;
+  In x, seen, sigma, a, b, bias;    // seen null: x
+  int64_t sigma_row, sigma_column;  // the steps of σ
+  void *y, *hidden;                 // [clients, rows, outputs], [clients, rows, rank]
+  int64_t threads;                  // how many `parallel_for` has; no number depends on it
+};
+
+struct AdapterBackward {
+  Type type;
+  int64_t clients, rows, inputs, outputs, rank;
+  double scaling;
+  In grad, seen, sigma, a, b, hidden;
+  int64_t sigma_row, sigma_column;
+  bool own;                    // the factors' part of dx is in dseen alone
+  void *dx, *dseen, *da, *db;  // null where not asked for
+  int64_t threads;
+};
+
 enum class Value { f32, bf16, i8 };
 
 // These two return false, without a result, where a support is not ascending positions in the weight.
@@ -119,6 +142,8 @@ void lowrank_weight(const LowRank& op, ParallelFor parallel_for);
 void lowrank_weight_backward(const LowRankBackward& op, ParallelFor parallel_for);
 void hadamard_weight(const Hadamard& op, ParallelFor parallel_for);
 void hadamard_weight_backward(const HadamardBackward& op, ParallelFor parallel_for);
+void adapter(const Adapter& op, ParallelFor parallel_for);
+void adapter_backward(const AdapterBackward& op, ParallelFor parallel_for);
 void prox_sgd_step(const ProxSgd& op, const Step* steps, int64_t count, ParallelFor parallel_for);
 
 // Bitmaps of x [rows, n]. A row is worked on in chunks; `offsets` [rows · bitmap_chunks(n) + 1] counts the nonzeros

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastfact.formats import FLOATING
 from fastfact.ops import reference
-from fastfact.ops.backends import implementation, kernel_serves
+from fastfact.ops.backends import implementation, kernel_serves, library_serves
 from fastfact.ops.common import (
     autocast,
     call,
@@ -21,6 +21,18 @@ from fastfact.ops.common import (
 from fastfact.ops.reference import OWN
 
 OP, BACKWARD = "lowrank_linear", "lowrank_linear_backward"
+NARROW = 1 << 18
+"""Up to so many numbers of σ the kernel for CPUs with AVX2 is faster than PyTorch's products in float32 and float64, as
+measured; where σ is larger the product with it is nearly all there is. In half precision it always is."""
+_IS_MEASURED = torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def _kernel_pays(op: str, x: Tensor, sigma: Tensor) -> bool:
+    """Whether a kernel serves, and is not slower than the reference."""
+    if not kernel_serves(op, x) or not library_serves(op, x):
+        return kernel_serves(op, x)
+    narrow = sigma.shape[-1] * sigma.shape[-2] <= NARROW or x.element_size() == 2
+    return _IS_MEASURED and narrow and sigma.dim() == (2 if x.dim() == 3 else x.dim())
 
 
 def _plain(x: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
@@ -32,14 +44,14 @@ def _plain(x: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, bias: T
 def _forward(scaling, x, seen, sigma, a, b, bias):
     """(y, hidden), hidden = scaling · seen aᵀ."""
     tensors = x, seen, sigma, a, b, bias
-    if kernel_serves(OP, x):
+    if _kernel_pays(OP, x, sigma):
         return call(implementation(OP), x.dim() == 3, tensors, scaling)
     return reference.lowrank_linear(*tensors, scaling)
 
 
 def _backward(scaling, needs, grad, *tensors):
     """(dx, dseen, da, db) from grad = dy and seen, σ, a, b, hidden."""
-    if kernel_serves(BACKWARD, grad):
+    if _kernel_pays(BACKWARD, grad, tensors[1]):
         return call(implementation(BACKWARD), grad.dim() == 3, (grad, *tensors), scaling, needs)
     return reference.lowrank_linear_backward(grad, *tensors, scaling, needs)
 

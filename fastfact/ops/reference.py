@@ -157,7 +157,7 @@ def _fake_lowrank_linear(x, seen, sigma, a, b, bias, scaling):
     return x.new_empty(*x.shape[:-1], sigma.shape[-2]), x.new_empty(*x.shape[:-1], a.shape[-2])
 
 
-@op(_fake_lowrank_linear, kernels=("triton",))
+@op(_fake_lowrank_linear, kernels=("cpu", "triton"))
 def lowrank_linear(
     x: Tensor, seen: Tensor | None, sigma: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ def _fake_lowrank_linear_backward(grad, seen, sigma, a, b, hidden, scaling, need
     return _fake_gradients(needs, seen, seen, a, b)
 
 
-@op(_fake_lowrank_linear_backward, kernels=("triton",))
+@op(_fake_lowrank_linear_backward, kernels=("cpu", "triton"))
 def lowrank_linear_backward(
     grad: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, hidden: Tensor, scaling: float, needs: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

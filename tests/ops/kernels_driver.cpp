@@ -344,6 +344,84 @@ void prox() {
 }
 
 template <class T>
+void adapters() {
+  const bool tall = pick_int(0, 5) == 0;  // more rows than a chunk has
+  const int64_t k = tall ? 1 : pick_int(1, 5), n = tall ? one_of({513, 700}) : pick_int(1, 40);
+  const int64_t i = one_of({1, 5, 16, 33, 70, 300}), o = tall ? one_of({3, 300, 600}) : one_of({1, 4, 17, 48, 90, 600});
+  const int64_t r = one_of({1, 2, 3, 5, 8, 11, 17, 40});
+  const bool own = pick_int(0, 1), apart = pick_int(0, 1), turned = pick_int(0, 1);
+  const double scaling = 0.7;
+  const Input<T> x(k, n * i), seen(k, n * i), a(k, r * i), b(k, o * r), bias(k, o), grad(k, n * o), hidden(k, n * r);
+  const Input<T> sigma(pick_int(0, 1) ? k : 1, o * i);
+  const int64_t row = turned ? 1 : i, column = turned ? o : 1;
+  const Input<T>& in = apart ? seen : x;
+  std::vector<Sum> y_true(k * n * o), h_true(k * n * r), dx_true(k * n * i), ds_true(dx_true);
+  std::vector<Sum> da_true(k * r * i), db_true(k * o * r);
+  auto y = unwritten<T>(k * n * o), h = unwritten<T>(k * n * r), dx = unwritten<T>(k * n * i), ds = dx;
+  auto da = unwritten<T>(k * r * i), db = unwritten<T>(k * o * r);
+  const In frozen{sigma.data.data(), int64_t(sigma.data.size()) == k * o * i ? o * i : 0};
+  for (int64_t c = 0; c < k; ++c) {
+    auto weight = [&](int64_t p, int64_t q) {
+      return to_compute(sigma.data[c * frozen.client_stride + p * row + q * column]);
+    };
+    for (int64_t m = 0; m < n; ++m) {
+      std::vector<Sum> few(r), back(r);
+      for (int64_t f = 0; f < r; ++f) {
+        for (int64_t q = 0; q < i; ++q) few[f].add(scaling * in(c, m * i + q) * a(c, f * i + q));
+        for (int64_t p = 0; p < o; ++p) back[f].add(scaling * grad(c, m * o + p) * b(c, p * r + f));
+        h_true[(c * n + m) * r + f] = few[f];
+        for (int64_t q = 0; q < i; ++q) {
+          Sum& sum = da_true[(c * r + f) * i + q];
+          sum.value += back[f].value * in(c, m * i + q),
+              sum.magnitude += back[f].magnitude * std::abs(in(c, m * i + q));
+        }
+        for (int64_t p = 0; p < o; ++p) db_true[(c * o + p) * r + f].add(grad(c, m * o + p) * hidden(c, m * r + f));
+      }
+      auto thin = [&](Sum& sum, const Sum& left, double right) {
+        sum.value += left.value * right, sum.magnitude += left.magnitude * std::abs(right);
+      };
+      for (int64_t p = 0; p < o; ++p) {
+        Sum& sum = y_true[(c * n + m) * o + p];
+        sum.add(bias(c, p));
+        for (int64_t q = 0; q < i; ++q) sum.add(x(c, m * i + q) * weight(p, q));
+        for (int64_t f = 0; f < r; ++f) thin(sum, few[f], b(c, p * r + f));
+      }
+      for (int64_t q = 0; q < i; ++q) {
+        Sum &sum = dx_true[(c * n + m) * i + q], &part = ds_true[(c * n + m) * i + q];
+        for (int64_t p = 0; p < o; ++p) sum.add(grad(c, m * o + p) * weight(p, q));
+        for (int64_t f = 0; f < r; ++f) {
+          thin(part, back[f], a(c, f * i + q));
+          if (!own) thin(sum, back[f], a(c, f * i + q));
+        }
+      }
+    }
+  }
+  const int64_t threads_there = pick_int(1, 3);
+  adapter({kType<T>, k, n, i, o, r, scaling, x.in(), apart ? seen.in() : In{nullptr, 0}, frozen, a.in(), b.in(),
+           bias.in(), row, column, y.data(), h.data(), threads_there},
+          threads);
+  compare("adapter", y, y_true);
+  compare("adapter hidden", h, h_true);
+  adapter_backward(
+      {kType<T>, k,           n,   i,      o,   r,         scaling,   grad.in(), in.in(),   frozen,       a.in(),
+       b.in(),   hidden.in(), row, column, own, dx.data(), ds.data(), da.data(), db.data(), threads_there},
+      threads);
+  compare("adapter dx", dx, dx_true);
+  compare("adapter dseen", ds, ds_true);
+  compare("adapter da", da, da_true);
+  compare("adapter db", db, db_true);
+  auto again = unwritten<T>(k * r * i);
+  adapter_backward(
+      {kType<T>, k,           n,   i,      o,   r,       scaling, grad.in(),    in.in(), frozen,           a.in(),
+       b.in(),   hidden.in(), row, column, own, nullptr, nullptr, again.data(), nullptr, threads_there + 1},
+      threads);
+  for (size_t at = 0; at < da.size(); ++at) {
+    const double got = to_compute(again[at]), wanted = to_compute(da[at]);
+    if (got != wanted) fail("adapter da by other threads", at, got, wanted);
+  }
+}
+
+template <class T>
 void products_with_rows() {
   const int64_t k = pick_int(1, 3), batch = pick_int(1, 12), outputs = pick_int(1, 22), width = one_of({1, 7, 33, 600});
   std::vector<Input<T>> samples;
@@ -736,6 +814,7 @@ int main(int argc, char** argv) {
       lowrank<T>();
       hadamard<T>();
       prox<T>();
+      adapters<T>();
       products_with_rows<T>();
 #ifdef FF_CONV_TYPE
       factored_convolution<FF_CONV_TYPE>();

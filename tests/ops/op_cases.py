@@ -192,6 +192,14 @@ ADAPTERS = [
     (2, 0, 8, 5, 4, "plain"),
 ]
 
+# Several chunks of rows, clients that are cut, tiles of several clients, sums in parts.
+LARGE_ADAPTERS = [
+    (5, 40, 192, 300, 8, "gaps"),
+    (1, 700, 300, 90, 17, "own sigma"),
+    (40, 3, 30, 20, 3, "shared"),
+    (2, 64, 33, 600, 64, "none"),
+]
+
 
 def adapter(impl, case, dtype, device):
     k, n, i, o, rank, how = case

@@ -7,7 +7,8 @@ from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastfact import ops
+from fastfact import ops, use_backend
+from fastfact.ops import lowrank
 
 K, N, IN, OUT, R, SCALE = 3, 5, 7, 4, 2, 1.5
 NAMES = ("x", "sigma", "a", "b", "bias")
@@ -152,8 +153,29 @@ def test_sigma_shared_by_clients_is_one_product():
     with Sizes():
         ops.lowrank_linear(**parts, scaling=SCALE).sum().backward()
     assert max(size for _, size in made) <= K * N * max(IN, OUT)
-    assert [func for func, _ in made].count(torch.ops.aten.mm.default) == 1  # the gradient of x through σ
+    products = [func for func, _ in made].count(torch.ops.aten.mm.default)
+    assert products == (torch.ops.fastfact.lowrank_linear_backward.default not in {func for func, _ in made})
     assert parts["sigma"].grad is None
+
+
+def test_the_compiled_kernel_is_taken_where_it_was_measured_to_be_faster(monkeypatch):
+    def serves(k, n, i, o, dtype=torch.float32, own=()):
+        calls = []
+        kernel = torch.ops.fastfact.lowrank_linear.default
+        with monkeypatch.context() as patch:
+            patch.setattr(lowrank, "implementation", lambda op: lambda *args: calls.append(op) or kernel(*args))
+            shapes = (k, n, i), (*own, o, i), (k, 2, i), (k, o, 2)
+            ops.lowrank_linear(*(torch.zeros(s, dtype=dtype) for s in shapes))
+        return bool(calls)
+
+    monkeypatch.setattr(lowrank, "_IS_MEASURED", True)
+    assert serves(2, 3, 512, 512) and serves(2, 3, 64, 8, torch.float64)
+    assert not serves(2, 3, 513, 512) and serves(2, 3, 513, 512, torch.bfloat16)
+    assert not serves(2, 3, 8, 8, own=(2,))
+    with use_backend("reference"):
+        assert not serves(2, 3, 8, 8)
+    monkeypatch.setattr(lowrank, "_IS_MEASURED", False)
+    assert not serves(2, 3, 8, 8)
 
 
 def test_opcheck():

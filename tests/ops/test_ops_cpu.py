@@ -209,6 +209,37 @@ def test_any_product(shape, layout, rank, channels_last, seed):
     op_cases.hadamard(Compiled(), shape, F32, CPU, rank, channels_last, how, bool(seed % 2))
 
 
+@pytest.mark.parametrize("case", op_cases.ADAPTERS + op_cases.LARGE_ADAPTERS, ids=str)
+@pytest.mark.parametrize("dtype", [F32, F64, BF16, F16])
+def test_lowrank_linear(case, dtype):
+    torch.manual_seed(0)
+    op_cases.adapter(Compiled(), case, dtype, CPU)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    *[st.integers(0, 4)], *[st.integers(0, 60)] * 4, st.sampled_from(["plain", "shared", "gaps", "none", "own sigma"])
+)
+def test_any_lowrank_linear(k, n, i, o, rank, how):
+    torch.manual_seed(n)
+    op_cases.adapter(Compiled(), (k, n, i, o, rank, how), (F32, F64, BF16)[rank % 3], CPU)
+
+
+def test_the_threads_change_no_number_of_an_adapter():
+    x, sigma, a, b = (torch.randn(s) for s in ((2, 700, 40), (90, 40), (2, 5, 40), (2, 90, 5)))
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            y, hidden = torch.ops.fastfact.lowrank_linear(x, None, sigma, a, b, None, 0.7)
+            found.append((y, *torch.ops.fastfact.lowrank_linear_backward(y, x, sigma, a, b, hidden, 0.7, 15)))
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 3), st.integers(0, 4), st.integers(0, 9000), st.floats(0, 1), st.integers(0, 9))
 def test_any_bitmap_comes_back(k, rows, n, density, seed):
@@ -336,6 +367,13 @@ def test_the_raw_ops_refuse_what_does_not_fit():
     assert "size=[4, -5]" in error("lowrank_weight", None, a, b, SEPARABLE, [4, -5], 1.0, False)
     assert "sigma" in error("lowrank_weight", mu[:, 1:], a, b, SEPARABLE, [4, 5, 3, 3], 1.0, False)
     assert "grad" in error("lowrank_weight_backward", mu[:, 1:], a, b, SEPARABLE, [4, 5, 3, 3], 1.0, 3)
+    x, a, b, sigma = (torch.zeros(s) for s in ((2, 3, 5), (2, 2, 5), (2, 4, 2), (4, 5)))
+    assert "x has shape" in error("lowrank_linear", x[..., 1:], None, sigma, a, b, None, 1.0)
+    assert "seen has shape" in error("lowrank_linear", x, x[:, 1:], sigma, a, b, None, 1.0)
+    assert "sigma has shape" in error("lowrank_linear", x, None, sigma.expand(3, 4, 5), a, b, None, 1.0)
+    assert "b has shape" in error("lowrank_linear", x, None, sigma, a, b[:, 1:], None, 1.0)
+    assert "bias has shape" in error("lowrank_linear", x, None, sigma, a, b, torch.zeros(5), 1.0)
+    assert "hidden has shape" in error("lowrank_linear_backward", x[..., 1:], x, sigma, a, b, x, 1.0, 15)
     x, y = torch.zeros(1, 4, 2), torch.zeros(1, 45, 2)
     assert "y2" in error("hadamard_weight", x, y, x, y[..., 1:], [4, 5, 3, 3], False, False)
     assert "x2" in error("hadamard_weight_backward", mu, x, y, x[0], y, [4, 5, 3, 3], False, 15)

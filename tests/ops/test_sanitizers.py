@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
-KERNELS = ("rank1", "lowrank", "hadamard", "prox", "bitmap", "rows", "similarity", "srht", "digest", "isa")
+KERNELS = ("rank1", "lowrank", "adapter", "hadamard", "prox", "bitmap", "rows", "similarity", "srht", "digest", "isa")
 KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels_last", "factored_conv_planes")
 KERNELS += ("factored_conv_1x1", "factored_conv_depthwise", "factored_linear")
 SOURCES = [ROOT / "tests" / "ops" / "kernels_driver.cpp", *(ROOT / "csrc" / "cpu" / f"{name}.cpp" for name in KERNELS)]
