@@ -38,6 +38,7 @@ SANITIZERS = {
     "memcheck": ("memcheck", "fastfact_cuda", TESTS[0], SANITIZED),
     "racecheck": ("racecheck", "fastfact_cuda", TESTS[0], SANITIZED),
     "memcheck-triton": ("memcheck", "conv_", TESTS[2], "(test_conv2d and 2-2-5-7) or (test_without_mu and 1-3-3-18)"),
+    "memcheck-adapters": ("memcheck", "_kernel", TESTS[1], "test_lowrank_linear and (70 or 520)"),
 }
 """step → (tool, part of the names of the kernels watched, test file, tests)."""
 BENCHMARKS = ("clients", "layers", "weights", "rank1", "separable", "mix", "resident", "adapters", "tune")
@@ -45,7 +46,7 @@ PARTS: dict[str, dict[str, float]] = {
     "part1": {"environment": 25, "tests": 240, "clients": 220, "resident": 40},
     "part2": {"environment": 25, "layers": 270, "weights": 150, "rank1": 80},
     "part3": {"environment": 25, "adapters": 110, "mix": 50, "separable": 70, "memcheck": 60, "memcheck-triton": 50}
-    | {"racecheck": 50, "tune": 130},
+    | {"memcheck-adapters": 40, "racecheck": 50, "tune": 110},
 }
 """Seconds of each step, by part: in all less than `PART_SECONDS`."""
 PART_SECONDS = 570.0

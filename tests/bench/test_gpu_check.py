@@ -151,7 +151,8 @@ def test_the_commands():
 
 def test_the_sanitizers_choose_tests_that_are_there():
     sources = {file: (gpu_check.ROOT / file).read_text() for file in gpu_check.TESTS}
-    sources[gpu_check.TESTS[2]] += (gpu_check.ROOT / "tests" / "ops" / "triton_conv_cases.py").read_text()
+    for file, cases in ((gpu_check.TESTS[1], "triton_cases.py"), (gpu_check.TESTS[2], "triton_conv_cases.py")):
+        sources[file] += (gpu_check.ROOT / "tests" / "ops" / cases).read_text()
     for _, _, file, chosen in gpu_check.SANITIZERS.values():
         names = re.findall(r"test_\w+", chosen)
         assert names and all(f"def {name}" in sources[file] for name in names)

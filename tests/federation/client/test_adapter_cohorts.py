@@ -78,13 +78,16 @@ def test_a_client_is_its_adapter(make):
 def test_the_products_with_sigma_take_the_rows_of_all_clients_and_no_weight_is_made(make):
     fed = make(encoder, cohort=3, **OPTIONS | {"sizes": (8, 8, 8)}, graphs=False)
     sigma, rows = tuple(fed.template.up.sigma.shape), 3 * 4 * 6
-    products, made = set(), set()
+    products, made, kernels = set(), set(), torch.ops.fastfact
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
+            shapes = tuple(tuple(t.shape) for t in args if isinstance(t, torch.Tensor))
             if func in (torch.ops.aten.addmm_.default, torch.ops.aten.mm.default):
-                products.add(tuple(tuple(t.shape) for t in args if isinstance(t, torch.Tensor)))
+                products.add(shapes)
+            elif func in (kernels.lowrank_linear.default, kernels.lowrank_linear_backward.default):
+                products.add((shapes[0], sigma if sigma in shapes else None))
             elif "lowrank_weight" in str(func):
                 made.add(str(func))
             return out
@@ -99,8 +102,9 @@ def test_the_products_with_sigma_take_the_rows_of_all_clients_and_no_weight_is_m
         )
     assert not made
     o, i = sigma
-    assert ((rows, o), (rows, i), (i, o)) in products  # forward, and the gradient of what comes in
-    assert ((rows, o), sigma) in products
+    # Forward, and the gradient of what comes in: by PyTorch or by a kernel that takes σ without the client axis.
+    plain = {((rows, o), (rows, i), (i, o)), ((rows, o), sigma)}
+    assert plain <= products or {((3, rows // 3, i), sigma), ((3, rows // 3, o), sigma)} <= products
 
 
 def test_captured_steps_are_the_same(make):
