@@ -35,7 +35,7 @@ ALPHA, BETA, MEAN, FEDAVG, ALONE = (
     "fedavg",
     "stand-alone",
 )
-HEAD, IID = {"head_first": 1}, "permuted-iid"
+HEAD, IID, STATISTICS = {"head_first": 1}, "permuted-iid", {"match_on": "initial-statistics"}
 ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     BETA: (BETA, {}, ""),
     ALONE: (ALONE, {}, ""),
@@ -47,8 +47,10 @@ ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     f"{MEAN}, classifier first": (MEAN, HEAD, ""),
     ALPHA: (ALPHA, {}, ""),
     f"{BETA}, by v": (BETA, {"match_on": "v"}, ""),
+    f"{BETA}, by initial statistics": (BETA, STATISTICS, ""),
     f"{BETA}, classifier with the rest": (BETA, {"head_first": 0}, ""),
     f"{BETA}, permuted IID": (BETA, {}, IID),
+    f"{BETA}, by initial statistics, permuted IID": (BETA, STATISTICS, IID),
     f"{FEDAVG}, permuted IID": (FEDAVG, {}, IID),
     f"{FEDAVG}, permuted IID, classifier first": (FEDAVG, HEAD, IID),
     f"{ALONE}, permuted IID": (ALONE, {}, IID),
