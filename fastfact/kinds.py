@@ -1,6 +1,8 @@
 """What the settings of a dataclass are: types from their annotations; help, unit and range from their metadata."""
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field, fields
 from types import NoneType, UnionType
@@ -14,6 +16,7 @@ _NAMES = {
     dict: "a table",
     NoneType: "None",
 }
+_HOLDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 Choices = Iterable[str] | Callable[[], Iterable[str]]
 
@@ -55,14 +58,21 @@ def type_error(value: Any, kind: Any) -> str | None:
     """What `value` must be for the annotation `kind`, in words; None if it is that, or `kind` is none of these types
     or a union of them. An integer is a number, True is not an integer.
     """
-    allowed = kind.__args__ if isinstance(kind, UnionType) else (kind,)
-    if not all(isinstance(one, type) and one in _NAMES for one in allowed):
+    allowed = _allowed(kind)
+    if not allowed:
         return None
     if isinstance(value, bool):
         fits = bool in allowed
     else:
         fits = isinstance(value, allowed) or (isinstance(value, int) and float in allowed)
     return None if fits else " or ".join(_NAMES[one] for one in allowed)
+
+
+@functools.cache
+def _allowed(kind: Any) -> tuple[type, ...]:
+    """The types of an annotation, none where one of them is another than these."""
+    allowed = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+    return allowed if all(isinstance(one, type) and one in _NAMES for one in allowed) else ()
 
 
 def choices_of(item: Field) -> tuple[str, ...]:
@@ -86,16 +96,10 @@ def value_error(value: Any, item: Field) -> str | None:
 
 
 def _out_of_range(value: float, about: Mapping[str, Any]) -> str | None:
-    holds = {
-        "at_least": lambda bound: value >= bound,
-        "above": lambda bound: value > bound,
-        "at_most": lambda bound: value <= bound,
-        "below": lambda bound: value < bound,
-    }
-    bounds = {name: about[name] for name in holds if about.get(name) is not None}
+    bounds = {name: about[name] for name in _HOLDS if about.get(name) is not None}
     if not math.isfinite(value):
         return "a finite number"
-    if all(holds[name](bound) for name, bound in bounds.items()):
+    if all(_HOLDS[name](value, bound) for name, bound in bounds.items()):
         return None
     return " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items())
 

@@ -20,6 +20,7 @@ applied in the order paper, result, column, row; then, on the stand-in, `standin
 `relative_to` divides by the row of that label. `note` says what differs from the paper on every data set.
 """
 
+import functools
 import hashlib
 import json
 import tomllib
@@ -144,6 +145,7 @@ class Recipe:
         return ResolvedRecipe(self, grid, tuple(sorted(replaced)))
 
 
+@functools.cache
 def _default(key: str) -> Any:
     return getattr(Config(), key, None)
 
