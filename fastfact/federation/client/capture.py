@@ -18,7 +18,7 @@ aten, fastfact = torch.ops.aten, torch.ops.fastfact
 Function = Callable[..., Sequence[Tensor]]
 PATIENCE = 4
 """How many times as long as its captures took, or a first one will take, a function must have run before a capture."""
-FIRST = 10
+FIRST = 5
 """How many calls a first capture is taken to last."""
 _CAN_BE_NOTHING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
