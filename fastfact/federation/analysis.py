@@ -50,16 +50,25 @@ def density(fed: Trained) -> dict[str, list[float]]:
     for begin in range(here.start, here.stop, 64):
         state = fed.states.load(range(begin, min(begin + 64, here.stop)), names=fed.sparse)
         for name, tensor in state.items():
-            counts[name] += (tensor.flatten(1).count_nonzero(1) / fed.infos[name].numel).tolist()
+            nonzeros = _nonzeros(tensor, fed.method.counted_from)
+            counts[name] += (nonzeros / fed.infos[name].numel).tolist()
     parts = fed.group.each(counts)
     return {name.rpartition(".")[0]: [density for part in parts for density in part[name]] for name in fed.sparse}
 
 
-def densities(state: State, infos: dict[str, TensorInfo], sparse: Sequence[str]) -> list[float | None]:
-    """The fraction of nonzeros of μ over all layers, for each row of `state`; None for a model without μ."""
+def _nonzeros(mu: Tensor, least: float) -> Tensor:
+    """Of μ [k, …], for each client; what is smaller than `least` is zero."""
+    return (mu.abs() >= least if least else mu).flatten(1).count_nonzero(1)
+
+
+def densities(
+    state: State, infos: dict[str, TensorInfo], sparse: Sequence[str], least: float = 0.0
+) -> list[float | None]:
+    """The fraction of nonzeros of μ over all layers, for each row of `state`; None for a model without μ. What is
+    smaller than `least` is zero."""
     if not sparse:
         return [None] * len(next(iter(state.values())))
-    nonzeros = sum(state[name].flatten(1).count_nonzero(1) for name in sparse)
+    nonzeros = sum(_nonzeros(state[name], least) for name in sparse)
     return (nonzeros / sum(infos[name].numel for name in sparse)).tolist()
 
 

@@ -201,7 +201,7 @@ class Local:
         return self._make_trainer(self.template)
 
     def _make_trainer(self, template: nn.Module) -> train.Trainer:
-        s = self.settings
+        s, l1 = self.settings, 0.0 if self.method.l1_method == "evaluation" else self.method.l1
         return train.Trainer(
             template,
             self.infos,
@@ -210,7 +210,7 @@ class Local:
                 lr=s["lr"],
                 momentum=s["momentum"],
                 weight_decay=s["weight_decay"],
-                l1=self.method.l1 if self.schedule is None else self.schedule.penalty(1, self.method.l1),
+                l1=l1 if self.schedule is None else self.schedule.penalty(1, l1),
                 proximal=self.method.l1_method == "proximal",
                 penalized=frozenset(self.sparse),
                 augment=self.augment,
@@ -341,7 +341,8 @@ class Local:
                     # The server has what was uploaded once.
                     if name not in self.exchange.once:
                         work[name][row].copy_(tensor[0])
-        measured, densities = self._evaluate(round, clients, work), analysis.densities(work, self.infos, self.sparse)
+        measured = self._evaluate(round, clients, work)
+        densities = analysis.densities(work, self.infos, self.sparse, self.method.counted_from)
         before = [dict.fromkeys(one) for one in measured] if done.before is None else done.before
         return done, [
             {

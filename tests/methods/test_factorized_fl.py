@@ -252,6 +252,28 @@ def test_what_is_shared_is_said_for_classifier_norm_and_statistics(name, classif
     assert (defaults.share_classifier, defaults.share_norm, defaults.share_norm_statistics) == (on, on, on)
 
 
+@pytest.mark.parametrize("cohort", [1, 4])
+def test_l1_at_evaluation_only(cohort):
+    """What the official code does: training knows nothing of λ, accuracy and density leave out |μ| < λ."""
+    fed = federation(ff.methods.FactorizedFLBeta(l1=0.05, l1_method="evaluation"), cohort=cohort)
+    plain = federation(ff.methods.FactorizedFLBeta(l1=0.0), cohort=cohort)
+    for one in (fed, plain):
+        one.fit(2)
+    assert all(torch.equal(tensor, plain.states.state[name]) for name, tensor in fed.states.state.items())
+    numbers = {f"{layer}.mu": n for layer, n in zip(LAYERS, (48, 40, 15), strict=True)}
+    rows, density = [row for row in fed.history if row["round"] == 2], fed.density()
+    for k, (client, row) in enumerate(zip(clients(), rows, strict=True)):
+        state = {name: tensor[k].clone() for name, tensor in fed.states.state.items()}
+        left = {}
+        for name, n in numbers.items():
+            state[name][state[name].abs() < 0.05] = 0
+            left[name] = state[name].count_nonzero().item()
+            assert density[name.removesuffix(".mu")][k] == pytest.approx(left[name] / n)
+        x, y = client.test
+        assert row["accuracy"] == pytest.approx((forward(state, x).argmax(1) == y).double().mean().item())
+        assert 0 < row["density"] < 0.95 and row["density"] == pytest.approx(sum(left.values()) / 103)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [

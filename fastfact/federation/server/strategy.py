@@ -141,7 +141,9 @@ class Strategy:
 
     share_classifier: the last layer with a weight (off where labels differ between clients).
     share_norm, share_norm_statistics: learned scale and shift of normalisation layers; their running statistics.
-    l1: λ on μ; method "proximal" (soft threshold) or "subgradient" (see `ff.optim.ProxSGD`).
+    l1: λ on μ; l1_method: "proximal" (soft threshold) or "subgradient" (see `ff.optim.ProxSGD`), or "evaluation", λ has
+    no part in training, but where models are evaluated and their density counted, entries with |μ| < λ are zeros: what
+    the official Factorized-FL code does, whose penalty has no gradient.
     after_mix: what happens to μ after a mix, which leaves the union of supports: "none"; "support", each client keeps
     only the positions of its own upload; "threshold", entries with |μ| < l1 are set to zero.
     recalibrate: before each evaluation, batch-norm's running statistics are computed anew from the client's training
@@ -182,7 +184,8 @@ class Strategy:
     def check(self) -> None:
         """Raise ValueError for a setting out of range; that all are of their types is known."""
         self._require("l1", self.l1 >= 0, "must not be negative")
-        self._require("l1_method", self.l1_method in ("proximal", "subgradient"), "must be proximal or subgradient")
+        methods = "proximal", "subgradient", "evaluation"
+        self._require("l1_method", self.l1_method in methods, f"must be one of {', '.join(methods)}")
         self._require("after_mix", self.after_mix in AFTER_MIX, f"must be one of {', '.join(AFTER_MIX)}")
         self._require("head_first", self.head_first >= 0, "must be an integer of at least 0")
         paths = isinstance(self.skip, list | tuple) and all(isinstance(path, str) for path in self.skip)
@@ -277,8 +280,20 @@ class Strategy:
         self._require("head_first", self.head_first <= epochs, f"must be at most the {epochs} local epochs")
         some = [phase for phase in self.phases(epochs - self.head_first) if phase.adapts == adapts]
         if adapts:
+            some += [Phase(0, update=self._without_small, adapts=True)] * (self.counted_from > 0)
             return some + [Phase(0, update=statistics.recalibrate, adapts=True)] * self.recalibrate
         return [Phase(self.head_first, trains=lambda info: info.classifier)] * (self.head_first > 0) + some
+
+    @property
+    def counted_from(self) -> float:
+        """The magnitude below which an entry of μ is a zero for evaluation and density."""
+        return self.l1 if self.l1_method == "evaluation" else 0.0
+
+    def _without_small(self, net: Net, x: Tensor, y: Tensor) -> State:
+        """μ of each layer without what counts as zeros: a `Phase.update`."""
+        names = [f"{path}.mu".lstrip(".") for path in factorized_layers(net.model)]
+        found = {name: net.params[name] for name in names if name in net.params}
+        return {name: mu * (mu.abs() >= self.counted_from) for name, mu in found.items()}
 
     def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
         """The row-stochastic mixing matrix [m, m] over the clients that reported.
