@@ -207,6 +207,11 @@ def labels(fed: Federation) -> dict[str, Tensor]:
     return {"count": torch.stack([torch.bincount(c.train[1], minlength=fed.classes) for c in privacy.clients_of(fed)])}
 
 
+def server(fed: Federation) -> dict[str, Tensor]:
+    """Seconds that the server took to make the round's downloads."""
+    return {"seconds": torch.tensor(fed.server_seconds)}
+
+
 RECORDERS = {
     "similarity": Recorder(similarity, "cosine of u, of v and of the keys between all clients"),
     "signal": Recorder(signal, "how well they tell the scenario's groups of clients apart"),
@@ -214,6 +219,7 @@ RECORDERS = {
     "drift": Recorder(drift, "mean distance of the shared tensors from their mean"),
     "updates": Recorder(updates, "distance of the clients' updates from those of client 1"),
     "split": Recorder(split, "which channels FedFac shares"),
+    "server": Recorder(server, "seconds that the server took for the round"),
     "movement": Recorder(movement, "how far shared and personal tensors have gone", "last"),
     "masked": Recorder(masked, "accuracy with FedFac's shared or personal channels replaced by noise", "last"),
     "embeddings": Recorder(embeddings, "what the classifiers see of 100 Gaussian inputs", "last"),

@@ -16,6 +16,7 @@ import inspect
 import logging
 import math
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,8 @@ class Federation(Local):
         """The server's own tensors, see `Uploads.server_state`."""
         self.reported: Uploads | None = None
         """Who reported last; what they uploaded is what they hold."""
+        self.server_seconds = 0.0
+        """What the server took to make the last round's downloads: mixing, and what the method finds out for it."""
 
     def _make_states(self, k: int) -> States:
         place, values, initial = self.settings["store"], self.settings["store_values"], self.initial
@@ -530,7 +533,9 @@ class Federation(Local):
         size = self._block(len(clients))
         blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)]
         # A process without a client in this round takes part in the mix.
+        began = time.perf_counter()
         downloads, report = self._downloads(round, done), Uploads(round, [], [], [])
+        self.server_seconds = time.perf_counter() - began
         self.states.reserve(len(clients))
         for number, block in enumerate(blocks):
             work = self.states.work(block, () if downloads is None else downloads.overwritten(block))

@@ -134,6 +134,12 @@ def _recorded(name: str) -> Of:
     return of
 
 
+def _seconds_in_all(cell: Cell, clients: Clients, moment: str) -> float | None:
+    rounds = probes.read(cell.directory).get("server/seconds", {})
+    trained = cell.result["summary"].get("seconds")
+    return None if trained is None else trained + float(sum(rounds.values()))
+
+
 def groups(cell: Cell) -> np.ndarray:
     """The domain of each client: there are five, but where every client has its own superclass."""
     config = cell.result["config"]
@@ -259,6 +265,9 @@ MEASURES = {
     "cost": Measure(_summary("formula", 1e9), RUN, "GB"),
     "parameters": Measure(_summary("parameters", 1e6), END, "M"),
     "seconds": Measure(_summary("seconds"), "local training of the whole run", "s"),
+    "seconds-in-all": Measure(
+        _seconds_in_all, "local training and the server's part, the whole run", "s", record="server"
+    ),
     "u-others": Measure(_similar("u", None), END, record="similarity"),
     "v-within": Measure(_similar("v", True), END, record="similarity"),
     "v-between": Measure(_similar("v", False), END, record="similarity"),

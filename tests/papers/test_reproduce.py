@@ -198,6 +198,7 @@ def write_run(directory, config, clients=5):
             "updates/u": np.arange(clients, dtype=float),
             "updates/v": np.arange(clients, dtype=float),
             "split/shared": np.arange(8) < 4 + number,
+            "server/seconds": np.array(0.5),
             "movement/shared": np.array(3.0),
             "movement/personal": np.array(4.0),
             "masked/shared": np.array(0.2),
@@ -222,6 +223,7 @@ VALUES = {
     "cost": 4.0,
     "parameters": 2.0,
     "seconds": 6.0,
+    "seconds-in-all": 7.5,
     "u-others": 1.0,
     "v-between": 0.3,
     "key-others": 0.0,
@@ -341,7 +343,14 @@ def test_relative_to_a_row(tmp_path):
 
 RECORDED = {
     "factorized-fl-alpha": {"similarity/u", "similarity/v", "similarity/key", "matching/weights", "updates/v"},
-    "fedfac-dynamic": {"split/shared", "masked/shared", "masked/personal", "features/map", "neurons/output"},
+    "fedfac-dynamic": {
+        "server/seconds",
+        "split/shared",
+        "masked/shared",
+        "masked/personal",
+        "features/map",
+        "neurons/output",
+    },
     "feddecomp": {"drift/distance", "movement/shared", "movement/personal", "embeddings/encoding", "labels/count"},
 }
 
@@ -370,6 +379,8 @@ def test_recorders_on_a_run(method, tmp_path):
         assert 1 not in kept["movement/shared"]
     else:
         assert kept["split/shared"][2].dtype == bool and 1 not in kept["split/shared"]
+        # Before the second round there is a factor analysis, before the first nothing to mix.
+        assert kept["server/seconds"][2] > kept["server/seconds"][1] >= 0
     assert isinstance(fed.ledger, Ledger)
 
 
