@@ -368,7 +368,7 @@ def test_every_option_has_a_group_and_every_command_an_example():
 
 
 def test_ctrl_c_leaves_a_directory_that_goes_on(tmp_path, no_pictures):
-    arguments = ["compare", *SMALL, "--rounds", "50", "--methods", "fedavg", "--seeds", "1", "--jobs", "1"]
+    arguments = ["compare", *SMALL, "--rounds", "20", "--methods", "fedavg", "--seeds", "1", "--jobs", "1"]
     process = start(*arguments, "--out", tmp_path / "c")
     metrics = tmp_path / "c" / report.CELLS / "fedavg-seed0" / report.METRICS
     deadline = time.monotonic() + 60

@@ -14,7 +14,6 @@ import torchvision
 from torch import nn
 
 import fastfact as ff
-from fastfact.nn import choice
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SPECS = {
@@ -145,13 +144,6 @@ TIMM = [
     "vit_tiny_patch16_224",
     "xcit_nano_12_p16_224",
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_run_of_each_path(monkeypatch):
-    """A measurement runs all paths, once after the first time; which is faster is not the question here."""
-    monkeypatch.setattr(choice, "BUDGET", 0)
-    monkeypatch.setattr(choice, "SHORT", 0)
 
 
 def loss_of(model, x, detection):
