@@ -1,14 +1,15 @@
 """FedDecomp (Wu et al., ACM MM 2024): shared full-rank plus personal low-rank weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server import mixing
 from fastfact.federation.server.strategy import Strategy, Uploads, register
 from fastfact.federation.tensors import TensorInfo
+from fastfact.nn.convert import factorized_layers
 from fastfact.nn.specs import LowRank, Spec
 
 LOW_RANK = ("A", "B")
@@ -34,6 +35,8 @@ class FedDecomp(Strategy):
 
     ratio: R_c, of convolutions; linear_ratio: R_l, of linear layers (Table 2: .6, .6 is best on CIFAR-10; .8, .4 on
     CIFAR-100 and Tiny-ImageNet). layout: see `ff.LowRank`; "view" is what the official code computes.
+    lora_alpha: B A counts `lora_alpha` / R of each layer, R = max(1, round(ratio · min(o, i))), as LoRA code scales it
+    (by default with α = 1); None, as eq. 2 has it, once. A small scale makes A and B learn slowly beside σ.
     lora_epochs: the text leaves the E_lora of its tables open; the authors' published runs used 2 of 5, so None is two
     fifths of E, rounded, and at least one of two or more.
     training: "alternating", or "simultaneous", everything for all E epochs (Table 3).
@@ -53,6 +56,7 @@ class FedDecomp(Strategy):
     ratio: float = 0.6
     linear_ratio: float = 0.6
     layout: str = "separable"
+    lora_alpha: float | None = None
     lora_epochs: int | None = None
     training: str = "alternating"
     shared: str = "full-rank"
@@ -64,12 +68,25 @@ class FedDecomp(Strategy):
         super().check()
         holds = self.lora_epochs is None or self.lora_epochs >= 0
         self._require("lora_epochs", holds, "must be an integer of at least 0, or None")
+        holds = self.lora_alpha is None or 0 < self.lora_alpha < float("inf")
+        self._require("lora_alpha", holds, "must be a number above 0, or None")
         self._require("training", self.training in ("alternating", "simultaneous"), "must be alternating, simultaneous")
         self._require("shared", self.shared in SHARED, f"must be one of {', '.join(SHARED)}")
         self.spec()
 
     def spec(self) -> Spec:
         return LowRank(ratio=self.ratio, linear_ratio=self.linear_ratio, layout=self.layout)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        built = bool(factorized_layers(model))
+        model = super().prepare(model)
+        if built or self.lora_alpha is None:
+            return model
+        for layer in factorized_layers(model).values():
+            if isinstance(spec := layer.spec, LowRank):
+                rank = spec.rank_of(layer.size) // (1 if len(layer.size) == 2 else min(layer.size[2:]))
+                layer.spec = replace(spec, scaling=self.lora_alpha / rank)
+        return model
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         if not any(map(_low_rank, infos.values())):

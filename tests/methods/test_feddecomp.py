@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from paper_loop import EPOCHS, SIZES, check, federation, is_statistic, rows_of, train
@@ -59,6 +61,31 @@ def test_against_algorithm_1(case):
     fed.fit(3)
     check(fed, algorithm_1(expected, fed.clients, 3, phases, shared))
     assert {n for n in fed.infos if n in fed.shared} == set(filter(shared, fed.infos))
+
+
+@pytest.mark.parametrize("layout", ["separable", "view"])
+def test_factors_scaled_as_lora_code_does(layout, tmp_path):
+    def network():
+        return nn.Sequential(nn.Conv2d(1, 6, (2, 3), padding=1), nn.Flatten(), nn.Linear(6 * 3 * 3, 3)).double()
+
+    g = torch.Generator().manual_seed(0)
+    clients = [
+        ff.Client(*[(torch.randn(n, 1, 2, 3, generator=g, dtype=torch.float64), torch.arange(n) % 3) for n in (6, 3)])
+        for _ in range(2)
+    ]
+    method = ff.methods.FedDecomp(ratio=0.8, linear_ratio=0.7, layout=layout, lora_alpha=3.0)
+    fed = ff.Federation(network, clients, method, epochs=2, batch_size=3, lr=0.1, seed=0)
+    fed.fit(2, tmp_path)
+    # R = max(1, round(.8 · min(6, 1))) of the convolution, round(.7 · min(3, 54)) of the linear layer.
+    for layer, rank in zip(ff.factorized_layers(fed.models[0]).values(), (1, 2), strict=True):
+        scaled = layer.weight - layer.sigma
+        layer.spec = replace(layer.spec, scaling=1.0)
+        once = layer.weight - layer.sigma
+        assert once.abs().max() > 1e-4
+        torch.testing.assert_close(scaled, 3.0 / rank * once)
+    loaded = ff.Federation.load(tmp_path, network, clients)
+    assert [layer.spec.scaling for layer in ff.factorized_layers(loaded.models[0]).values()] == [3.0, 1.5]
+    assert "lora_alpha" in loaded.method.settings()
 
 
 def test_the_mean_is_plain_and_over_those_that_reported():
@@ -131,6 +158,7 @@ def test_a_frozen_part_does_not_move():
     [
         ({"lora_epochs": -1}, r"feddecomp\(lora_epochs=-1\): must be an integer of at least 0"),
         ({"lora_epochs": 1.5}, r"lora_epochs=1.5"),
+        ({"lora_alpha": 0.0}, r"lora_alpha=0.0\): must be a number above 0, or None"),
         ({"training": "both"}, r"training='both'"),
         ({"shared": "sigma"}, r"shared='sigma'.*full-rank, low-rank, both, none"),
         ({"ratio": 0.0}, r"ratio=0.0"),
