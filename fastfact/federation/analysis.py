@@ -17,6 +17,7 @@ from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State
 from fastfact.federation.storage.states import States
 from fastfact.federation.tensors import TensorInfo
+from fastfact.nn.sparsity import hard_threshold
 
 
 class Trained(Protocol):
@@ -50,15 +51,10 @@ def density(fed: Trained) -> dict[str, list[float]]:
     for begin in range(here.start, here.stop, 64):
         state = fed.states.load(range(begin, min(begin + 64, here.stop)), names=fed.sparse)
         for name, tensor in state.items():
-            nonzeros = _nonzeros(tensor, fed.method.counted_from)
+            nonzeros = hard_threshold(tensor, fed.method.counted_from).flatten(1).count_nonzero(1)
             counts[name] += (nonzeros / fed.infos[name].numel).tolist()
     parts = fed.group.each(counts)
     return {name.rpartition(".")[0]: [density for part in parts for density in part[name]] for name in fed.sparse}
-
-
-def _nonzeros(mu: Tensor, least: float) -> Tensor:
-    """Of μ [k, …], for each client; what is smaller than `least` is zero."""
-    return (mu.abs() >= least if least else mu).flatten(1).count_nonzero(1)
 
 
 def densities(
@@ -68,7 +64,7 @@ def densities(
     smaller than `least` is zero."""
     if not sparse:
         return [None] * len(next(iter(state.values())))
-    nonzeros = sum(_nonzeros(state[name], least) for name in sparse)
+    nonzeros = sum(hard_threshold(state[name], least).flatten(1).count_nonzero(1) for name in sparse)
     return (nonzeros / sum(infos[name].numel for name in sparse)).tolist()
 
 

@@ -143,8 +143,10 @@ class Local:
         self.initial = self._initial()
         """The state [1, …] every client starts from."""
         encoder = train.Encoder(self.trainer, shape, getattr(torch, dtype))
-        zeros = torch.zeros(2, *shape, dtype=encoder.dtype, device=self.device)
-        once = self.trainer.found(self.initial, zeros, self.method.measure)
+        once: State = {}
+        if type(self.method).measure is not Strategy.measure:
+            zeros = torch.zeros(2, *shape, dtype=encoder.dtype, device=self.device)
+            once = self.trainer.found(self.initial, zeros, self.method.measure)
         if clash := sorted(set(once) & set(self.initial)):
             raise ValueError(f"{self.method.name}: key {clash[0]} has the name of a tensor of the client's state")
         self.initial |= {name: torch.full_like(tensor, math.nan)[None] for name, tensor in once.items()}

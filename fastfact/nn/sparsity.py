@@ -63,6 +63,11 @@ def _among_largest(x: Tensor, keep: int) -> Tensor:
     return larger | (equal & (equal.cumsum(1) <= keep - larger.sum(1, keepdim=True)))
 
 
+def hard_threshold(mu: Tensor, least: float) -> Tensor:
+    """μ with every magnitude below `least` set to zero."""
+    return torch.where(mu.abs() < least, 0.0, mu) if least else mu
+
+
 def gather(mu: Tensor) -> tuple[Tensor, Tensor]:
     """The nonzeros of μ and their flat positions, ascending, int32: its compact form."""
     flat = mu.reshape(-1)

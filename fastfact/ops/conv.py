@@ -92,9 +92,8 @@ class _EagerConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         op = ctx.op
-        if ctx.clients or torch.is_grad_enabled() or not takes_one(op, grad):
-            return _gradients(ctx, grad)
-        if torch._C._are_functorch_transforms_active():
+        transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        if ctx.clients or transformed or not takes_one(op, grad):
             return _gradients(ctx, grad)
         # What `_gradients` does, with little between the engine and the kernel: a small layer takes as long as that.
         _, _, _, nx, nu, nv, nmu, _, nbias = ctx.needs_input_grad

@@ -1,5 +1,8 @@
 """What the normalisation layers of a model as it stands get to see."""
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +14,18 @@ from fastfact.federation.tensors import NORMS
 BATCH = 1024
 
 
+@contextlib.contextmanager
+def _seen_by(model: nn.Module, kinds: type | tuple[type, ...], see: Callable) -> Iterator[None]:
+    """Call see(path, module, inputs) before each module of these kinds."""
+    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
+    handles = [module.register_forward_pre_hook(functools.partial(see, path)) for path, module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def recalibrate(net: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Mean and unbiased variance of what each batch-norm layer gets to see of x [n, …] in training: a `Phase.update`.
 
@@ -19,26 +34,21 @@ def recalibrate(net: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     trains them for 10 steps at momentum 0.1 still has .9¹⁰ = 35 % of the statistics of the weights it had before.
     """
     sums: dict[str, Tensor] = {}
-    handles = []
-    for path, module in net.model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
 
-            def see(module, inputs, path=path):
-                (seen,) = inputs
-                axes = [axis for axis in range(seen.dim()) if axis != 1]
-                several = seen.numel() > seen.shape[1]
-                variance, mean = torch.var_mean(seen, axes, correction=int(several))
-                for name, value in (("running_mean", mean), ("running_var", variance)):
-                    key = f"{path}.{name}" if path else name
-                    sums[key] = sums.get(key, 0) + value * len(seen)
+    def see(path: str, module: nn.Module, inputs: tuple[Tensor]) -> None:
+        if not module.track_running_stats:
+            return
+        (seen,) = inputs
+        axes = [axis for axis in range(seen.dim()) if axis != 1]
+        several = seen.numel() > seen.shape[1]
+        variance, mean = torch.var_mean(seen, axes, correction=int(several))
+        for name, value in (("running_mean", mean), ("running_var", variance)):
+            key = f"{path}.{name}" if path else name
+            sums[key] = sums.get(key, 0) + value * len(seen)
 
-            handles.append(module.register_forward_pre_hook(see))
-    try:
+    with _seen_by(net.model, nn.modules.batchnorm._BatchNorm, see):
         for some in x.split(BATCH):
             net(some)
-    finally:
-        for handle in handles:
-            handle.remove()
     return {name: total / len(x) for name, total in sums.items()}
 
 
@@ -50,30 +60,26 @@ def moments(net: Any, x: Tensor) -> Tensor:
     is in eval mode. Channels are the axis after the samples, of layer- and RMS-norm the first that they normalise.
     """
     found: dict[str, tuple[int, Tensor]] = {}
-    handles = []
-    for path, module in net.model.named_modules():
+
+    def see(path: str, module: nn.Module, inputs: tuple[Tensor]) -> None:
+        seen, shape = inputs[0], getattr(module, "normalized_shape", None)
+        channels = 1 if shape is None else seen.dim() - len(shape)
+        axes = [axis for axis in range(seen.dim()) if axis != channels]
+        variance, mean = torch.var_mean(seen.float(), axes, correction=0)
+        mean, n = mean.double(), seen.numel() // seen.shape[channels]
+        # Those of several batches add up.
+        sums = torch.stack([mean, variance + mean.square()]) * n
+        number, total = found.get(path, (0, torch.zeros_like(sums)))
+        found[path] = number + n, total + sums
+
+    for module in net.model.modules():
         module.training = isinstance(module, nn.modules.batchnorm._NormBase)
-        if isinstance(module, NORMS):
-
-            def see(module, inputs, path=path):
-                seen, shape = inputs[0], getattr(module, "normalized_shape", None)
-                channels = 1 if shape is None else seen.dim() - len(shape)
-                axes = [axis for axis in range(seen.dim()) if axis != channels]
-                variance, mean = torch.var_mean(seen.float(), axes, correction=0)
-                mean, n = mean.double(), seen.numel() // seen.shape[channels]
-                # Those of several batches add up.
-                sums = torch.stack([mean, variance + mean.square()]) * n
-                number, total = found.get(path, (0, torch.zeros_like(sums)))
-                found[path] = number + n, total + sums
-
-            handles.append(module.register_forward_pre_hook(see))
     try:
-        for begin, end in batches(len(x), BATCH):
-            net(x[begin:end])
+        with _seen_by(net.model, NORMS, see):
+            for begin, end in batches(len(x), BATCH):
+                net(x[begin:end])
     finally:
         net.model.eval()
-        for handle in handles:
-            handle.remove()
     if not found:
         return torch.zeros(2, 0, device=x.device)
     mean, square = torch.cat([total / number for number, total in found.values()], dim=1)

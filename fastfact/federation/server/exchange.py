@@ -17,6 +17,7 @@ from fastfact.federation.state import State, index_of
 from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.format import Sizes, Wire
 from fastfact.federation.wire.ledger import Ledger
+from fastfact.nn.sparsity import hard_threshold
 from fastfact.settings import bound_of
 
 
@@ -324,7 +325,7 @@ class Downloads:
             if name in mixed and method.after_mix == "support":
                 mixed[name] = mixed[name] * (uploads.state[name][some] != 0)
             elif name in mixed and method.after_mix == "threshold":
-                mixed[name] = torch.where(mixed[name].abs() < method.l1, 0.0, mixed[name])
+                mixed[name] = hard_threshold(mixed[name], method.l1)
         return mixed
 
     @property

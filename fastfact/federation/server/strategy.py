@@ -18,6 +18,7 @@ from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
 from fastfact.kinds import check_kinds
 from fastfact.nn.convert import factorize, factorized_layers
+from fastfact.nn.sparsity import hard_threshold
 from fastfact.nn.specs import Spec
 
 AFTER_MIX = ("none", "support", "threshold")
@@ -293,7 +294,7 @@ class Strategy:
         """μ of each layer without what counts as zeros: a `Phase.update`."""
         names = [f"{path}.mu".lstrip(".") for path in factorized_layers(net.model)]
         found = {name: net.params[name] for name in names if name in net.params}
-        return {name: mu * (mu.abs() >= self.counted_from) for name, mu in found.items()}
+        return {name: hard_threshold(mu, self.counted_from) for name, mu in found.items()}
 
     def weights(self, uploads: Uploads, guests: Uploads | None = None) -> Tensor:
         """The row-stochastic mixing matrix [m, m] over the clients that reported.
