@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from fastfact import files
+from fastfact.base import files
+from fastfact.base.machine import provenance
 from fastfact.experiment import build, report
 from fastfact.experiment.compare import run_cells
 from fastfact.experiment.config import Config
 from fastfact.experiment.run import finished
 from fastfact.federation import Federation
-from fastfact.machine import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 PROVENANCE, RECALIBRATED = "provenance.json", "recalibrated.json"

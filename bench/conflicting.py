@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastfact import files, models
+from fastfact import models
+from fastfact.base import files
+from fastfact.base.machine import provenance
 from fastfact.experiment import build, report
 from fastfact.experiment.compare import run_cells
 from fastfact.experiment.config import Config
 from fastfact.experiment.run import finished
 from fastfact.federation import analysis
 from fastfact.federation.server import mixing
-from fastfact.machine import provenance
 
 PROVENANCE = "provenance.json"
 ALPHA, BETA, MEAN, FEDAVG, ALONE = (

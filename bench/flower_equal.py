@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import fastfact as ff
-from fastfact import machine
+from fastfact.base import machine
 from fastfact.flower import Node, Server
 from fastfact.flower.node import Folder
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from bench.flower_deployment import Deployment, deployed
-from fastfact import machine
+from fastfact.base import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES = {"north": "0-3", "east": "4-6", "south": "7-9"}

@@ -52,6 +52,8 @@ from torch import Tensor, nn
 import fastfact as ff
 from bench.gpu_rows import LEAST, Row, append, in_a_process
 from fastfact import models
+from fastfact.base.formats import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
+from fastfact.base.machine import provenance
 from fastfact.bench import adapters as adapter_bench
 from fastfact.bench.common import RESNET9, interleaved, name_of
 from fastfact.federation import Client, Federation
@@ -60,8 +62,6 @@ from fastfact.federation.client.step import Settings
 from fastfact.federation.client.train import Trainer
 from fastfact.federation.state import State, stack
 from fastfact.federation.tensors import describe, tensors_of
-from fastfact.formats import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
-from fastfact.machine import provenance
 from fastfact.nn.convert import factorized_layers
 
 RESNET9_OPERATIONS = 3 * sum(2 * i * o * kernel**2 * (side // stride) ** 2 for i, o, kernel, stride, side in RESNET9)

@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fastfact import kernels
+from fastfact.base.formats import KERNEL, SEPARABLE, SPATIAL
 from fastfact.bench.common import RESNET9, name_of
-from fastfact.formats import KERNEL, SEPARABLE, SPATIAL
 
 MODULES = ("adapter", "bitmap", "conv", "rank1_conv", "separable_conv", "sgd", "similarity", "weights")
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}

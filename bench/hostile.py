@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 
 import fastfact as ff
-from fastfact import data, files, models
+from fastfact import data, models
+from fastfact.base import files
+from fastfact.base.machine import provenance
 from fastfact.federation.state import State, take
 from fastfact.federation.wire.format import ENTRY, HEADER, count_of
-from fastfact.machine import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT, PAGE = ROOT / "bench" / "results" / "hostile.json", ROOT / "docs" / "hostile.md"

@@ -10,11 +10,12 @@ import torch
 from hostile import PAGE, ROOT, TRAINING, put
 
 import fastfact as ff
-from fastfact import data, files, models
+from fastfact import data, models
+from fastfact.base import files
+from fastfact.base.machine import provenance
 from fastfact.federation.server import robust
 from fastfact.federation.server.exchange import START
 from fastfact.federation.tensors import describe
-from fastfact.machine import provenance
 
 CLIENTS, ROUNDS, NOISE = 20, 6, (0.0, 2.0, 8.0)
 METHODS = {"factorized-fl-alpha": {"tau": -1.0, "epsilon": 0.0}, "fedavg": {}}

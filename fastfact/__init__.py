@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from fastfact.base import VERSION
+
+__version__ = VERSION
 
 
 def _is_command() -> bool:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.formats import VALUE_TYPES
+from fastfact.base.formats import VALUE_TYPES
 from fastfact.kernels.geometry import INT32_LIMIT
 
 _CHUNK = 1024

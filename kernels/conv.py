@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.formats import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
+from fastfact.base.formats import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
 from fastfact.kernels import rank1_conv, separable_conv
 from fastfact.kernels.geometry import INT32_LIMIT, Axis, ImageStrides, Slices, accumulator, empty_weight, slices
 from fastfact.kernels.launch import Tile, first_that_fits

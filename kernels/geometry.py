@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.formats import KERNEL, LINEAR, SEPARABLE, SPATIAL, to_format
+from fastfact.base.formats import KERNEL, LINEAR, SEPARABLE, SPATIAL, to_format
 
 INT32_LIMIT = 2**31 - 2**16
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact import formats
+from fastfact.base import formats
 from fastfact.kernels.geometry import INT32_LIMIT, accumulator
 from fastfact.kernels.weights import TL_DTYPES
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.formats import KERNEL, LINEAR, SPATIAL, VIEW, to_format
+from fastfact.base.formats import KERNEL, LINEAR, SPATIAL, VIEW, to_format
 from fastfact.kernels.geometry import (
     INT32_LIMIT,
     Factor,

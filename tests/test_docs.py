@@ -12,7 +12,7 @@ import torch
 import typer
 
 import fastfact as ff
-from fastfact import plugins
+from fastfact.base import plugins
 from fastfact.cli import main
 from fastfact.experiment.config import parse_setting
 from fastfact.federation.server.strategy import STRATEGIES, Strategy
@@ -132,7 +132,7 @@ def test_commands_in_the_pages_have_such_options(page, words):
 
 
 PUBLIC = ("public", "data", "federation", "flower", "methods", "models", "nn", "nn.adapters", "nn.optim", "nn.sparsity")
-PUBLIC += ("ops", "plugins")
+PUBLIC += ("ops", "base.plugins")
 
 
 def members(module):

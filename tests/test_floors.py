@@ -10,20 +10,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
-    {"kinds", "formats", "files", "plugins", "spread"},
-    {"machine"},
-    {"settings"},
+    {"base", "models", "data"},
     {"kernels"},
     {"ops"},
     {"nn"},
-    {"models", "data"},
     {"federation"},
     {"methods"},
-    {"public"},
-    {"__init__"},
-    {"experiment"},
-    {"papers", "bench", "flower"},
-    {"cli"},
+    {"public", "experiment"},
+    {"__init__", "papers", "bench"},
+    {"cli", "flower"},
     {"__main__"},
 ]
 """The rooms: folders, and the modules beside them. `__init__`, filled by `public`, is what users import."""

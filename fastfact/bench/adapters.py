@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fastfact as ff
+from fastfact import public as ff
 from fastfact.bench.common import interleaved
 from fastfact.federation import Federation
 from fastfact.federation.client.executor import evenly

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fastfact as ff
+from fastfact import public as ff
 from fastfact.bench.common import CLOCKS, FORMATS, RESNET9, interleaved, name_of
 from fastfact.models import build
 

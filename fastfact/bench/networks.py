@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fastfact as ff
 from fastfact import models
+from fastfact import public as ff
 from fastfact.bench.common import CLOCKS, interleaved
 from fastfact.bench.layers import check, evaluation, mean_of
 from fastfact.nn import FactorizedLayer

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import fastfact as ff
 from fastfact import models, ops
+from fastfact import public as ff
 from fastfact.bench.common import RESNET9, draw_growth
 from fastfact.federation.server import mixing
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-import fastfact as ff
 from fastfact import models
+from fastfact import public as ff
 from fastfact.federation.client.memory import keep_freed
 
 LR, MOMENTUM = 0.01, 0.9

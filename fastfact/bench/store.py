@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import fastfact as ff
 from fastfact import models
+from fastfact import public as ff
 from fastfact.federation import LazyClients
 from fastfact.federation.client.memory import bytes_of, resident
 from fastfact.federation.storage.states import Codec

@@ -3,9 +3,9 @@
 from typing import Any
 
 from fastfact import data, methods, models
+from fastfact.base.machine import commit, hardware, versions
 from fastfact.experiment import probes
 from fastfact.federation.server.strategy import STRATEGIES
-from fastfact.machine import commit, hardware, versions
 from fastfact.ops.backends import backends
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastfact import machine
+from fastfact.base import machine
 from fastfact.ops.backends import Backend, backends, mend
 
 RIGHT, ABSENT, WRONG = "right", "absent", "WRONG"

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-import fastfact
-from fastfact import plugins
+from fastfact.base import VERSION, plugins
 from fastfact.cli.terminal import Display, Json, Out, console, jobs_of, outcome, show, table_of, tables_of, write_json
 from fastfact.experiment.config import Config, read_file, with_settings
 
@@ -45,7 +44,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads of PyTorch [de
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"fastfact {fastfact.__version__}")
+        typer.echo(f"fastfact {VERSION}")
         raise typer.Exit
 
 
@@ -294,7 +293,7 @@ def report_command(
 
     Draws its pictures again. Of a file of `fastfact bench layers`: ratios over density.
     """
-    from fastfact import files
+    from fastfact.base import files
     from fastfact.experiment import page, plots, report
 
     if directory.is_file():

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fastfact import files, machine
+from fastfact.base import files, machine
 
 if TYPE_CHECKING:
     from fastfact.experiment.report import Cell

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastfact import data, methods, models
+from fastfact.base.settings import FederationSettings
 from fastfact.experiment.config import AUGMENT, AUTO, NONE, SIMULATION, Config
 from fastfact.federation import Callback, Client, Federation, Strategy
 from fastfact.federation.server.processes import Group
@@ -20,7 +21,6 @@ from fastfact.federation.storage.states import MEMORY
 from fastfact.methods.fedfac import communalities, shared_mask
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.specs import Hadamard
-from fastfact.settings import FederationSettings
 
 SHARING = ("share_classifier", "share_norm", "share_norm_statistics")
 """What methods do not share where labels are permuted."""

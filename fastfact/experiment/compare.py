@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fastfact import files
+from fastfact.base import files
 from fastfact.experiment import build, report
 from fastfact.experiment.config import Config, cell_config
 from fastfact.experiment.run import check_directory, finished, run

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fastfact.kinds import like, setting, value_error
-from fastfact.settings import LOSSES, METRICS, FederationSettings
+from fastfact.base.kinds import like, setting, value_error
+from fastfact.base.settings import LOSSES, METRICS, FederationSettings
 
 SIMULATION = "simulation"
 """FedFac's simulated clients as a data set, whatever the scenario; `Config.simulation` are its settings."""
@@ -45,7 +45,7 @@ AUTO, NONE = "auto", "none"
 
 
 def _trackers() -> tuple[str, ...]:
-    from fastfact import plugins
+    from fastfact.base import plugins
     from fastfact.federation import Callback
 
     plugins.load()

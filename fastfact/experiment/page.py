@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-import fastfact
-from fastfact import files
+from fastfact.base import VERSION, files
 from fastfact.experiment import probes, report
 from fastfact.experiment.config import Config
 from fastfact.experiment.report import Cell, by_method, size
@@ -83,7 +82,7 @@ def render(cells: Sequence[Cell]) -> str:
         f"<title>{_text(title)}</title><style>{_style(len(methods))}</style></head><body>"
         f"<header><h1>{_text(title)}</h1><p>{_text(' · '.join(facts))}</p></header>"
         f'<nav class="legend" aria-label="Methods">{legend}</nav><main>{body}</main>'
-        f"<footer>fastfact {fastfact.__version__}, from {_text(cells[0].directory)}"
+        f"<footer>fastfact {VERSION}, from {_text(cells[0].directory)}"
         f"{f' and {len(cells) - 1} more' if len(cells) > 1 else ''}</footer><script>{_SCRIPT}</script></body></html>\n"
     )
 

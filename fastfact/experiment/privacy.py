@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastfact.base.kinds import type_error
 from fastfact.federation import Client, Federation
 from fastfact.federation.client.placement import placed
 from fastfact.federation.state import generator_for
 from fastfact.federation.tensors import tensors_of
-from fastfact.kinds import type_error
 from fastfact.nn.convert import factorized_layers
 
 Gradients = dict[str, Tensor]

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from fastfact import files
-from fastfact.spread import best_tenth, fairness, worst_tenth
+from fastfact.base import files
+from fastfact.base.spread import best_tenth, fairness, worst_tenth
 
 CELLS, METRICS, RESULT, SIMILARITY, COMPARISON = (
     "cells",

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastfact import data, files
+from fastfact import data
+from fastfact.base import files
 from fastfact.experiment import build, probes, report
 from fastfact.experiment.config import SIMULATION, Config
 from fastfact.federation import Client, Federation, newcomers

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastfact import files
+from fastfact.base import files
 from fastfact.experiment import probes, report
 from fastfact.experiment.run import STARTED
 from fastfact.federation.storage import checkpoint, run_directory

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from fastfact.base.settings import check_federation
 from fastfact.nn.schedule import Schedule
-from fastfact.settings import check_federation
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastfact.base.kinds import type_error
+from fastfact.base.settings import LATER, FederationSettings
 from fastfact.data.client import Client
 from fastfact.federation import analysis, newcomers, setup
 from fastfact.federation.callbacks import Callback
@@ -51,10 +53,8 @@ from fastfact.federation.storage.run_directory import RunDirectoryError
 from fastfact.federation.storage.states import MEMORY, Codec, Database, Models, PackedStates, Stacked, States
 from fastfact.federation.wire.format import reply
 from fastfact.federation.wire.ledger import Ledger
-from fastfact.kinds import type_error
 from fastfact.nn.choice import choices, set_choices
 from fastfact.nn.schedule import Schedule
-from fastfact.settings import LATER, FederationSettings
 
 log = logging.getLogger("fastfact")
 

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from fastfact.spread import best_tenth, fairness, worst_tenth
+from fastfact.base.spread import best_tenth, fairness, worst_tenth
 
 
 class History(list[dict[str, Any]]):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastfact.base.settings import LATER
 from fastfact.data.client import Client
 from fastfact.federation import analysis, setup
 from fastfact.federation.client import compact as sparse
@@ -30,7 +31,6 @@ from fastfact.federation.tensors import describe, frozen_digest, tensors_of
 from fastfact.federation.wire.format import Wire
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.sparsity import penalized
-from fastfact.settings import LATER
 
 log = logging.getLogger("fastfact")
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fastfact.base.kinds import type_error
 from fastfact.data.client import Client
 from fastfact.federation import analysis, setup
 from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase, usual
@@ -16,7 +17,6 @@ from fastfact.federation.server.exchange import server_round
 from fastfact.federation.state import State, take
 from fastfact.federation.storage.states import Models, Stacked
 from fastfact.federation.wire.ledger import Ledger
-from fastfact.kinds import type_error
 
 HOW = ("local-train", "fine-tune", "download", "ensemble")
 

@@ -15,13 +15,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
-import fastfact
+from fastfact.base import VERSION
+from fastfact.base.kinds import type_error
 from fastfact.data.client import Client
 from fastfact.federation.server.strategy import STRATEGIES, Strategy
 from fastfact.flower.node import Folder, Node, Records
 from fastfact.flower.packet import Packet, RefusedError
 from fastfact.flower.server import SETTINGS, Server
-from fastfact.kinds import type_error
 
 log = logging.getLogger("fastfact")
 say = logging.getLogger("flwr").info
@@ -409,8 +409,8 @@ class _Rounds:
 
     def _welcome(self, node: int, packet: Packet) -> None:
         clients = self.server.welcome(packet)
-        if (version := packet.facts.get("version")) != fastfact.__version__:
-            own = fastfact.__version__
+        if (version := packet.facts.get("version")) != VERSION:
+            own = VERSION
             log.warning("node %d has fastfact %s, this side %s, which may compute otherwise", node, version, own)
         for other, numbers in list(self.nodes.items()):
             if other != node and set(numbers) & set(clients):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastfact import files
+from fastfact.base import files
 from fastfact.data.client import Client
 from fastfact.federation.local import Local
 from fastfact.federation.server.exchange import Download

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import fastfact
+from fastfact.base import VERSION
+from fastfact.base.files import digest
 from fastfact.federation.tensors import TensorInfo
-from fastfact.files import digest
 
 PROTOCOL = 1
 MOST_FACTS = 1 << 26
@@ -41,7 +41,7 @@ class Packet:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], messages: Sequence[bytes] = ()) -> "Packet":
-        return cls({"protocol": PROTOCOL, "version": fastfact.__version__, **facts}, b"".join(messages))
+        return cls({"protocol": PROTOCOL, "version": VERSION, **facts}, b"".join(messages))
 
     def packed(self) -> bytes:
         """The facts as bytes."""
@@ -62,7 +62,7 @@ class Packet:
         if protocol != PROTOCOL:
             raise RefusedError(
                 f"speaks protocol {protocol!r} (fastfact {version}), this side {PROTOCOL} (fastfact"
-                f" {fastfact.__version__}): install the same version on both"
+                f" {VERSION}): install the same version on both"
             )
         return cls(found, body)
 

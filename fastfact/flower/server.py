@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastfact import files
+from fastfact.base import files
+from fastfact.base.kinds import type_error
+from fastfact.base.settings import LATER, FederationSettings
 from fastfact.federation import Federation, setup
 from fastfact.federation.history import History
 from fastfact.federation.local import Local
@@ -29,8 +31,6 @@ from fastfact.federation.storage.run_directory import LEDGER, METRICS, Rows, Run
 from fastfact.federation.wire.format import Wire, reply
 from fastfact.federation.wire.ledger import Ledger, Sizes
 from fastfact.flower.packet import Packet, RefusedError, table_of
-from fastfact.kinds import type_error
-from fastfact.settings import LATER, FederationSettings
 
 log = logging.getLogger("fastfact")
 

@@ -3,7 +3,7 @@
 Imports `federation` and what stands below it. Read `fedavg.py` first.
 """
 
-from fastfact import plugins
+from fastfact.base import plugins
 from fastfact.federation.server.strategy import STRATEGIES, make
 from fastfact.methods.agnostic_fl import AgnosticFL
 from fastfact.methods.clustered_fl import ClusteredFL
@@ -38,8 +38,8 @@ from fastfact.methods.two_models import APFL, Ditto
 
 
 def names() -> list[str]:
-    """The names `Federation(method=)` and `make` know, those of packages that are installed (see `fastfact.plugins`)
-    among them."""
+    """The names `Federation(method=)` and `make` know, those of packages that are installed (see `base.plugins`) among
+    them."""
     plugins.load()
     return sorted(STRATEGIES)
 

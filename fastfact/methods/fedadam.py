@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fastfact.base.kinds import setting
 from fastfact.federation.server.strategy import Strategy, Uploads, register
 from fastfact.federation.state import State
-from fastfact.kinds import setting
 from fastfact.methods.server_step import ServerStep
 
 

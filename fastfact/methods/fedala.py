@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastfact.base.kinds import setting
 from fastfact.federation.client.data import batches
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
-from fastfact.kinds import setting
 
 OWN, WEIGHT = "own/", "ala/"
 MOST, WINDOW = 100, 10

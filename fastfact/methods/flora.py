@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fastfact import ops
+from fastfact.base.formats import LAYOUTS, lowrank_shape
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Uploads, register
 from fastfact.federation.state import State, generator_for
 from fastfact.federation.tensors import TensorInfo
-from fastfact.formats import LAYOUTS, lowrank_shape
 from fastfact.methods.lora import FACTORS, Adapters
 from fastfact.nn.convert import factorized_layers
 from fastfact.nn.specs import LowRank

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastfact.base.kinds import setting
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Uploads, register
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
-from fastfact.kinds import setting
 from fastfact.methods.lora import FACTORS, Adapters
 from fastfact.nn.specs import LowRank, Spec
 

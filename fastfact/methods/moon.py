@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastfact.base.kinds import setting
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo, describe
-from fastfact.kinds import setting
 
 PREVIOUS = "previous/"
 

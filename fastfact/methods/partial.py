@@ -13,10 +13,10 @@ FedBN: "FedBN: Federated Learning on Non-IID Features via Local Batch Normalizat
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fastfact.base.kinds import setting
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.tensors import TensorInfo
-from fastfact.kinds import setting
 
 
 @dataclass(kw_only=True)

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastfact.base.kinds import setting
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Uploads, register
 from fastfact.federation.state import State
-from fastfact.kinds import setting
 from fastfact.methods.server_step import ServerStep
 
 

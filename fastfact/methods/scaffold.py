@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fastfact.base.kinds import setting
 from fastfact.federation.client.data import batches
 from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase
 from fastfact.federation.client.train import parts, steps_of
 from fastfact.federation.server.strategy import Uploads, register
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo, describe
-from fastfact.kinds import setting
 from fastfact.methods.server_step import ServerStep
 
 CONTROL = "control."

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fastfact.base.kinds import setting
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo, copy_of, describe
-from fastfact.kinds import setting
 
 SHARED, PERSONAL = "shared.", "personal."
 

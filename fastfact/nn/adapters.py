@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fastfact import files
+from fastfact.base import files
 from fastfact.nn.attention import FactorizedMultiheadAttention
 from fastfact.nn.convert import factorize, factorized_layers, freeze_, targets
 from fastfact.nn.layers import FactorizedConv1d, FactorizedLayer, FactorizedLinear

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastfact import machine
+from fastfact.base import machine
 from fastfact.ops.backends import loaded
 from fastfact.ops.common import transforming
 

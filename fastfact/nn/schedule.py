@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fastfact.kinds import check_kinds
+from fastfact.base.kinds import check_kinds
 from fastfact.nn.layers import FactorizedLayer
 from fastfact.nn.sparsity import scatter
 

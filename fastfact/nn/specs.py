@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
-from fastfact.formats import LAYOUTS, lowrank_shape, rank1_shapes
-from fastfact.kinds import check_kinds
+from fastfact.base.formats import LAYOUTS, lowrank_shape, rank1_shapes
+from fastfact.base.kinds import check_kinds
 from fastfact.ops.weights import How, follows_channels_last, weight
 
 Size = tuple[int, ...]

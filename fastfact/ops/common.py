@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fastfact.formats import FLOATING
+from fastfact.base.formats import FLOATING
 from fastfact.ops.backends import library_serves
 
 LARGEST = 2**31 - 1

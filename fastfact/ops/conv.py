@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastfact import formats
-from fastfact.formats import FLOATING, LAYOUTS, LINEAR, rank1_shapes
+from fastfact.base import formats
+from fastfact.base.formats import FLOATING, LAYOUTS, LINEAR, rank1_shapes
 from fastfact.ops import reference
 from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastfact.formats import FLOATING
+from fastfact.base.formats import FLOATING
 from fastfact.ops import reference
 from fastfact.ops.backends import implementation, kernel_serves, library_serves
 from fastfact.ops.common import (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastfact.formats import FLOATING, unit
+from fastfact.base.formats import FLOATING, unit
 from fastfact.ops.backends import implementation
 from fastfact.ops.common import check_size, check_tensor, number, sequence, whole
 

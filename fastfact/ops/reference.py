@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from fastfact.formats import (
+from fastfact.base.formats import (
     KERNEL,
     SPATIAL,
     VALUE_TYPES,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastfact.formats import FLOATING
+from fastfact.base.formats import FLOATING
 from fastfact.ops.backends import implementation, library_serves
 from fastfact.ops.common import check_range, check_size, check_tensor, sequence, transforming
 

@@ -6,7 +6,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from fastfact.formats import FLOATING, VALUE_TYPES
+from fastfact.base.formats import FLOATING, VALUE_TYPES
 from fastfact.ops.backends import implementation
 from fastfact.ops.common import check_floating, check_size, check_tensor, flag, number, sequence, whole, with_clients
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastfact.formats import LAYOUTS, LINEAR, lowrank_shape, rank1_size
+from fastfact.base.formats import LAYOUTS, LINEAR, lowrank_shape, rank1_size
 from fastfact.ops import reference
 from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastfact import ops, use_backend
-from fastfact.formats import FLOATING, LAYOUTS, lowrank_shape, rank1_shapes
+from fastfact.base.formats import FLOATING, LAYOUTS, lowrank_shape, rank1_shapes
 from fastfact.ops.registry import OPS
 
 NAMES = sorted({*ops.__all__, *OPS} - {"GatheredBatch"})

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastfact as ff
 import fastfact.models
-from fastfact import machine
+from fastfact.base import machine
 from fastfact.nn import choice
 
 

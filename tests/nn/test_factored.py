@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastfact as ff
-from fastfact import formats, ops
+from fastfact import ops
+from fastfact.base import formats
 from fastfact.ops import reference
 
 ATOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import fastfact as ff
-from fastfact import formats, ops
+from fastfact import ops
+from fastfact.base import formats
 
 LAYOUTS = ["spatial", "kernel", "view"]
 SIZE, HOW = (6, 3, 3, 2), {"stride": (2, 1), "padding": (1, 0), "groups": 2}

@@ -10,8 +10,9 @@ import itertools
 import pytest
 import torch
 
-from fastfact import formats, ops, use_backend
-from fastfact.formats import KERNEL, LINEAR, SEPARABLE, SPATIAL, VALUE_TYPES, VIEW
+from fastfact import ops, use_backend
+from fastfact.base import formats
+from fastfact.base.formats import KERNEL, LINEAR, SEPARABLE, SPATIAL, VALUE_TYPES, VIEW
 from fastfact.ops import reference
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

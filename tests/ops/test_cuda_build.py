@@ -15,7 +15,7 @@ import triton
 from torch.utils import cpp_extension
 
 from fastfact import ops
-from fastfact.formats import SEPARABLE, VALUE_TYPES
+from fastfact.base.formats import SEPARABLE, VALUE_TYPES
 
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]

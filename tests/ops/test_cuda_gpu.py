@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fastfact as ff
-from fastfact.formats import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
+from fastfact.base.formats import KERNEL, SEPARABLE, SPATIAL, VALUE_TYPES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton_tools import SHARED_MEMORY, Compiler, interpret, stack_bytes, stand_in, variants_of
 
-from fastfact.formats import KERNEL, SPATIAL
+from fastfact.base.formats import KERNEL, SPATIAL
 
 launch = pytest.importorskip("fastfact.kernels.launch", reason="needs triton, which PyTorch's CUDA builds bring")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton_tools import interpret, stack_bytes, stand_in, variants_of
 
-from fastfact.formats import KERNEL, SEPARABLE, SPATIAL
+from fastfact.base.formats import KERNEL, SEPARABLE, SPATIAL
 
 pytest.importorskip("triton", reason="needs triton, which PyTorch's CUDA builds bring")
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastfact import ops
-from fastfact.formats import KERNEL, LINEAR, SEPARABLE, SPATIAL, VALUE_TYPES, VIEW, to_format
+from fastfact.base.formats import KERNEL, LINEAR, SEPARABLE, SPATIAL, VALUE_TYPES, VIEW, to_format
 from fastfact.ops import reference
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastfact.formats import KERNEL, LINEAR, SPATIAL, VIEW, rank1_equation, rank1_shapes, rank1_size
+from fastfact.base.formats import KERNEL, LINEAR, SPATIAL, VIEW, rank1_equation, rank1_shapes, rank1_size
 from fastfact.ops.registry import BACKENDS, OPS, op
 
 SCHEMAS = Path(__file__).with_name("schemas.txt").read_text().splitlines()

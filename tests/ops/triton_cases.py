@@ -11,6 +11,7 @@ import torch
 
 import fastfact as ff
 from fastfact import kernels
+from fastfact.base.formats import VALUE_TYPES
 
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if GPU else "cpu"
@@ -91,7 +92,7 @@ def test_prox_sgd_step(momentum, proximal, dtype):
     op_cases.prox(kernels, dtype, DEVICE, momentum, proximal)
 
 
-@pytest.mark.parametrize("value_type", list(ff.formats.VALUE_TYPES), ids=str)
+@pytest.mark.parametrize("value_type", list(VALUE_TYPES), ids=str)
 @pytest.mark.parametrize(("n", "density"), [(1, 0.5), (9, 0.3), (1024, 0.0), (2051, 0.4), (40, 1.0)])
 def test_bitmap(n, density, value_type):
     for dtype in DTYPES:

@@ -10,8 +10,9 @@ import triton.language as tl
 from op_cases import ATOL, rank1_factors, variants, without_tf32
 
 import fastfact as ff
-from fastfact import formats, kernels
-from fastfact.formats import KERNEL, SPATIAL, VIEW
+from fastfact import kernels
+from fastfact.base import formats
+from fastfact.base.formats import KERNEL, SPATIAL, VIEW
 from fastfact.kernels import conv, separable_conv, weights
 from fastfact.kernels.support import support_bits, support_tile
 from fastfact.ops import reference

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from fastfact.base.kinds import type_error
 from fastfact.data.client import Client
-from fastfact.kinds import type_error
 
 
 class LazyClients(Sequence[Client]):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from fastfact import machine
+from fastfact.base import machine
 from fastfact.data.client import Samples
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.train import Trainer, memory_cohort

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastfact.base.settings import bound_of
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import robust
 from fastfact.federation.server.privacy import Noise
@@ -18,7 +19,6 @@ from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.format import Sizes, Wire
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.nn.sparsity import hard_threshold
-from fastfact.settings import bound_of
 
 
 class Exchange:

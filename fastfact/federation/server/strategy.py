@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastfact import plugins
+from fastfact.base import plugins
+from fastfact.base.kinds import check_kinds
 from fastfact.federation.client import batchnorm as statistics
 from fastfact.federation.client.phase import Net, Phase
 from fastfact.federation.client.train import Encoder
@@ -16,7 +17,6 @@ from fastfact.federation.server import mixing, robust
 from fastfact.federation.server.privacy import Noise
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
-from fastfact.kinds import check_kinds
 from fastfact.nn.convert import factorize, factorized_layers
 from fastfact.nn.sparsity import hard_threshold
 from fastfact.nn.specs import Spec

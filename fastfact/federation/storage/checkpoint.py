@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
-from fastfact import files
+from fastfact.base import files
 from fastfact.federation.config import check_settings, taking_part
 from fastfact.federation.history import History
 from fastfact.federation.state import State

@@ -10,7 +10,7 @@
 Clients in a store of their own (`Federation(store=DIR)`) are not copied into checkpoints: the store is one after each
 round.
 
-Whole files are written by `fastfact.files`. Rows are appended and synced before a checkpoint is written, so a
+Whole files are written by `fastfact.base.files`. Rows are appended and synced before a checkpoint is written, so a
 checkpoint never knows more than the rows. The newest two checkpoints are kept. Nothing here unpickles or imports
 anything named in a file.
 
@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fastfact import files
+from fastfact.base import files
 
 CONFIG, METRICS, LEDGER, CHECKPOINTS = "config.json", "metrics.jsonl", "ledger.jsonl", "checkpoints"
 KEPT = 2

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastfact import files
+from fastfact.base import files
 from fastfact.federation.state import State, like_rows
 from fastfact.federation.storage.run_directory import DamagedError, RunDirectoryError
 from fastfact.federation.tensors import TensorInfo, tensors_of

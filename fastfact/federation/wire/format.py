@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
+from fastfact.base.formats import quantized
+from fastfact.base.settings import WIRE
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.ledger import FRAME, Sizes
-from fastfact.formats import quantized
-from fastfact.settings import WIRE
 
 HEADER = struct.Struct("<2sBBI")
 ENTRY = struct.Struct("<HBI")

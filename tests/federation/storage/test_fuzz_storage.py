@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fastfact as ff
-from fastfact import files
+from fastfact.base import files
 from fastfact.federation import RunDirectoryError
 from fastfact.federation.state import stack
 from fastfact.federation.storage import checkpoint, run_directory

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact import files
+from fastfact.base import files
 from fastfact.federation import RunDirectoryError
 from fastfact.federation.storage import checkpoint, run_directory
 from fastfact.federation.storage.states import Codec, PackedStates

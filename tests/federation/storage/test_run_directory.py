@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fastfact as ff
-from fastfact import files, models
+from fastfact import models
+from fastfact.base import files
 from fastfact.federation import RunDirectoryError
 from fastfact.federation.storage import checkpoint
 from fastfact.federation.storage import run_directory as store
@@ -144,7 +145,7 @@ def test_nothing_is_imported_or_called_by_a_name_in_a_file(run, name, args):
     assert "this" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["fastfact.machine:provenance", "fastfact.nn.choice:forget", "torch.random:seed"])
+@pytest.mark.parametrize("name", ["fastfact.base.machine:provenance", "fastfact.nn.choice:forget", "torch.random:seed"])
 def test_functions_of_the_package_and_of_libraries_are_not_called(run, name):
     importlib.import_module(name.partition(":")[0])
     _, directory = run

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fastfact.kinds import setting, type_error, value_error
+from fastfact.base.kinds import setting, type_error, value_error
 
 
 def _cohort(value: int | str) -> str | None:

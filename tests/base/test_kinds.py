@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 
 import fastfact as ff
-from fastfact.kinds import check_kinds, type_error
+from fastfact.base.kinds import check_kinds, type_error
 from fastfact.methods import FactorizedFLAlpha, FedDecomp, FedPer, FedRep
 
 

@@ -1,4 +1,4 @@
-"""What `fastfact.files` promises: whole files or none, nobody else's files, one process at a time."""
+"""What `fastfact.base.files` promises: whole files or none, nobody else's files, one process at a time."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from fastfact import files
+from fastfact.base import files
 
 
 def names(folder):

@@ -7,7 +7,7 @@ import pytest
 from calls import SMALL, call
 
 import fastfact as ff
-from fastfact import plugins
+from fastfact.base import plugins
 from fastfact.experiment import report
 from fastfact.federation.server import strategy
 

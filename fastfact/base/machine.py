@@ -5,7 +5,6 @@ once and is remembered: a small JSON file for each question, processor, build an
 import contextlib
 import functools
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fastfact import files
+from fastfact.base import VERSION, files
 
 log = logging.getLogger("fastfact")
 
@@ -53,8 +52,7 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of the package, Python and what the results depend on; None for what is not installed."""
-    package = importlib.import_module(__package__)
-    found: dict[str, str | None] = {"fastfact": package.__version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {"fastfact": VERSION, "python": platform.python_version()}
     for name in ("torch", "numpy", "scikit-learn", "safetensors", "triton"):
         try:
             found[name] = metadata.version(name)
@@ -66,7 +64,7 @@ def versions() -> dict[str, str | None]:
 def commit() -> str | None:
     """The commit of the checkout the package runs from, with "-dirty" where it differs in more than the results it
     wrote; None outside a checkout."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
@@ -97,7 +95,7 @@ def facts() -> dict[str, object]:
 def _lasting() -> dict[str, object]:
     import torch
 
-    library = max(Path(__file__).parent.glob("_cpu*.so"), default=None)
+    library = max(Path(__file__).parents[1].glob("_cpu*.so"), default=None)
     return {
         "cpu": processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
