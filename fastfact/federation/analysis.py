@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fastfact.federation.progress import Progress
 from fastfact.federation.server import mixing
 from fastfact.federation.server.exchange import Exchange
 from fastfact.federation.server.processes import Group
@@ -28,7 +29,7 @@ class Trained(Protocol):
     sparse: list[str]
     states: States
     exchange: Exchange
-    reported: Uploads | None
+    progress: Progress
     device: torch.device
     group: Group
 
@@ -119,8 +120,8 @@ def mixing_matrix(fed: Trained) -> Tensor:
     """The weights `Strategy.weights` gives the next download, float64 [K, K]; a client that did not report last is a
     row and a column of zeros. Methods that mix by other means (see `Strategy.mix`) may not use it."""
     matrix = torch.zeros(len(fed), len(fed), dtype=torch.float64)
-    if fed.shared and fed.reported is not None:
-        at = torch.tensor(fed.reported.clients)
+    if fed.shared and fed.progress.reported is not None:
+        at = torch.tensor(fed.progress.reported.clients)
         matrix[at[:, None], at] = fed.method.weights(fed.uploads()).double().cpu()
     return matrix
 

@@ -35,6 +35,7 @@ from fastfact.federation.config import name_of, record, resolve
 from fastfact.federation.history import History
 from fastfact.federation.local import Local
 from fastfact.federation.newcomers import Newcomers
+from fastfact.federation.progress import Progress
 from fastfact.federation.server import clock, privacy, strategy
 from fastfact.federation.server.exchange import (
     START,
@@ -48,7 +49,7 @@ from fastfact.federation.server.processes import Group, Shard, Stop
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, generator_for
 from fastfact.federation.storage import checkpoint
-from fastfact.federation.storage.checkpoint import Recorded, RunDirectory, ServerState
+from fastfact.federation.storage.checkpoint import Recorded, RunDirectory
 from fastfact.federation.storage.run_directory import RunDirectoryError
 from fastfact.federation.storage.states import MEMORY, Codec, Database, Models, PackedStates, Stacked, States
 from fastfact.federation.wire.format import reply
@@ -61,19 +62,6 @@ log = logging.getLogger("fastfact")
 MAX_NORM = FederationSettings.max_norm
 BLOCK_BYTES = 1 << 28
 """At most about so many bytes of a round's clients' states are in memory at once (the uploads come on top)."""
-
-
-@dataclasses.dataclass
-class Round:
-    """What a round that has run would change; `states` has the clients' part, not yet committed."""
-
-    round: int
-    ledger: Ledger
-    server_state: State
-    reported: Uploads | None
-    rows: list[dict] = dataclasses.field(default_factory=list)
-    norms: dict[int, float] = dataclasses.field(default_factory=dict)
-    """How far the round moved the uploads of those that reported, where that is bounded."""
 
 
 class Federation(Local):
@@ -300,17 +288,16 @@ class Federation(Local):
                     f" the run ({config['clients']} clients), must be the same clients in the same order"
                 )
         self._setup_states(config["clients"])
-        server = recorded.restore(self.states, self.here)
+        there = self.progress = recorded.restore(self.states, self.here)
         try:
-            self.reported = None if server.last is None else Uploads(**server.last)
+            there.reported = None if there.reported is None else Uploads(**there.reported)
         except TypeError as error:
             raise RunDirectoryError(f"{recorded.directory}: who reported last: {error}") from error
         try:
-            set_choices(server.choices)
+            set_choices(there.choices)
         except ValueError as error:
             raise RunDirectoryError(f"{recorded.directory}: {error}") from error
-        self.server_state = {name: tensor.to(self.device) for name, tensor in server.memory.items()}
-        self.round, self.history, self.ledger = server.round, server.history, server.ledger
+        there.server_state = {name: tensor.to(self.device) for name, tensor in there.server_state.items()}
         # Nobody writes into the directory before all have read it.
         self.group.each(None)
 
@@ -335,13 +322,8 @@ class Federation(Local):
         if self.exchange.noise:
             setup.check_noise(self.exchange, self.settings)
         self.states, self._shard = self._make_states(k), Shard(self.group, k)
-        self.round = 0
-        self.history, self.ledger = History(), Ledger()
         everybody = {name: tensor.expand(k, *tensor.shape[1:]) for name, tensor in self.initial.items()}
-        self.server_state: State = self.method.server_state(everybody)
-        """The server's own tensors, see `Uploads.server_state`."""
-        self.reported: Uploads | None = None
-        """Who reported last; what they uploaded is what they hold."""
+        self.progress = Progress(server_state=self.method.server_state(everybody))
         self.server_seconds = 0.0
         """What the server took to make the last round's downloads: mixing, and what the method finds out for it."""
 
@@ -404,7 +386,7 @@ class Federation(Local):
                     last = (self.round + 1) % checkpoint_every == 0 or step == rounds - 1
                     last |= self.group.size == 1 and clock.due()
                     try:
-                        done = self._run_round(self.round + 1, on_client)
+                        done = self._run_round(on_client)
                         if out is not None:
                             # What can be gone on from must not know more than the rows.
                             sync = last or self.settings["store"] != MEMORY
@@ -419,14 +401,14 @@ class Federation(Local):
                         with clock.saving():
                             self._save(out, directory)
                         saved = self.round
-                    for row in done.rows if on_row else ():
+                    for row in done.history if on_row else ():
                         on_row(row)
                     if on_round:
-                        on_round(self.round, done.rows)
+                        on_round(self.round, done.history)
                     for told in callbacks if self.group.rank == 0 else ():
-                        for row in done.rows:
+                        for row in done.history:
                             told.on_client(self, row)
-                        told.on_round(self, done.rows)
+                        told.on_round(self, done.history)
                     if stopped:
                         raise KeyboardInterrupt
             except BaseException:
@@ -449,14 +431,14 @@ class Federation(Local):
 
             def enter() -> None:
                 config = self.config()
-                opened[0] = held.enter_context(checkpoint.writing(path, config, self._server(), self.states))
+                opened[0] = held.enter_context(checkpoint.writing(path, config, self._known(), self.states))
 
             self.group.root(enter)
             yield opened[0]
 
-    def _server(self) -> ServerState:
-        last = None if self.reported is None else self.reported.report()
-        return ServerState(self.round, self.history, self.ledger, self.server_state, last, choices())
+    def _known(self) -> Progress:
+        self.progress.choices = choices()
+        return self.progress
 
     def _save(self, out: str | Path | None, directory: RunDirectory | None) -> None:
         """Write a checkpoint of the round the federation is at. A store is one after every round: it is synced."""
@@ -472,21 +454,16 @@ class Federation(Local):
         def write() -> None:
             if len(tensors.get("clients", ())) == len(self):
                 del tensors["clients"]
-            directory.save(self._server(), tensors, metadata)
+            directory.save(self._known(), tensors, metadata)
 
         self.group.root(write)
 
-    def _commit(self, done: Round, directory: RunDirectory | None) -> None:
+    def _commit(self, done: Progress, directory: RunDirectory | None) -> None:
         """Nothing before this changed the federation: a round that is interrupted has not happened."""
-        before = self.round, self.server_state, self.reported, len(self.history), len(self.ledger.entries)
         try:
-            self.round, self.server_state, self.reported = done.round, done.server_state, done.reported
-            self.history.extend(done.rows)
-            self.ledger.entries += done.ledger.entries
-            checkpoint.commit(self.states, self._server(), directory, self.id)
+            with self.progress.adding(done):
+                checkpoint.commit(self.states, self._known(), directory, self.id)
         except BaseException:
-            self.round, self.server_state, self.reported = before[:3]
-            del self.history[before[3] :], self.ledger.entries[before[4] :]
             self.states.rollback()
             raise
 
@@ -527,14 +504,14 @@ class Federation(Local):
             found[k] = self.clock.seconds(k, trained, down.get(k, 0), up.get(k, 0) + sent)
         return found
 
-    def _run_round(self, round: int, on_client) -> Round:
-        clients = self._shard.mine(self.select(round))
-        done = Round(round, Ledger(), dict(self.server_state), self.reported)
+    def _run_round(self, on_client) -> Progress:
+        done = self.progress.next()
+        round, clients = done.round, self._shard.mine(self.select(done.round))
         size = self._block(len(clients))
         blocks = [clients[begin : begin + size] for begin in range(0, len(clients), size)]
         # A process without a client in this round takes part in the mix.
         began = time.perf_counter()
-        downloads, report = self._downloads(round, done), Uploads(round, [], [], [])
+        downloads, report = self._downloads(done), Uploads(round, [], [], [])
         self.server_seconds = time.perf_counter() - began
         self.states.reserve(len(clients))
         for number, block in enumerate(blocks):
@@ -546,26 +523,25 @@ class Federation(Local):
             progress = on_client and (lambda r, k, n, _, begin=begin: on_client(r, k, begin + n, len(clients)))
             self._run_block(block, work, downloads, done, report, progress)
         up, down = done.ledger.by_client("up"), done.ledger.by_client("down")
-        for row in done.rows:
+        for row in done.history:
             row["bytes_up"], row["bytes_down"] = up.get(row["client"], 0), down.get(row["client"], 0)
-        parts = self.group.each((done.rows, done.ledger.entries, report, done.norms))
-        done.rows = [row for rows, *_ in parts for row in rows]
-        done.ledger = Ledger(entry for _, entries, *_ in parts for entry in entries)
-        report = Uploads.joined([part for _, _, part, _ in parts])
-        norms = {k: norm for *_, norms in parts for k, norm in norms.items()}
+        parts = self.group.each((done.history, done.ledger.entries, report))
+        done.history = History(row for rows, *_ in parts for row in rows)
+        done.ledger = Ledger(entry for _, entries, _ in parts for entry in entries)
+        report = Uploads.joined([part for *_, part in parts])
         limit = self.exchange.max_norm
-        if norms and limit is not None and is_relative(limit):
-            left_out = too_far(norms, limit)
+        if report.norms and limit is not None and is_relative(limit):
+            left_out = too_far(dict(zip(report.clients, report.norms, strict=True)), limit)
             report = report.without(left_out)
-            for row in done.rows:
+            for row in done.history:
                 if reason := left_out.get(row["client"]):
                     log.warning("round %d: client %d is left out and not mixed: %s", round, row["client"], reason)
                     row["left_out"] = reason
         if self.clock:
-            report = self._timed(round, done.rows, report)
+            report = self._timed(round, done.history, report)
         if self.exchange.noise:
             spent = self.epsilon(round)
-            for row in done.rows:
+            for row in done.history:
                 row["epsilon"] = spent
         if report.clients:
             done.reported = report
@@ -574,7 +550,7 @@ class Federation(Local):
         return done
 
     def _run_block(
-        self, clients: list[int], work: State, downloads: Downloads | None, done: Round, report: Uploads, on_client
+        self, clients: list[int], work: State, downloads: Downloads | None, done: Progress, report: Uploads, on_client
     ) -> None:
         """A round of some of its clients, whose states are in `work`."""
         round, exchange = done.round, self.exchange
@@ -614,12 +590,12 @@ class Federation(Local):
                 rows[row]["duration"] = seconds[k]
             if rows[row]["left_out"] is None:
                 if trained.norms is not None:
-                    done.norms[k] = trained.norms[row]
+                    report.norms.append(trained.norms[row])
                 report.clients.append(k)
                 report.samples.append(self._samples_of(k))
                 report.losses.append(trained.losses[row])
         self.states.store(clients, work)
-        done.rows += rows
+        done.history += rows
 
     def _timed(self, round: int, rows: list[dict], report: Uploads) -> Uploads:
         """Who has reported when a round ends, of those in `report` that trained in it; `rows` of all get its `time`."""
@@ -676,12 +652,12 @@ class Federation(Local):
         own = 2 + max(1, len(settings.update.slots) + (settings.accumulate > 1))
         return memory.Need(fixed, loaded, own * each + memory.WORKSPACE * activations)
 
-    def _downloads(self, round: int, done: Round) -> Downloads | None:
-        """The mix of the last round's uploads; None where there is nothing to mix."""
+    def _downloads(self, done: Progress) -> Downloads | None:
+        """The mix of the last round's uploads for the round `done`; None where there is nothing to mix."""
         if not self.shared or self.reported is None:
             return None
         uploads = self.uploads(done.server_state)
-        return server_round(self.exchange, uploads, round, done.ledger, self._samples_of)
+        return server_round(self.exchange, uploads, done.round, done.ledger, self._samples_of)
 
     def uploads(self, server_state: State | None = None) -> Uploads:
         """What the server has of the last round. server_state: in place of a copy of the server's own."""
@@ -726,7 +702,7 @@ class Federation(Local):
     def _deliver_next(self, state: State) -> bool:
         """Put the next round's download into the states of the clients here; False where nothing is mixed."""
         clients = list(self.here)
-        downloads = self._downloads(self.round + 1, Round(0, Ledger(), dict(self.server_state), None))
+        downloads = self._downloads(self.progress.next())
         if downloads is not None:
             if self.clients is not None:
                 self.exchange.measure(self.round + 1, clients, state, Ledger(), self._x_of)
@@ -876,8 +852,8 @@ class Federation(Local):
         return fed
 
 
-def _append(directory: RunDirectory, done: Round, sync: bool) -> None:
-    directory.append(done.rows, done.ledger, sync)
+def _append(directory: RunDirectory, done: Progress, sync: bool) -> None:
+    directory.append(done.history, done.ledger, sync)
 
 
 def _named(value: Any) -> Any:

@@ -22,13 +22,16 @@ from fastfact.federation.client.placement import Placement, formatted
 from fastfact.federation.client.step import Settings
 from fastfact.federation.client.task import CLASSES
 from fastfact.federation.config import check_settings, taking_part
+from fastfact.federation.history import History
+from fastfact.federation.progress import Progress
 from fastfact.federation.server import strategy
 from fastfact.federation.server.exchange import START, ClientRound, Download, Exchange, bounded, client_round, diverged
 from fastfact.federation.server.processes import Group
-from fastfact.federation.server.strategy import Strategy
+from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, generator_for, stack, take
 from fastfact.federation.tensors import describe, frozen_digest, tensors_of
 from fastfact.federation.wire.format import Wire
+from fastfact.federation.wire.ledger import Ledger
 from fastfact.nn.schedule import Schedule
 from fastfact.nn.sparsity import penalized
 
@@ -84,6 +87,32 @@ class Local:
         self.settings, self.augment = settings, augment
         self.graphs, self.group = graphs, group or Group()
         self.plan: ExecutionPlan | None = None
+        self.progress = Progress()
+
+    @property
+    def round(self) -> int:
+        """The last round that has ended."""
+        return self.progress.round
+
+    @property
+    def history(self) -> History:
+        """A row for each round and client."""
+        return self.progress.history
+
+    @property
+    def ledger(self) -> Ledger:
+        """The bytes of every tensor that crossed the wire."""
+        return self.progress.ledger
+
+    @property
+    def server_state(self) -> State:
+        """The method's own tensors, see `Uploads.server_state`."""
+        return self.progress.server_state
+
+    @property
+    def reported(self) -> Uploads | None:
+        """Who reported last; what they uploaded is what they hold."""
+        return self.progress.reported
 
     def _setup_model(self, factory, device) -> None:
         device = self.group.device if device is None else device

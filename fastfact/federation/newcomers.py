@@ -30,10 +30,8 @@ class Trained(analysis.Trained, Protocol):
 
     template: nn.Module
     initial: State
-    server_state: State
     settings: dict[str, Any]
     identity: dict[str, Any]
-    round: int
 
     @property
     def trainer(self) -> Trainer: ...
@@ -58,7 +56,7 @@ def join(fed: Trained, clients: Sequence[Client], how: str, epochs: int | None) 
         raise ValueError(f"join(epochs={epochs!r}): must be an integer of at least 1, or None")
     if how == "ensemble" and fed.group.size > 1:
         raise ValueError(f"join(how='ensemble'): needs all clients' models in one process; here are {fed.group.size}")
-    if fed.reported is None:
+    if fed.progress.reported is None:
         raise ValueError("join: the federation has not run a round yet, there is nothing to get from it")
     clients = list(clients)
     data = Placement(clients, next(fed.template.parameters()), fed.method.validation, fed.settings["seed"])
@@ -74,7 +72,7 @@ def join(fed: Trained, clients: Sequence[Client], how: str, epochs: int | None) 
         if not task.plain:
             raise ValueError("join(how='ensemble'): averages probabilities of classes, the loss must be cross_entropy")
         return _ensemble(fed, data)
-    ledger, first, round = Ledger(), len(fed), fed.round + 1
+    ledger, first, round = Ledger(), len(fed), fed.progress.round + 1
     places = range(first, first + len(clients))
     work = take(fed.initial, [0] * len(clients))
     epochs = epochs or fed.settings["epochs"]
@@ -105,7 +103,7 @@ def join(fed: Trained, clients: Sequence[Client], how: str, epochs: int | None) 
 def _download(fed: Trained, round: int, places: list[int], work: State, ledger: Ledger, data: Placement) -> State:
     """Give the newcomers what `Strategy.mix` says. Returns the state of the server after it, which is thrown away."""
     if not fed.shared:
-        return dict(fed.server_state)
+        return dict(fed.progress.server_state)
     fed.exchange.measure(round, places, work, ledger, lambda k: data[k - places[0]].train[0])
     uploads = fed.uploads()
     samples = [len(client.train[1]) for client in data]

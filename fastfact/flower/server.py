@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fastfact.base.settings import LATER, FederationSettings
 from fastfact.federation import Federation, setup
 from fastfact.federation.history import History
 from fastfact.federation.local import Local
+from fastfact.federation.progress import Progress
 from fastfact.federation.server import robust
 from fastfact.federation.server.exchange import server_round, too_far
 from fastfact.federation.server.processes import Group, Shard
@@ -75,8 +76,7 @@ class _Round:
     first: bool
     masks: State
     """Which channels travel up."""
-    server_state: State
-    ledger: Ledger = field(default_factory=Ledger)
+    adds: Progress
     asked: dict[int, _Asked] = field(default_factory=dict)
     uploads: dict[int, _Upload] = field(default_factory=dict)
 
@@ -129,9 +129,6 @@ class Server(Local):
         super().__init__(method, method_settings, all_of_them, l1=l1)
         self.k, self.run = clients, run or secrets.token_hex(8)
         self._setup_model(model, device)
-        self.server_state: State = {}
-        self.reported: Uploads | None = None
-        self.round, self.history, self.ledger = 0, History(), Ledger()
         self.held: dict[int, State] = {}
         """client → what it uploaded last."""
         self.once: dict[int, State] = {}
@@ -163,7 +160,7 @@ class Server(Local):
         """What every client has of what it uploads, before its first round."""
         if not self.round:
             everybody = {name: tensor.expand(self.k, *tensor.shape[1:]) for name, tensor in self.initial.items()}
-            self.server_state = self.method.server_state(everybody)
+            self.progress.server_state = self.method.server_state(everybody)
         self.sample = sample
 
     def __len__(self) -> int:
@@ -231,14 +228,14 @@ class Server(Local):
     @torch.no_grad()
     def begin(self, round: int, clients: Sequence[int]) -> None:
         """Make the downloads of a round for some clients, whose numbers of samples are known; see `packet`."""
-        state = dict(self.server_state)
-        made = self._rounds[round] = _Round(not self.shared or self.reported is None, {}, state)
+        adds = replace(self.progress.next(), round=round)
+        made = self._rounds[round] = _Round(not self.shared or self.reported is None, {}, adds)
         self._rounds = {number: known for number, known in self._rounds.items() if number > round - KEPT}
         if self.reported is None or not self.shared:
             self._first_downloads(round, clients, made)
         else:
             self._downloads(round, clients, made, self.reported)
-        made.masks = self.exchange.channel_masks("up", state)
+        made.masks = self.exchange.channel_masks("up", adds.server_state)
 
     def _first_downloads(self, round: int, clients: Sequence[int], made: _Round) -> None:
         # The initial model, which simulations have as it is whatever the wire does to numbers.
@@ -253,14 +250,14 @@ class Server(Local):
                 message = [wire.encode({name: tensor[row] for name, tensor in together.items()})]
             made.asked[k] = _Asked(self._held(k), message)
         if tensors:
-            made.ledger.add(round, "down", clients, wire.roundtrip(together, self.shared)[1])
+            made.adds.ledger.add(round, "down", clients, wire.roundtrip(together, self.shared)[1])
 
     def _downloads(self, round: int, clients: Sequence[int], made: _Round, reported: Uploads) -> None:
         sent, start = self._stacked(reported.clients, self._held), None
         if self.exchange.clip is not None:
             start = self._stacked(reported.clients, self.started.__getitem__)
-        uploads = self.exchange.uploads(reported, sent, start, made.server_state, Shard(Group(), self.k))
-        downloads = server_round(self.exchange, uploads, round, made.ledger, self.samples.__getitem__)
+        uploads = self.exchange.uploads(reported, sent, start, made.adds.server_state, Shard(Group(), self.k))
+        downloads = server_round(self.exchange, uploads, round, made.adds.ledger, self.samples.__getitem__)
 
         def of_guests(rows: list[int]) -> tuple[State, Sizes]:
             # What they hold is what they uploaded last: nothing travels.
@@ -384,26 +381,27 @@ class Server(Local):
             uploads[k].row["left_out"] = reason
         answers = {k: (made.asked[k].sources or [], up.answer) for k, up in uploads.items() if up.answer is not None}
         if answers:
-            self.method.answered(answers, made.server_state)
+            self.method.answered(answers, made.adds.server_state)
             for k, (_, answer) in answers.items():
-                made.ledger.add(round, "up", [k], reply(answer.numel()))
+                made.adds.ledger.add(round, "up", [k], reply(answer.numel()))
         before = {row["client"] for row in self.history} if self.exchange.once else set()
         if new := [k for k in uploads if k in self.once and k not in before]:
             once = self._stacked(new, self.once.__getitem__)
-            made.ledger.add(round, "up", new, self.wire.roundtrip(once, list(once))[1])
+            made.adds.ledger.add(round, "up", new, self.wire.roundtrip(once, list(once))[1])
         if sent:
             together = {name: torch.stack([state[name] for state in sent.values()]) for name in self.uploaded}
-            made.ledger.add(round, "up", list(sent), self.wire.roundtrip(together, self.uploaded, made.masks)[1])
+            made.adds.ledger.add(round, "up", list(sent), self.wire.roundtrip(together, self.uploaded, made.masks)[1])
         rows = [upload.row for upload in uploads.values()]
         there = [row["client"] for row in rows if row["left_out"] is None]
         losses = [uploads[k].row["loss"] for k in there]
         losses = [math.nan if loss is None else loss for loss in losses]
-        up, down = made.ledger.by_client("up"), made.ledger.by_client("down")
+        up, down = made.adds.ledger.by_client("up"), made.adds.ledger.by_client("down")
         for row in rows:
             row["bytes_up"], row["bytes_down"] = up.get(row["client"], 0), down.get(row["client"], 0)
         if there:
-            self.reported = Uploads(round, there, [self.samples[k] for k in there], losses)
-            self.server_state = made.server_state
+            made.adds.reported = Uploads(round, there, [self.samples[k] for k in there], losses)
+        else:
+            made.adds.server_state = self.server_state
         for k, state in sent.items():
             self.held[k], self.trained[k] = state, round
             if self.exchange.clip is not None:
@@ -411,12 +409,11 @@ class Server(Local):
         for k in uploads:
             if not self.uploaded:
                 self.trained[k] = round
-        self.round = round
-        self.history.extend(rows)
-        self.ledger.entries += made.ledger.entries
-        made.uploads = {}
-        if self._disk is not None:
-            self._save(self._disk, rows, made.ledger)
+        made.adds.history = History(rows)
+        with self.progress.adding(made.adds):
+            made.uploads = {}
+            if self._disk is not None:
+                self._save(self._disk, made.adds)
         return rows
 
     def _too_far(self, sent: Mapping[int, State], made: _Round) -> dict[int, str]:
@@ -438,9 +435,9 @@ class Server(Local):
             raise RunDirectoryError(f"{out}: is not empty and holds no server ({SAVED} is missing)")
         return _Disk(out, Rows(out / METRICS, self.history), Rows(out / LEDGER, self.ledger.rows()))
 
-    def _save(self, disk: _Disk, rows: list[dict], ledger: Ledger) -> None:
-        disk.rows.append(rows, sync=True)
-        disk.ledger.append(ledger.rows(), sync=True)
+    def _save(self, disk: _Disk, done: Progress) -> None:
+        disk.rows.append(done.history, sync=True)
+        disk.ledger.append(done.ledger.rows(), sync=True)
         tensors = {f"memory/{name}": tensor for name, tensor in self.server_state.items()}
         for kind, states in (("held", self.held), ("started", self.started), ("once", self.once)):
             tensors |= {f"{kind}/{k}/{name}": x for k, state in states.items() for name, x in state.items()}
@@ -465,13 +462,13 @@ class Server(Local):
                 raise RunDirectoryError(f"{out}: holds another run (its {_difference(there, here)} differs)")
             if run not in (None, about["run"]):
                 raise RunDirectoryError(f"{out}: holds run {about['run']!r}, not {run!r}")
-            self.run, self.round = about["run"], about["round"]
-            rows = (
-                run_directory.read_rows(out / name, self.round, position)
+            self.run = about["run"]
+            rows, entries = (
+                run_directory.read_rows(out / name, about["round"], position)
                 for name, position in zip((METRICS, LEDGER), about["rows"], strict=True)
             )
-            self.history, self.ledger = History(next(rows)), Ledger.from_rows(next(rows))
-            self.reported = None if about["reported"] is None else Uploads(**about["reported"])
+            self.progress = Progress(about["round"], History(rows), Ledger.from_rows(entries))
+            self.progress.reported = None if about["reported"] is None else Uploads(**about["reported"])
             self.trained = {int(k): round for k, round in about["trained"].items()}
             self.samples = {int(k): n for k, n in about["samples"].items()}
             for name, tensor in tensors.items():

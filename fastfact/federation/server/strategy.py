@@ -21,6 +21,8 @@ from fastfact.nn.convert import factorize, factorized_layers
 from fastfact.nn.sparsity import hard_threshold
 from fastfact.nn.specs import Spec
 
+EACH = ("clients", "samples", "losses", "norms")
+"""What `Uploads` knows of each that reported in the round."""
 AFTER_MIX = ("none", "support", "threshold")
 
 
@@ -42,6 +44,8 @@ class Uploads:
     """The names of the key tensors."""
     server_state: State = field(default_factory=dict)
     """The server's own tensors, kept from round to round and in checkpoints; a strategy may change them."""
+    norms: list[float] = field(default_factory=list)
+    """How far the round moved the upload of each, where that is bounded."""
     started: list[int] = field(default_factory=list)
     """The round in which each downloaded what it trained; empty if that was this one."""
     waiting: list[list] = field(default_factory=list)
@@ -62,14 +66,13 @@ class Uploads:
     @classmethod
     def joined(cls, parts: Sequence["Uploads"]) -> "Uploads":
         """Who reported in a round, from those of several processes about their clients."""
-        lists = ([item for part in parts for item in getattr(part, name)] for name in ("clients", "samples", "losses"))
-        return cls(parts[0].round, *lists)
+        return cls(parts[0].round, **{name: [one for part in parts for one in getattr(part, name)] for name in EACH})
 
     def without(self, clients: Container[int]) -> "Uploads":
         """Who reported, but for some."""
         kept = [place for place, client in enumerate(self.clients) if client not in clients]
-        lists = ([getattr(self, name)[place] for place in kept] for name in ("clients", "samples", "losses"))
-        return Uploads(self.round, *lists)
+        lists = {name: getattr(self, name) for name in EACH}
+        return Uploads(self.round, **{name: [one[place] for place in kept if one] for name, one in lists.items()})
 
     def report(self) -> dict[str, Any]:
         """Who reported, as JSON can hold it: `Uploads(**report)` is this without tensors."""

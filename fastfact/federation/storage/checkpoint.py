@@ -1,4 +1,4 @@
-"""What a federation is between two rounds, on the disk: `ServerState` and the clients' states, written and read.
+"""What a federation is between two rounds, on the disk: `Progress` and the clients' states, written and read.
 
 The clients' states are in a checkpoint of the run directory, or in a store of their own (`states.Database`), which also
 keeps what the server knows. Nothing here knows the federation: it hands over what it is, and makes itself from it.
@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from safetensors.torch import save as save_bytes
 from fastfact.base import files
 from fastfact.federation.config import check_settings, taking_part
 from fastfact.federation.history import History
+from fastfact.federation.progress import Progress
 from fastfact.federation.state import State
 from fastfact.federation.storage import run_directory
 from fastfact.federation.storage.run_directory import (
@@ -57,33 +58,10 @@ HERE = ("store", "memory_limit")
 """Settings of the machine: another value goes on with the same run."""
 
 
-@dataclass
-class ServerState:
-    """What the server knows after a round.
-
-    memory: tensors that the method keeps. last: who reported in the last round, as JSON can hold it. choices: the path
-    of each kind of work the layers met (`nn.choice.choices`), so that a run goes on with the same arithmetic.
-    """
-
-    round: int = 0
-    history: History = field(default_factory=History)
-    ledger: Ledger = field(default_factory=Ledger)
-    memory: State = field(default_factory=dict)
-    last: dict[str, Any] | None = None
-    choices: dict[str, str] = field(default_factory=dict)
-
-    def metadata(self) -> dict[str, str]:
-        """All but tensors and rows, as a checkpoint and a store keep it."""
-        metadata = {"round": str(self.round), "bytes_up": str(self.ledger.up), "bytes_down": str(self.ledger.down)}
-        if self.choices:
-            metadata["choices"] = json.dumps(self.choices, sort_keys=True)
-        return metadata if self.last is None else metadata | {"last": json.dumps(self.last)}
-
-
 class RunDirectory:
     """A run directory that a federation writes while it trains."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any], server: ServerState):
+    def __init__(self, path: Path, config: Mapping[str, Any], progress: Progress):
         """Make the files in `path` those of a federation that is configured and knows so much.
 
         The folder must be held, see `files.locked`. Raises RunDirectoryError if it holds something else.
@@ -93,7 +71,7 @@ class RunDirectory:
         there = read_config(path) if (path / CONFIG).exists() else None
         if there is not None:
             self._check(there, config)
-            damaged = _newer(path, there, server.round)
+            damaged = _newer(path, there, progress.round)
         elif files.is_vacant(path, *RESERVED):
             damaged = []
         else:
@@ -104,7 +82,7 @@ class RunDirectory:
             file.rename(file.with_name(file.name + ".damaged"))
         if there != config:
             files.write_json(path / CONFIG, config, sealed=True, indent=2)
-        self.rows, self.ledger = Rows(path / METRICS, server.history), Rows(path / LEDGER, server.ledger.rows())
+        self.rows, self.ledger = Rows(path / METRICS, progress.history), Rows(path / LEDGER, progress.ledger.rows())
 
     def _check(self, there: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         # Of where it comes from, what both know: a later version may know more, which whoever wrote it has compared.
@@ -131,11 +109,11 @@ class RunDirectory:
         """What a checkpoint says of the rows there are."""
         return {"rows": json.dumps({METRICS: self.rows.position(), LEDGER: self.ledger.position()})}
 
-    def save(self, server: ServerState, clients: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    def save(self, progress: Progress, clients: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         """Write a checkpoint of the clients that `gathered` packed, and remove all but the newest two."""
-        tensors = dict(clients) | {SERVER + name: tensor for name, tensor in server.memory.items()}
-        metadata = {"id": self.id, **server.metadata(), **self.positions(), **metadata}
-        run_directory.save_tensors(checkpoint_path(self.path, server.round), tensors, metadata)
+        tensors = dict(clients) | {SERVER + name: tensor for name, tensor in progress.server_state.items()}
+        metadata = {"id": self.id, **progress.metadata(), **self.positions(), **metadata}
+        run_directory.save_tensors(checkpoint_path(self.path, progress.round), tensors, metadata)
         for path in list(checkpoints(self.path).values())[: -run_directory.KEPT]:
             path.unlink()
 
@@ -180,7 +158,7 @@ def _newer(directory: Path, config: Mapping[str, Any], round: int) -> list[Path]
 
 @contextlib.contextmanager
 def writing(
-    path: Path | None, config: Mapping[str, Any], server: ServerState, states: States
+    path: Path | None, config: Mapping[str, Any], progress: Progress, states: States
 ) -> Iterator[RunDirectory | None]:
     """Hold the run directory, if there is one, and the store, if there is one, while clients train.
 
@@ -195,11 +173,11 @@ def writing(
         if isinstance(states, Database):
             held.enter_context(states.writing())
             known = _server_of(states)
-            if int(known.get("round", 0)) != server.round or known.get("id", config["id"]) != config["id"]:
+            if int(known.get("round", 0)) != progress.round or known.get("id", config["id"]) != config["id"]:
                 raise RunDirectoryError(
                     f"{states.path}: has gone on without this federation; go on with Federation.load"
                 )
-        yield None if path is None else RunDirectory(path, config, server)
+        yield None if path is None else RunDirectory(path, config, progress)
 
 
 def _server_of(states: Database) -> dict[str, str]:
@@ -253,11 +231,11 @@ def uninterrupted() -> Iterator[None]:
             handlers[arguments[0]](*arguments)
 
 
-def commit(states: States, server: ServerState, directory: RunDirectory | None, id: str) -> None:
+def commit(states: States, progress: Progress, directory: RunDirectory | None, id: str) -> None:
     """Make what a round stored the clients' state; a store of clients keeps what the server knows beside it."""
     if isinstance(states, Database):
-        memory = save_bytes({name: tensor.cpu().contiguous() for name, tensor in server.memory.items()})
-        metadata = {"id": id, **server.metadata(), **({} if directory is None else directory.positions())}
+        memory = save_bytes({name: tensor.cpu().contiguous() for name, tensor in progress.server_state.items()})
+        metadata = {"id": id, **progress.metadata(), **({} if directory is None else directory.positions())}
         states.commit(server=json.dumps(metadata), memory=memory)
     else:
         states.commit()
@@ -305,8 +283,8 @@ class Recorded:
         elif not (Path(place) / DATABASE).is_file():
             raise RunDirectoryError(f"{self.directory}: its clients were in {place}, they are not; pass store=")
 
-    def restore(self, states: States, here: range) -> ServerState:
-        """Put the states of the clients `here` into `states`; what the server knows.
+    def restore(self, states: States, here: range) -> Progress:
+        """Put the states of the clients `here` into `states`; what else is known, `reported` as its `report()`.
 
         Where the newest checkpoint is damaged, or the rows it was saved with, it is that of the checkpoint before, and
         the log says so. Raises RunDirectoryError.
@@ -316,20 +294,20 @@ class Recorded:
         found, problems = checkpoints(self.directory), []
         for round, path in reversed(found.items()):
             try:
-                tensors, metadata, server = _read_checkpoint(self.directory, self.config, round, path, states.initial)
+                tensors, metadata, progress = _read_checkpoint(self.directory, self.config, round, path, states.initial)
                 _put(tensors, metadata, states, here, path)
             except DamagedError as error:
                 problems.append(error)
                 continue
             for problem in problems:
                 log.warning("%s; going on from round %d, the checkpoint before", problem, round)
-            return server
+            return progress
         if problems:
             raise problems[0]
         run_directory.last_checkpoint(self.directory)
         raise AssertionError
 
-    def _from_database(self, states: Database) -> ServerState:
+    def _from_database(self, states: Database) -> Progress:
         server = _server_of(states)
         if not server:
             raise RunDirectoryError(f"{states.path}: no finished round, start the run again")
@@ -338,7 +316,7 @@ class Recorded:
             memory = load_bytes(states.value("memory"))
         except (SafetensorError, TypeError) as error:
             raise DamagedError(f"{states.path}: damaged: {error}") from error
-        return _server_state(self.directory, self.config, states.path, server, memory)
+        return _progress(self.directory, self.config, states.path, server, memory)
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
@@ -372,7 +350,7 @@ def _check_id(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any]
 
 def _read_checkpoint(
     directory: Path, config: Mapping[str, Any], round: int, path: Path, initial: State | None = None
-) -> tuple[State, dict[str, str], ServerState]:
+) -> tuple[State, dict[str, str], Progress]:
     """Everything of a checkpoint, verified; `initial` is the state of a client [1, …], None where that is not known."""
     metadata, shapes = run_directory.look_into(path)
     _check_id(path, metadata, config)
@@ -384,7 +362,7 @@ def _read_checkpoint(
     if metadata.get("round") != str(round):
         raise DamagedError(f"{path}: it is of round {metadata.get('round')}")
     memory = {name.removeprefix(SERVER): tensor for name, tensor in tensors.items() if name.startswith(SERVER)}
-    return tensors, metadata, _server_state(directory, config, path, metadata, memory)
+    return tensors, metadata, _progress(directory, config, path, metadata, memory)
 
 
 def _put(tensors: State, metadata: Mapping[str, str], states: States, here: range, path: Path) -> None:
@@ -408,10 +386,10 @@ def _put(tensors: State, metadata: Mapping[str, str], states: States, here: rang
     states.commit()
 
 
-def _server_state(
+def _progress(
     directory: Path, config: Mapping[str, Any], path: Path, metadata: Mapping[str, str], memory: State
-) -> ServerState:
-    """What the server knows but for the clients' states, of `metadata` in the file `path`, and of the rows."""
+) -> Progress:
+    """What is known but for the clients' states, of `metadata` in the file `path`, and of the rows."""
     try:
         round = int(metadata["round"])
         positions = json.loads(metadata.get("rows", "{}"))
@@ -430,7 +408,7 @@ def _server_state(
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedError(f"{path}: {error}") from error
-    return ServerState(round, history, ledger, memory, last, choices)
+    return Progress(round, history, ledger, memory, last, choices)
 
 
 def _check_history(directory: Path, history: History, rounds: int, config: Mapping[str, Any]) -> None:

@@ -348,7 +348,7 @@ def test_info_of_a_store_does_not_write(tmp_path):
 
 def test_a_second_process_is_refused_while_the_first_lives(tmp_path):
     program = (
-        "import sys, time; from pathlib import Path; from fastfact import files\n"
+        "import sys, time; from pathlib import Path; from fastfact.base import files\n"
         "with files.locked(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
     )
     federation().fit(1, tmp_path / "run")
