@@ -4,6 +4,8 @@ import contextlib
 import io
 import sys
 
+from forked import workers
+
 from fastfact.cli import main as cli
 from fastfact.cli import terminal
 
@@ -11,13 +13,13 @@ SMALL = ["--clients", "3", "--rounds", "2", "--epochs", "1", "--model", "mlp", "
 
 
 def call(*arguments):
-    """`fastfact …` in this process → (exit code, stdout, stderr), as `main` handles it."""
+    """`fastfact …` in this process, its workers in forks → (exit code, stdout, stderr), as `main` handles it."""
 
     out, err, argv, console = io.StringIO(), io.StringIO(), sys.argv, terminal.console
     sys.argv = ["fastfact", *map(str, arguments)]
     file, console.file, console.width = console.file, out, 140
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), workers():
             cli.main()
         code = 0
     except SystemExit as stop:

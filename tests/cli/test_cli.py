@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from calls import SMALL, call
 from safetensors.torch import load_file
@@ -327,7 +328,8 @@ def test_a_failing_cell_does_not_stop_the_others(tmp_path):
             (blocked / "notes.txt").write_text("mine")
         events.append((name, event[0]))
 
-    failed = comparison.run(tmp_path, 1, on_event)
+    with forked.workers():
+        failed = comparison.run(tmp_path, 1, on_event)
     assert list(failed) == ["stand-alone-seed0"] and "config.json is missing" in failed["stand-alone-seed0"]
     assert ("fedavg-seed0", "done") in events and ("stand-alone-seed0", "failed") in events
 
@@ -342,7 +344,8 @@ def test_a_killed_process_fails_its_cell_alone(tmp_path):
             killed.extend(multiprocessing.active_children())
             killed[0].kill()
 
-    failed = Comparison(small, ("fedavg", "stand-alone"), 1).run(tmp_path, 1, on_event)
+    with forked.workers():
+        failed = Comparison(small, ("fedavg", "stand-alone"), 1).run(tmp_path, 1, on_event)
     assert failed == {"fedavg-seed0": "its process ended with exit code -9"}
     assert events[-1] == ("stand-alone-seed0", "done") and events.count(("stand-alone-seed0", "round")) == 6
     assert not multiprocessing.active_children()
@@ -388,7 +391,9 @@ def test_ctrl_c_leaves_a_directory_that_goes_on(tmp_path, no_pictures):
 
 def test_a_stopped_run_keeps_its_rounds_and_goes_on_without_options(tmp_path, no_pictures):
     """Ten checkpoints on the way would be one each six rounds; the rows of what is kept are not written again."""
-    process = start("run", *SMALL, "--rounds", "60", "--set", "tau=0.5", "--out", tmp_path / "a")
+    process = forked.Forked(
+        "-m", "fastfact", "run", *SMALL, "--rounds", "60", "--set", "tau=0.5", "--out", tmp_path / "a"
+    )
     metrics = tmp_path / "a" / report.METRICS
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") > 6):

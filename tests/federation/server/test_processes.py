@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked
 from group_program import METHODS, ROUNDS, SIZES, federation, summary
 
 from fastfact.federation.server.processes import Group, Shard
@@ -25,13 +26,24 @@ def torchrun(processes: int, *command) -> subprocess.CompletedProcess:
     return subprocess.run([*start, *map(str, command)], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
+def group(processes: int, *command) -> list[Forked]:
+    """The processes that torchrun would start, without its own, which imports PyTorch and waits for what is stopped."""
+    with socket.create_server(("localhost", 0)) as server:
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
+    ranks = [
+        {"WORLD_SIZE": str(processes), "RANK": str(rank), "LOCAL_RANK": str(rank)} | where for rank in range(processes)
+    ]
+    return [Forked(*command, env=ENVIRONMENT | own) for own in ranks]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """size → what the program found with so many processes; two begin what three go on with."""
     out, found = tmp_path_factory.mktemp("runs"), {}
     for size in (2, 3):
-        done = torchrun(size, HERE / "group_program.py", out)
-        assert done.returncode == 0, done.stderr[-4000:]
+        for process in group(size, HERE / "group_program.py", out):
+            _, said = process.communicate()
+            assert process.returncode == 0, said[-4000:]
         found[size] = torch.load(out / f"{size}.pt", weights_only=False)
         assert found[size]["size"] == size
     return found
@@ -116,20 +128,11 @@ def test_a_process_that_stops_answering_ends_the_run(tmp_path):
     how = "os.kill(os.getpid(), signal.SIGSTOP)"
     program = KILLER.replace("HOW", how).replace("def dying", "Processes.PATIENCE = 6\ndef dying")
     (tmp_path / "stopper.py").write_text(program)
-    command = [sys.executable, str(tmp_path / "stopper.py"), *OPTIONS, "--out", str(tmp_path / "run")]
-    with socket.create_server(("localhost", 0)) as server:
-        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
-    # Without torchrun, which waits for what is stopped half a minute.
-    waiting, stopped = (
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | group | {"RANK": str(rank)})
-        for rank in range(2)
-    )
+    waiting, stopped = group(2, tmp_path / "stopper.py", *OPTIONS, "--out", tmp_path / "run")
     try:
         said = waiting.communicate(timeout=250)[1]
     finally:
-        for process in (waiting, stopped):
-            process.kill()
-            process.wait()
+        stopped.kill()
     assert waiting.returncode != 0
     assert "fastfact: process 1 of this run has not answered for 6 s; what was saved is kept" in said
     assert "Traceback" not in said.partition("fastfact: process 1")[0]
@@ -137,12 +140,21 @@ def test_a_process_that_stops_answering_ends_the_run(tmp_path):
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
 def test_a_process_that_is_told_to_stop_stops_them_all_between_two_rounds(tmp_path, number):
-    """Told in round 3, they end that round and save it; nobody is lost or waited for."""
+    """Told in round 3, they end that round and save it; nobody is lost or waited for. torchrun tells the others, once
+    one has ended, by SIGTERM."""
     (tmp_path / "stopper.py").write_text(KILLER.replace("HOW", f"os.kill(os.getpid(), signal.{number})"))
-    stopped = torchrun(2, tmp_path / "stopper.py", *OPTIONS, "--out", tmp_path / "run")
-    assert stopped.returncode != 0
-    assert "fastfact: stopped; 3 of 4 rounds are kept, fastfact run --resume" in stopped.stderr
-    assert "Traceback" not in stopped.stderr.partition("fastfact: stopped")[0]
+    command = [tmp_path / "stopper.py", *OPTIONS, "--out", tmp_path / "run"]
+    if number == "SIGTERM":
+        stopped = torchrun(2, *command)
+        code, said = stopped.returncode, stopped.stderr
+    else:
+        processes = group(2, *command)
+        _, said = processes[0].communicate()
+        code = processes[0].returncode
+        processes[1].communicate()
+    assert code != 0
+    assert "fastfact: stopped; 3 of 4 rounds are kept, fastfact run --resume" in said
+    assert "Traceback" not in said.partition("fastfact: stopped")[0]
     rounds = {json.loads(line)["round"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()}
     assert rounds == {1, 2, 3}
     assert (tmp_path / "run" / "checkpoints" / "round-000003.safetensors").is_file()
@@ -160,9 +172,10 @@ def test_a_process_dies_and_the_run_goes_on(tmp_path):
     assert time.monotonic() - began < 200
     assert "another process of this run has ended" in died.stderr
     assert "--resume goes on from it" in " ".join(died.stderr.split())
-    gone_on = torchrun(2, "-m", "fastfact", *options, "--out", tmp_path / "run", "--resume")
-    assert gone_on.returncode == 0, gone_on.stderr[-4000:]
-    assert gone_on.stdout.count("fedavg") == 2 and "process" not in gone_on.stderr
+    gone_on = group(2, "-m", "fastfact", *options, "--out", tmp_path / "run", "--resume")
+    (root_out, root_err), (out, err) = (process.communicate() for process in gone_on)
+    assert [process.returncode for process in gone_on] == [0, 0], (root_err + err)[-4000:]
+    assert root_out.count("fedavg") == 2 and "process" not in root_err + err and "fedavg" not in out
     code, _, err = call(*options, "--out", tmp_path / "whole")
     assert code == 0, err
 
