@@ -63,7 +63,7 @@ def test_a_pipe_is_written_to_and_stays(tmp_path):
 
 def test_devices_are_written_to(tmp_path):
     """/dev/null stays what it is; what was on a redirected standard output before stays too."""
-    program = "import sys; from fastfact import files; print('before'); files.write('/dev/stdout', 'through');"
+    program = "import sys; from fastfact.base import files; print('before'); files.write('/dev/stdout', 'through');"
     program += "print('after'); files.write('/dev/null', 'gone')"
     with open(tmp_path / "out", "wb") as out:
         subprocess.run([sys.executable, "-c", program], stdout=out, check=True)
@@ -125,7 +125,7 @@ def test_a_seal_is_verified(tmp_path):
             files.read_sealed(path)
 
 
-HOLD = "import sys, time; from pathlib import Path; from fastfact import files\n"
+HOLD = "import sys, time; from pathlib import Path; from fastfact.base import files\n"
 HOLD += "with files.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 
 
