@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,23 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = ["pytest", "fastfact.cli.main", "fastfact.experiment.compare", "matplotlib.pyplot", "torch._dynamo"]
-_context = multiprocessing.get_context("forkserver")
+
+
+class _Context(multiprocessing.context.ForkServerContext):
+    """Its processes have the environment of the process that starts them, not that of the server."""
+
+    def Process(self, *, target, args=(), kwargs=None, **options):
+        everything = (dict(os.environ), target, args, kwargs or {})
+        return multiprocessing.context.ForkServerProcess(target=_in_environment, args=everything, **options)
+
+
+def _in_environment(environment, target, args, kwargs) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args, **kwargs)
+
+
+_context = _Context()
 
 
 def context() -> multiprocessing.context.BaseContext:
@@ -61,6 +78,10 @@ class Forked:
         self.process.start()
 
     @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
     def returncode(self) -> int | None:
         return self.process.exitcode
 
@@ -68,14 +89,23 @@ class Forked:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
+        """Kill it, and wait until it is gone."""
         self.process.kill()
+        self.process.join()
+
+    def wait_for(self, text: str, timeout: float = 60) -> None:
+        """Until it has written `text` to stdout. Raises TimeoutError where it does not, or ends before."""
+        end = time.monotonic() + timeout
+        while text not in (said := Path(self.said[0].name).read_text()):
+            if time.monotonic() > end or not self.process.is_alive():
+                raise TimeoutError(f"{said!r} instead of {text!r}: {Path(self.said[1].name).read_text()}")
+            time.sleep(0.005)
 
     def communicate(self, timeout: float = 300) -> tuple[str, str]:
         """(stdout, stderr) once it has ended; it is killed after `timeout` seconds."""
         self.process.join(timeout)
         if self.process.is_alive():
             self.kill()
-            self.process.join()
         out, err = (Path(file.name).read_text() for file in self.said)
         return out, err
 

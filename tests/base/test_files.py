@@ -3,11 +3,10 @@
 import errno
 import os
 import stat
-import subprocess
-import sys
 import threading
 import time
 
+import forked
 import pytest
 
 from fastfact.base import files
@@ -63,10 +62,12 @@ def test_a_pipe_is_written_to_and_stays(tmp_path):
 
 def test_devices_are_written_to(tmp_path):
     """/dev/null stays what it is; what was on a redirected standard output before stays too."""
-    program = "import sys; from fastfact.base import files; print('before'); files.write('/dev/stdout', 'through');"
+    program = "import os, sys; from fastfact.base import files\n"
+    program += "os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)\n"
+    program += "print('before'); files.write('/dev/stdout', 'through')\n"
     program += "print('after'); files.write('/dev/null', 'gone')"
-    with open(tmp_path / "out", "wb") as out:
-        subprocess.run([sys.executable, "-c", program], stdout=out, check=True)
+    done = forked.run("-c", program, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "out").read_text() == "before\nthroughafter\n"
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
@@ -131,9 +132,9 @@ HOLD += "with files.locked(Path(sys.argv[1])): print('held', flush=True); time.s
 
 def test_one_process_at_a_time(tmp_path):
     folder = tmp_path / "a" / "b"
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    other = forked.Forked("-c", HOLD, folder)
     try:
-        assert other.stdout.readline() == "held\n"
+        other.wait_for("held\n")
         with (
             pytest.raises(files.InUseError, match=rf"a/b: in use by another process \({other.pid}\)"),
             files.locked(folder),
@@ -141,7 +142,6 @@ def test_one_process_at_a_time(tmp_path):
             pass
     finally:
         other.kill()
-        other.wait()
     # Killed: the lock is gone with it, its file is not.
     assert names(folder) == [files.LOCK] and files.is_vacant(folder)
     with files.locked(folder), files.locked(folder):

@@ -1,10 +1,8 @@
 """The server's step, `ops.similarity_mix`, against the matrix it never makes, and the sketches it may work on."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -301,7 +299,6 @@ def test_memory_grows_with_the_clients_not_with_their_pairs(backend):
         "ops.similarity_mix(v, x, 4.0, 0.9, 3)\n"
         "print((_peak() - before) // 1024)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
-    )
+    done = forked.run("-c", code)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 100, "MiB"

@@ -6,12 +6,11 @@ import random
 import shutil
 import sqlite3
 import struct
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
+from forked import Forked
 from torch import nn
 
 import fastfact as ff
@@ -349,18 +348,17 @@ def test_info_of_a_store_does_not_write(tmp_path):
 def test_a_second_process_is_refused_while_the_first_lives(tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from fastfact.base import files\n"
-        "with files.locked(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+        "with files.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     federation().fit(1, tmp_path / "run")
-    other = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    other = Forked("-c", program, tmp_path / "run")
     try:
-        other.stdout.readline()
+        other.wait_for("held\n")
         fed = load(tmp_path / "run")
         with pytest.raises(files.InUseError, match=f"in use by another process .{other.pid}"):
             fed.fit(1, tmp_path / "run")
     finally:
         other.kill()
-        other.wait()
     fed.fit(1, tmp_path / "run")
 
 

@@ -1,8 +1,8 @@
 import os
 import signal
-import subprocess
 import sys
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -302,7 +302,7 @@ def test_about_a_directory(tmp_path, store):
 
 def test_a_killed_run_goes_on(tmp_path):
     """SIGKILL in round 2, after the first clients' states of that round were written."""
-    done = subprocess.run([sys.executable, __file__, str(tmp_path), str(torch.get_num_threads())], check=False)
+    done = forked.run(__file__, tmp_path, torch.get_num_threads())
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / "states" / "clients.sqlite-wal").stat().st_size > 0
     fed = ff.Federation.load(tmp_path / "run", model=small, clients=clients_of())
