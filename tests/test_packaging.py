@@ -51,19 +51,13 @@ def test_source_distribution_is_complete(sources):
                 assert (sources / file.relative_to(ROOT)).is_file() or file.parts[-2] == "kernels", file
 
 
-def test_wheel_works_elsewhere(sources, tmp_path):
-    pip = ("-m", "pip", "--disable-pip-version-check")
-    options = ("-q", "--no-deps", "--no-build-isolation", "-w", tmp_path)
-    python(*pip, "wheel", *options, ".", cwd=sources, FASTFACT_BUILD="skip")
-    (wheel,) = tmp_path.glob("fastfact-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    for package in ("fastfact", "kernels"):
-        for file in (ROOT / package).rglob("*.py"):
-            place = Path("fastfact" if package == "kernels" else "") / file.relative_to(ROOT)
-            assert place.as_posix() in names
-    assert not any(name.endswith((".so", ".cpp", ".h")) for name in names)
-    python(*pip, "install", "-q", "--no-deps", "--target", tmp_path / "site", wheel, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def installed(sources, tmp_path_factory):
+    """A folder into which pip has installed a wheel of the sources, without libraries; and a process away from the
+    checkout that has used it."""
+    top = tmp_path_factory.mktemp("installed")
+    options = ("-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--target", top / "site")
+    python("-m", "pip", "install", *options, ".", cwd=sources, FASTFACT_BUILD="skip")
     code = (
         "import fastfact as ff, fastfact.kernels, torch\n"
         "print(ff.__file__, fastfact.kernels.__file__)\n"
@@ -71,9 +65,19 @@ def test_wheel_works_elsewhere(sources, tmp_path):
         "layer(torch.randn(1, 3, 8, 8)).sum().backward()\n"
         "print(ff.backends()['cpu'])\n"
     )
-    out = python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
-    assert out.count(str(tmp_path / "site")) >= 2
-    assert "_cpu" in out
+    return top / "site", run(sys.executable, "-c", code, cwd=top, PYTHONPATH=str(top / "site"))
+
+
+def test_wheel_works_elsewhere(installed):
+    site, used = installed
+    names = {file.relative_to(site).as_posix() for file in site.rglob("*")}
+    for package in ("fastfact", "kernels"):
+        for file in (ROOT / package).rglob("*.py"):
+            place = Path("fastfact" if package == "kernels" else "") / file.relative_to(ROOT)
+            assert place.as_posix() in names
+    assert not any(name.endswith((".so", ".cpp", ".h")) for name in names)
+    assert used.stdout.count(str(site)) >= 2
+    assert "_cpu" in used.stdout
 
 
 @pytest.mark.kernels
@@ -196,18 +200,15 @@ def test_a_pytorch_serves_the_build_by_its_version(monkeypatch, tmp_path, versio
     assert backend._serves([str(tmp_path)]) is serves
 
 
-def test_the_import_says_once_what_builds_the_kernels(fresh, tmp_path):
+def test_the_import_says_once_what_builds_the_kernels(sources, installed):
     """From a checkout without libraries, and from an installed wheel."""
-    done = run(sys.executable, "-c", "import fastfact; import fastfact.ops", cwd=fresh)
+    done = run(sys.executable, "-c", "import fastfact; import fastfact.ops", cwd=sources)
     assert done.stderr.count("without its compiled kernels") == 1
-    assert f"cd {fresh} && FASTFACT_BUILD=must {sys.executable} setup.py build_ext --inplace" in done.stderr
-    site = tmp_path / "site"
-    options = ("-q", "--no-deps", "--no-build-isolation", "--target", site)
-    python("-m", "pip", "install", *options, ".", cwd=fresh, FASTFACT_BUILD="skip")
-    done = run(sys.executable, "-c", "import fastfact", cwd=tmp_path, PYTHONPATH=str(site))
-    assert done.stderr.count("without its compiled kernels") == 1
-    assert f"FASTFACT_BUILD=must {sys.executable} -m pip install --force-reinstall --no-deps" in done.stderr
-    assert f"file://{fresh}" in done.stderr
+    assert f"cd {sources} && FASTFACT_BUILD=must {sys.executable} setup.py build_ext --inplace" in done.stderr
+    _, used = installed
+    assert used.stderr.count("without its compiled kernels") == 1
+    assert f"FASTFACT_BUILD=must {sys.executable} -m pip install --force-reinstall --no-deps" in used.stderr
+    assert f"file://{sources}" in used.stderr
 
 
 # Each installs into an environment made for it, which sees this one's packages, and builds the real library.
