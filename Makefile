@@ -8,9 +8,9 @@ PY := $(VENV)/bin/python
 KERNELS := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*)
 CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/ops/*.cpp tests/ops/*.h))
 
-# Tests run in one process a core, each on one thread. CHECK: what stands for the rest before a commit.
+# Tests run in one process a core, each on one thread; what they start reads bytecode. CHECK: what stands for the rest before a commit.
 JOBS ?= $(shell nproc)
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(JOBS) --dist loadfile
 CHECK := tests/test_floors.py tests/base/test_kinds.py tests/nn/test_layers.py tests/ops/test_ops.py tests/federation/wire \
 	tests/federation/server/test_mixing.py tests/federation/test_federation.py \
 	tests/methods/test_every_method.py::test_a_cohort_computes_what_each_client_alone_does
