@@ -85,7 +85,7 @@ def provenance() -> dict[str, Any]:
 
 
 def facts() -> dict[str, object]:
-    """What times depend on: processor, instruction set, threads, PyTorch, and the compiled library."""
+    """What times depend on: processor, instruction set, threads, PyTorch, the compiled library and what calls it."""
     import torch
 
     return {**_lasting(), "threads": torch.get_num_threads()}
@@ -95,13 +95,16 @@ def facts() -> dict[str, object]:
 def _lasting() -> dict[str, object]:
     import torch
 
-    library = max(Path(__file__).parents[1].glob("_cpu*.so"), default=None)
+    package = Path(__file__).parents[1]
+    library = max(package.glob("_cpu*.so"), default=None)
+    calling = sorted([*package.glob("ops/*.py"), *package.glob("nn/*.py")])
     return {
         "cpu": processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "library": library and [library.stat().st_size, library.stat().st_mtime_ns],
+        "calling": hashlib.blake2b(b"".join(path.read_bytes() for path in calling), digest_size=8).hexdigest(),
     }
 
 

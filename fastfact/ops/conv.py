@@ -315,6 +315,15 @@ def fused_conv2d(
     return _apply(FUSED, clients, (LAYOUTS[layout], size, last, *how), x, u, v, mu, index, bias)
 
 
+def _of_pixels(x, u, v, values, index, bias, size, stride, padding) -> Tensor:
+    """A 1×1 convolution of x [(k,) n, i, h, w] as the `factored_linear` layer of its pixels: channels_last."""
+    if padding != (0, 0):
+        x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    if stride != (1, 1):
+        x = x[..., :: stride[0], :: stride[1]]
+    return factored_linear(x.movedim(-3, -1), u, v, values, index, bias, size=size).movedim(-1, -3)
+
+
 def separable_conv2d(
     x: Tensor,
     u: Tensor,
@@ -344,7 +353,17 @@ def separable_conv2d(
     size, stride, padding, dilation, groups, clients, (x, u, v, values, index, bias) = _checked(
         op, "kernel", x, u, v, values, index, bias, size, stride, padding, dilation, groups
     )
+    if size[2:] == (1, 1) and groups == 1 and not x.is_cuda:
+        last = formats.is_channels_last(x if clients else x.unsqueeze(0))
+        y = _of_pixels(x, u.squeeze(-1), v.squeeze(-1), values, index, bias, size[:2], stride, padding)
+        return y if last else y.contiguous()
     (sy, sx), (py, px), (dy, dx) = stride, padding, dilation
+    if size[3] == 1:
+        # The width's steps are taken first: PyTorch's gradient of a 1×1 convolution of a few channels that steps over
+        # the width writes past its memory in channels_last.
+        first, second = (stride, padding), ((1, 1), (0, 0))
+    else:
+        first, second = ((sy, 1), (py, 0)), ((1, sx), (0, px))
     if groups == 1 and values is None and x.is_cuda and not must_be_plain() and (clients or is_mapped(u)):
         rank, (o, i, kh, kw) = u.shape[clients], size
         trained = torch.is_grad_enabled() and (u.requires_grad or v.requires_grad)
@@ -363,9 +382,9 @@ def separable_conv2d(
     down = u.unsqueeze(1).expand(-1, groups, -1, -1, -1).reshape(parts * rank, size[1], size[2], 1)
     across = v.transpose(1, 2).reshape(k * size[0], rank, 1, size[3])
     hidden = x.movedim(0, 1).flatten(1, 2) if clients else x
-    hidden = F.conv2d(hidden, down, None, (sy, 1), (py, 0), (dy, 1), parts)
+    hidden = F.conv2d(hidden, down, None, *first, (dy, 1), parts)
     in_second = None if bias is None or values is not None else bias.flatten()
-    out = F.conv2d(hidden, across, in_second, (1, sx), (0, px), (1, dx), parts)
+    out = F.conv2d(hidden, across, in_second, *second, (1, dx), parts)
     if clients:
         out = out.unflatten(1, (k, size[0])).movedim(1, 0)
     if values is None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastfact as ff
 from fastfact import ops
@@ -339,21 +340,58 @@ def test_linear(shape, rank):
 
 @pytest.mark.parametrize("density", [0.0, 0.3])
 @pytest.mark.parametrize("clients", [(), (3,)])
-@pytest.mark.parametrize("how", [{}, {"groups": 2, "stride": (2, 3), "padding": (1, 2), "dilation": (2, 1)}])
-def test_separable(how, clients, density):
-    size, rank = (8, 5, 3, 4), 2
+@pytest.mark.parametrize(
+    ("kernel", "how"),
+    [
+        ((3, 4), {}),
+        ((3, 4), {"groups": 2, "stride": (2, 3), "padding": (1, 2), "dilation": (2, 1)}),
+        ((1, 1), {}),
+        ((1, 1), {"stride": (2, 3), "padding": (1, 2)}),
+        ((1, 1), {"groups": 2, "stride": (1, 2)}),
+        ((3, 1), {"stride": (1, 2), "padding": (0, 1)}),
+    ],
+)
+def test_separable(kernel, how, clients, density):
+    size, rank, (kh, kw) = (8, 5, *kernel), 2, kernel
     t = draw(4, size, 9, 10, 0, density, torch.float64, how.get("groups", 1), clients)
-    t |= {"u": torch.randn(*clients, rank, 5, 3).double(), "v": torch.randn(*clients, rank, 8, 4).double()}
+    t |= {"u": torch.randn(*clients, rank, 5, kh).double(), "v": torch.randn(*clients, rank, 8, kw).double()}
     if not density:
         t |= {"values": None, "index": None}
+    trained = [n for n in ("x", "u", "v", "values", "bias") if t[n] is not None]
+    for name in trained:
+        t[name].requires_grad_()
     settings = [size, *(how.get(n, d) for n, d in (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1)))]
+    settings[1:4] = [n if isinstance(n, tuple) else (n, n) for n in settings[1:4]]
     expected = ops.common.call(reference.separable_conv2d, bool(clients), [t[n] for n in ORDER], *settings)
     got = ops.separable_conv2d(**t, size=size, **how)
     assert torch.allclose(got, expected)
+    grad = torch.randn_like(got)
+    found, wanted = (torch.autograd.grad(y, [t[n] for n in trained], grad) for y in (got, expected))
+    for name, one, other in zip(trained, found, wanted, strict=True):
+        assert torch.allclose(one, other), name
     lowrank = {"B": t["u"].flatten(-2).mT, "A": t["v"].flatten(-2)}
     if not clients and not density:
         weight = ops.lowrank_weight(None, lowrank["A"], lowrank["B"], layout="separable", size=size)
         assert torch.allclose(got, F.conv2d(t["x"], weight, t["bias"], **how))
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 1)])
+@pytest.mark.parametrize("last", [False, True])
+def test_separable_steps_over_the_width_where_pytorch_is_safe(kernel, last):
+    """The gradient of a 1×1 convolution of a few channels that steps over the width corrupts memory in PyTorch 2.14."""
+    x = torch.randn(2, 6, 8, 8).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    u, v, called = torch.randn(1, 6, kernel[0]), torch.randn(1, 4, kernel[1]), []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.convolution.default:
+                called.append((tuple(args[1].shape[2:]), tuple(args[3])))
+            return function(*args, **(kwargs or {}))
+
+    with Calls():
+        y = ops.separable_conv2d(x, u, v, size=(4, 6, *kernel), stride=2)
+    assert not any(shape == (1, 1) and stride[1] > 1 for shape, stride in called)
+    assert y.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def test_separable_checks_its_factors():
