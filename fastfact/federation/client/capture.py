@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -80,7 +82,9 @@ def capture(function: Function, model: nn.Module, tensors: Sequence[Tensor], fre
         if before is None or before != remembers(model):
             log.info("not captured: the model's forward depends on more than tensors")
             return None
-        graph = make_fx(function)(*other)
+        # Shapes are noted as fake tensors: of one mode, for which each operation makes its own where none is told.
+        with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+            graph = make_fx(function)(*other)
         simplify(graph)
         join(graph)
         with torch.no_grad():
