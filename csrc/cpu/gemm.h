@@ -54,7 +54,10 @@ struct PackPanels {
       const int64_t first = item % panels * width, count = std::min<int64_t>(width, rows - first);
       C* to = out + item * width * depth;
       if (count == width && consecutive(row + first, width)) {
-        for (int64_t d = 0; d < depth; ++d) copy<B>(data + row[first] + at[d], width, to + d * width);
+        for (int64_t d = 0; d < depth; ++d) {
+          __builtin_prefetch(data + row[first] + at[std::min(d + kPackAhead, depth - 1)]);
+          copy<B>(data + row[first] + at[d], width, to + d * width);
+        }
         continue;
       }
       for (int64_t d0 = 0; d0 < depth; d0 += kPackDepth) {
@@ -83,6 +86,17 @@ struct PackPanels {
     // Where the width is no multiple of L a store runs over into the next row of the panel, which is written later.
     for (int64_t j = (width - 1) / L * L; j >= 0; j -= L) {
       Vec<T, B> lines[L];
+      if (j + L <= count) {
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) {
+          __builtin_prefetch(data + row[j + l] + at + kPackDepth);
+          lines[l] = load<B>(data + row[j + l] + at);
+        }
+        transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) store<B>(to + l * width + j, lines[l]);
+        continue;
+      }
 #pragma GCC unroll 16
       for (int l = 0; l < L; ++l) lines[l] = j + l < count ? load<B>(data + row[j + l] + at) : Vec<T, B>{};
       transpose_lanes<L / 2>(lines);
@@ -119,6 +133,7 @@ struct PackPanels {
   }
 
   static constexpr int64_t kPackDepth = 64;  // keeps the part of a panel being written in the first cache
+  static constexpr int64_t kPackAhead = 16;  // rows that are fetched before they are copied
 
   FF_INLINE static bool consecutive(const int64_t* offsets, int64_t n) {
     for (int64_t j = 1; j < n; ++j) {

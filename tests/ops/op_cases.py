@@ -191,10 +191,15 @@ ADAPTERS = [
     (2, 5, 20, 30, 130, "plain"),
     (2, 6, 8, 5, 128, "shared"),
     (2, 0, 8, 5, 4, "plain"),
+    (0, 5, 8, 5, 4, "plain"),
+    (2, 3, 0, 5, 4, "own sigma"),
+    (2, 3, 5, 0, 4, "shared"),
 ]
 
-# Several chunks of rows, clients that are cut, tiles of several clients, sums in parts.
+# Several blocks of rows, clients that are cut, parts of several blocks, tiles of several clients, sums in parts.
 LARGE_ADAPTERS = [
+    (1, 35000, 3, 4, 2, "plain"),
+    (2, 600, 20, 10, 5, "gaps"),
     (5, 40, 192, 300, 8, "gaps"),
     (1, 700, 300, 90, 17, "own sigma"),
     (40, 3, 30, 20, 3, "shared"),

@@ -225,8 +225,10 @@ def test_any_lowrank_linear(k, n, i, o, rank, how):
     op_cases.adapter(Compiled(), (k, n, i, o, rank, how), (F32, F64, BF16)[rank % 3], CPU)
 
 
-def test_the_threads_change_no_number_of_an_adapter():
-    x, sigma, a, b = (torch.randn(s) for s in ((2, 700, 40), (90, 40), (2, 5, 40), (2, 90, 5)))
+@pytest.mark.parametrize("sizes", [(2, 700, 40, 90), (1, 20, 600, 700), (1, 300, 300, 90), (70, 9, 40, 90)], ids=str)
+def test_the_threads_change_no_number_of_an_adapter(sizes):
+    k, n, i, o = sizes
+    x, sigma, a, b = (torch.randn(s) for s in ((k, n, i), (o, i), (k, 5, i), (k, o, 5)))
     found = []
     before = torch.get_num_threads()
     try:
