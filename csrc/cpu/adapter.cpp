@@ -173,7 +173,8 @@ struct Pass {
   int64_t rows, depth, columns, rank;  // rows: of one client
   In x, seen;                          // [clients, rows, depth]; h is of `seen` or, where that is null, of x
   const Packing &down, &up;            // h = scale · seen downᵀ, and what it is multiplied by
-  const C* sigma;                      // packed, or null
+  const Packing* frozen;               // σ, or null
+  const C* sigma;                      // its panels, or null: each is made when it is used, which is once
   int64_t slice;                       // depth of x worked on at once
   C scale;
   In bias;
@@ -282,8 +283,8 @@ struct Work {
   const Cut& cut;
   const int64_t most_tiles, segments;
   // Packed rows and those of `seen`; h of each row, and of each tile and client it has rows of [tile +
-  // client][rank][M], zeros for rows of others; the packed factors; sums of tiles; of a factor.
-  const Scratch<C> x, seen, few, few_of_tile, down, up, kept, sums;
+  // client][rank][M], zeros for rows of others; the packed factors; panels of σ; sums of tiles; of a factor.
+  const Scratch<C> x, seen, few, few_of_tile, down, up, panels, kept, sums;
 
   FF_INLINE Work(const Pass<T>& op, const Cut& cut)
       : op(op),
@@ -296,6 +297,7 @@ struct Work {
         few_of_tile(segments * op.rank * M),
         down(cut.most_clients() * op.down.size()),
         up(cut.most_clients() * op.up.size()),
+        panels(op.frozen && !op.sigma ? kTogether * N * op.depth : 0),
         kept(op.slice < op.depth ? most_tiles * kTogether * M * N : 1),
         sums(op.rank * Factor<T, B>::N) {}
 
@@ -345,15 +347,15 @@ struct Work {
     }
   }
 
-  // One tile of `out` from the slice of σ at d, `memory` holding the sums of those before it.
-  FF_INLINE void make_tile(const Block& block, const C* sigma, int64_t tile, int64_t panel, int64_t d, bool joined,
+  // One tile of `out` from the slice `now` of σ at d, `memory` holding the sums of those before it.
+  FF_INLINE void make_tile(const Block& block, const C* now, int64_t tile, int64_t panel, int64_t d, bool joined,
                            C* memory, T* out) const {
     const int64_t rows = block.rows(), column = panel * N, first = tile * M, last = std::min(first + M, rows);
     Tile<T, B, 2, 1> sum;
     sum.clear();
-    if (sigma) {
+    if (now) {
       const int64_t terms = std::min(op.slice, op.depth - d);
-      sum.add(x.get() + d * ceil_div(rows, M) * M + tile * terms * M, 0, sigma + column * op.depth + d * N, terms);
+      sum.add(x.get() + d * ceil_div(rows, M) * M + tile * terms * M, 0, now, terms);
       if (d) sum.add(memory);
       if (d + terms < op.depth) return sum.put(memory);
     }
@@ -365,7 +367,7 @@ struct Work {
       }
     }
     const int64_t count = std::min<int64_t>(N, op.columns - column);
-    const T* bias = sigma && op.bias.data ? client<T>(op.bias, block.client + first_client) + column : nullptr;
+    const T* bias = now && op.bias.data ? client<T>(op.bias, block.client + first_client) + column : nullptr;
     out += first * op.columns + column;
     if (count == N && first + M == last && (!bias || !op.bias.client_stride || first_client == last_client)) {
       V b0 = {}, b1 = {};
@@ -387,19 +389,26 @@ struct Work {
     }
   }
 
-  FF_INLINE void make_columns(const Block& block, const C* sigma, bool joined, int64_t from, int64_t to, T* out) const {
-    const int64_t tiles = ceil_div(block.rows(), M), depth = sigma ? std::max<int64_t>(op.depth, 1) : 1;
+  FF_INLINE void make_columns(const Block& block, bool with_sigma, bool joined, int64_t from, int64_t to,
+                              T* out) const {
+    const int64_t tiles = ceil_div(block.rows(), M), depth = with_sigma ? std::max<int64_t>(op.depth, 1) : 1;
     for (int64_t some = from; some < to; some += kTogether) {
+      const int64_t end = std::min(to, some + kTogether);
+      const C* sigma = op.sigma ? op.sigma + some * N * op.depth : panels.get();
+      if (with_sigma && !op.sigma)
+        PackPanels<T, B>::run(op.frozen->from, block.client, N, panels.get() - some * N * op.depth, some, end);
       for (int64_t d = 0; d < depth; d += op.slice) {
-        const int64_t end = std::min(to, some + kTogether), terms = std::min(op.slice, depth - d);
+        const int64_t terms = std::min(op.slice, op.depth - d);
         for (int64_t panel = some; panel < end; ++panel) {
+          const C* now = with_sigma ? sigma + ((panel - some) * op.depth + d) * N : nullptr;
           // The part of σ that comes next is fetched while this one is used.
-          const C* next = sigma + (panel + 1 < end ? (panel + 1) * op.depth + d : some * op.depth + d + terms) * N;
-          const int64_t share = sigma ? ceil_div(terms * N, tiles) : 0;
+          const C* next =
+              with_sigma ? sigma + (panel + 1 < end ? (panel + 1 - some) * op.depth + d : d + terms) * N : nullptr;
+          const int64_t share = with_sigma ? ceil_div(terms * N, tiles) : 0;
           for (int64_t tile = 0; tile < tiles; ++tile) {
             C* memory = kept.get() + (op.slice < depth ? ((panel - some) * most_tiles + tile) * M * N : 0);
             for (int64_t at = 0; at < share; at += kLine) __builtin_prefetch(next + tile * share + at);
-            outline<B>([&]() FF_INLINE_LAMBDA { make_tile(block, sigma, tile, panel, d, joined, memory, out); });
+            outline<B>([&]() FF_INLINE_LAMBDA { make_tile(block, now, tile, panel, d, joined, memory, out); });
           }
         }
       }
@@ -449,8 +458,8 @@ struct Work {
         make_few<2>(block, source, hidden);
       }
     }
-    if (op.out && rows) make_columns(block, op.sigma, op.rank && op.joined, from, to, op.out + first * op.columns);
-    if (op.apart && rows) make_columns(block, nullptr, op.rank, from, to, op.apart + first * op.columns);
+    if (op.out && rows) make_columns(block, op.frozen, op.rank && op.joined, from, to, op.out + first * op.columns);
+    if (op.apart && rows) make_columns(block, false, op.rank, from, to, op.apart + first * op.columns);
     if (!op.rank) return;
     const int64_t item = block.client * cut.parts + part;
     auto parts = [&](C* sums, int64_t columns) {
@@ -525,21 +534,23 @@ void pack_all(ParallelFor parallel_for, const Packing& packing, Compute<T>* to) 
       [&](int64_t begin, int64_t end) { dispatch<PackPanels, T>(packing.from, 0, packing.width, to, begin, end); });
 }
 
-// `sigma` of one client
+// Clients that share σ.
 template <class T>
-void run(ParallelFor parallel_for, Pass<T> op, const Packing* sigma, int64_t clients, int64_t threads) {
+void run(ParallelFor parallel_for, Pass<T> op, int64_t clients, int64_t threads) {
   using C = Compute<T>;
   if (clients == 0) return;
-  const int64_t work = clients * op.rows * ((op.sigma ? op.depth : 0) * op.columns + op.rank * (op.depth + op.columns));
+  const int64_t work =
+      clients * op.rows * ((op.frozen ? op.depth : 0) * op.columns + op.rank * (op.depth + op.columns));
   threads = std::clamp<int64_t>(work / kLeastWork, 1, std::max<int64_t>(threads, 1));
   const Cut cut(clients, op.rows, op.depth, op.columns, op.rank, sizeof(C), tile_rows(register_bytes()), threads);
   op.slice = ceil_div(std::max<int64_t>(op.depth, 1), ceil_div(std::max<int64_t>(op.depth, 1), kDepth));
   const int64_t group = 3 * lanes<T>(), parts = cut.parts > 1 ? clients * cut.parts : 0;
-  const Scratch<C> packed(sigma ? sigma->size() : 0);
+  const bool shared = op.frozen && cut.blocks() > 1;
+  const Scratch<C> packed(shared ? op.frozen->size() : 0);
   const Scratch<C> da(op.da ? parts * ceil_div(op.columns, group) * group * op.rank : 0);
   const Scratch<C> db(op.db ? parts * ceil_div(op.depth, group) * group * op.rank : 0);
-  if (sigma) pack_all<T>(parallel_for, *sigma, packed.get());
-  op.sigma = sigma ? packed.get() : nullptr, op.da_parts = da.get(), op.db_parts = db.get();
+  if (shared) pack_all<T>(parallel_for, *op.frozen, packed.get());
+  op.sigma = shared ? packed.get() : nullptr, op.da_parts = da.get(), op.db_parts = db.get();
   std::atomic<int64_t> next{0};
   parallel(parallel_for, std::min(threads, cut.items()), 1,
            [&](int64_t, int64_t) { dispatch<RunPass, T>(op, cut, &next); });
@@ -583,7 +594,8 @@ void adapter(const Adapter& op, ParallelFor parallel_for) {
       Pass<T> pass{op.rows, i, o, r, in(op.x), in(op.seen), down, up};
       pass.scale = op.scaling, pass.bias = in(op.bias), pass.joined = true;
       pass.hidden = offset<T>(op.hidden, k * op.rows * r), pass.out = offset<T>(op.y, k * op.rows * o);
-      run(parallel_for, pass, &sigma, clients, op.threads);
+      pass.frozen = &sigma;
+      run(parallel_for, pass, clients, op.threads);
     });
   });
 }
@@ -601,7 +613,8 @@ void adapter_backward(const AdapterBackward& op, ParallelFor parallel_for) {
       pass.out = offset<T>(op.dx, k * op.rows * i), pass.apart = offset<T>(op.dseen, k * op.rows * i);
       pass.inputs = in(op.seen), pass.kept = in(op.hidden);
       pass.da = offset<T>(op.da, k * r * i), pass.db = offset<T>(op.db, k * r * o);
-      run(parallel_for, pass, op.dx ? &sigma : nullptr, clients, op.threads);
+      pass.frozen = op.dx ? &sigma : nullptr;
+      run(parallel_for, pass, clients, op.threads);
     });
   });
 }

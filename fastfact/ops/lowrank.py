@@ -21,9 +21,9 @@ from fastfact.ops.common import (
 from fastfact.ops.reference import OWN
 
 OP, BACKWARD = "lowrank_linear", "lowrank_linear_backward"
-NARROW = 1 << 18
-"""Up to so many numbers of σ the kernel for CPUs with AVX2 is faster than PyTorch's products in float32 and float64, as
-measured; where σ is larger the product with it is nearly all there is. In half precision it always is."""
+NARROW, ENOUGH = 1 << 18, 128
+"""The kernel for CPUs with AVX2 is no slower than PyTorch's products, as measured, where σ has up to so many numbers,
+where there are so many rows to repay the copy it makes of σ, and in half precision."""
 _IS_MEASURED = torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
@@ -31,8 +31,8 @@ def _kernel_pays(op: str, x: Tensor, sigma: Tensor) -> bool:
     """Whether a kernel serves, and is not slower than the reference."""
     if not kernel_serves(op, x) or not library_serves(op, x):
         return kernel_serves(op, x)
-    narrow = sigma.shape[-1] * sigma.shape[-2] <= NARROW or x.element_size() == 2
-    return _IS_MEASURED and narrow and sigma.dim() == (2 if x.dim() == 3 else x.dim())
+    repaid = sigma.shape[-1] * sigma.shape[-2] <= NARROW or x.shape[:-1].numel() >= ENOUGH or x.element_size() == 2
+    return _IS_MEASURED and repaid and sigma.dim() == (2 if x.dim() == 3 else x.dim())
 
 
 def _plain(x: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
