@@ -89,7 +89,7 @@ def compress(
     weights = {path: layer._weight(None).detach() for path, layer in layers.items()}
     fisher = _fisher(probe, layers, data, loss)
     if target_params is None:
-        specs = dict.fromkeys(weights, Rank1())
+        specs = {path: layer.spec for path, layer in layers.items()}
     else:
         specs = _choose(weights, fisher, target_params - dense + sum(weight.numel() for weight in weights.values()))
     accuracy_dense = _accuracy(model, evaluate)

@@ -75,7 +75,7 @@ def factorize(
 
     What was converted, what was left out and why, and the numbers and bytes before and after are logged at level INFO;
     `ff.summary(model)` tells the same of any model. A warning names the layers whose factors, μ aside, hold as many
-    numbers as the dense weight: 1×1 convolutions by `Rank1(layout="spatial")`.
+    numbers as the dense weight: 1×1 convolutions by `Rank1(layout="spatial")`, which "auto" gives the layout "kernel".
 
     If `model` itself is such a layer, the new layer is returned and `model` left as it was.
 

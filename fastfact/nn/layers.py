@@ -114,8 +114,9 @@ class FactorizedLayer(nn.Module):
     def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
         if not isinstance(spec, Spec):
             raise TypeError(f"{type(self).__name__}(spec={spec!r}): must be ff.Rank1, ff.LowRank or ff.Hadamard")
-        self.spec, self.size = spec, tuple(size)
-        shapes = spec.shapes(self.size)
+        self.size = tuple(size)
+        self.spec = spec.for_size(self.size)
+        shapes = self.spec.shapes(self.size)
         self._names = tuple(shapes)
         if dense is None:
             dense = torch.empty(self.size, device=device, dtype=dtype)

@@ -6,7 +6,7 @@ order: (o, i / groups, kh, kw) for a convolution, (o, i) for a linear layer.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -110,6 +110,10 @@ class Spec:
         if len(size) not in (2, 4) or min(size) < 1:
             raise ValueError(f"{type(self).__name__}: weight of shape {size}, must be (o, i) or (o, i, kh, kw)")
 
+    def for_size(self, size: Size) -> "Spec":
+        """This, with what it leaves to the size of the weight decided: the `spec` of a layer."""
+        return self
+
     def shapes(self, size: Size) -> dict[str, Size]:
         """Factor names → shapes, in the order in which they are stored."""
         raise NotImplementedError
@@ -154,8 +158,9 @@ class Rank1(Spec):
 
     layout: "spatial" u [r, kh, kw], v [r, o, i] (Factorized-FL: W[o, i, ky, kx] = u[ky, kx] v[o, i]);
     "kernel" u [r, i, kh], v [r, o, kw] (SimFed: u[i, ky] v[o, kx]); "view" shapes as "spatial", but the
-    [kh·kw, o·i] matrix u vᵀ is read as [o, i, kh, kw] without a permutation, as the official Factorized-FL code does.
-    A linear layer has u [r, i], v [r, o] in every layout.
+    [kh·kw, o·i] matrix u vᵀ is read as [o, i, kh, kw] without a permutation, as the official Factorized-FL code does;
+    "auto" is "spatial", but "kernel" for 1×1 convolutions, which are linear layers of pixels: their spatial v is as
+    large as W. A linear layer has u [r, i], v [r, o] in every layout.
     sparse: with μ (shape of W), which starts at zero and carries the L1 penalty; False leaves it out.
 
     init "random": the papers draw u and v at random and start μ at zero. Here u and v are normal with equal norms
@@ -166,7 +171,7 @@ class Rank1(Spec):
     μ only the best approximation.
     """
 
-    layout: str = "spatial"
+    layout: str = "auto"
     rank: int = 1
     sparse: bool = True
 
@@ -175,12 +180,18 @@ class Rank1(Spec):
 
     def __post_init__(self):
         check_kinds(self, "Rank1")
-        _check_choice("Rank1", "layout", self.layout, ("spatial", "kernel", "view"))
+        _check_choice("Rank1", "layout", self.layout, ("auto", "spatial", "kernel", "view"))
         if self.rank < 1:
             raise ValueError(f"Rank1(rank={self.rank!r}): must be an integer of at least 1")
 
+    def for_size(self, size: Size) -> "Rank1":
+        if self.layout != "auto":
+            return self
+        o, i, *taps = size
+        return replace(self, layout="kernel" if taps == [1, 1] and i + o < i * o else "spatial")
+
     def _op_layout(self, size: Size) -> str:
-        return "linear" if len(size) == 2 else self.layout
+        return "linear" if len(size) == 2 else self.for_size(size).layout
 
     def shapes(self, size: Size) -> dict[str, Size]:
         self.check(size)
@@ -212,9 +223,10 @@ class Rank1(Spec):
         if len(size) == 2:
             return dense.T
         o, i, kh, kw = size
-        if self.layout == "kernel":
+        layout = self._op_layout(size)
+        if layout == "kernel":
             return dense.permute(1, 2, 0, 3).reshape(i * kh, o * kw)
-        if self.layout == "view":
+        if layout == "view":
             return dense.reshape(kh * kw, o * i)
         return dense.permute(2, 3, 0, 1).reshape(kh * kw, o * i)
 

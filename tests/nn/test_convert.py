@@ -440,10 +440,33 @@ def test_bad_choices_are_named_and_nothing_is_converted(net, spec, options, erro
 
 def test_layers_that_grow_are_told(recwarn):
     with pytest.warns(UserWarning, match=r"in 1 of 2 layers .* 0 \(32,768 → 65,537\).*34,049 → 66,955 parameters"):
-        ff.factorize(nn.Sequential(nn.Conv2d(256, 128, 1), nn.Conv2d(128, 1, 3)), ff.Rank1())
+        ff.factorize(nn.Sequential(nn.Conv2d(256, 128, 1), nn.Conv2d(128, 1, 3)), ff.Rank1(layout="spatial"))
     assert not recwarn.list
-    ff.factorize(nn.Sequential(nn.Conv2d(256, 128, 1), nn.Linear(40, 40)), ff.Rank1(layout="kernel"))
+    ff.factorize(nn.Sequential(nn.Conv2d(256, 128, 1), nn.Linear(40, 40)), ff.Rank1())
     assert not recwarn.list
+
+
+def test_layouts_by_the_size_of_the_weight(tmp_path):
+    """1×1 convolutions are linear layers of pixels, unless their factors hold fewer numbers in the spatial layout."""
+
+    def model():
+        return nn.Sequential(
+            nn.Conv2d(6, 8, 1),
+            nn.Conv2d(8, 8, 1, groups=8),
+            nn.Conv2d(8, 4, (1, 3)),
+            nn.Conv1d(3, 5, 1),
+            nn.Linear(4, 4),
+        )
+
+    made, dense = ff.factorize(model(), ff.Rank1(rank=2)), model()
+    assert [layer.spec.layout for layer in made] == ["kernel", "spatial", "spatial", "kernel", "spatial"]
+    assert made[0].u.shape == (2, 6, 1) and made[0].v.shape == (2, 8, 1)
+    x, before = torch.randn(2, 6, 5, 5), dense[0].eval()
+    alike = ff.factorize(nn.Sequential(copy.deepcopy(before)), ff.Rank1(), init="svd")
+    assert torch.allclose(alike(x), before(x), atol=1e-6)
+    ff.save(made, tmp_path / "a.safetensors")
+    again = ff.load_into(model(), tmp_path / "a.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(made.state_dict().values(), again.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("shape, rank", [((200, 300), 1), ((300, 200), 3), ((80, 400), 30), ((70, 70), 1)])
