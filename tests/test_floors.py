@@ -4,6 +4,7 @@ An import counts wherever it stands: under TYPE_CHECKING, inside a function, or 
 """
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -64,7 +65,9 @@ def imported(path: Path):
         yield from filter(None, map(module_of, names))
 
 
-ARROWS = {module: set(imported(path)) - {module} for module, path in MODULES.items()}
+@functools.cache
+def arrows_of_modules() -> dict[str, set[str]]:
+    return {module: set(imported(path)) - {module} for module, path in MODULES.items()}
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str]:
@@ -88,7 +91,7 @@ def inside(folder: str) -> dict[str, set[str]]:
     """The arrows between what lies in a folder ("" for the package): modules, and folders as one each."""
     prefix = f"{folder}." if folder else ""
     within = defaultdict(set)
-    for module, targets in ARROWS.items():
+    for module, targets in arrows_of_modules().items():
         if module.startswith(prefix):
             start = module.removeprefix(prefix).partition(".")[0]
             ends = {target.removeprefix(prefix).partition(".")[0] for target in targets if target.startswith(prefix)}

@@ -6,15 +6,17 @@ from baseline_loop import clients, federation, normed
 
 import fastfact as ff
 
+CAPTURED = ("factorized-fl-alpha", "fedavg", "fedfac-dynamic", "fedprox", "feddecomp", "matched-lora", "moon", "simfed")
+"""Plain and with a loss of their own: their cohorts run by steps that are captured as soon as they come again."""
+
 
 @pytest.mark.parametrize("name", ff.methods.names())
 def test_two_rounds_a_checkpoint_and_two_more(name, tmp_path):
     # Half of the clients take part: those that missed a round are served too.
     options = {"participation": 0.5, "epochs": 1}
     straight = federation(name, normed, **options)
-    straight.fit(4)
-    saved = federation(name, normed, **options)
-    saved.fit(2, out=tmp_path)
+    straight.fit(2, out=tmp_path)
+    straight.fit(2)
     resumed = ff.Federation.load(tmp_path, model=normed, clients=clients())
     resumed.fit(2)
     for tensor_name, tensor in straight.states.state.items():
@@ -33,6 +35,8 @@ def test_two_rounds_a_checkpoint_and_two_more(name, tmp_path):
 @pytest.mark.parametrize("name", ff.methods.names())
 def test_a_cohort_computes_what_each_client_alone_does(name):
     alone, together = (federation(name, normed, cohort=cohort, epochs=1) for cohort in (1, 4))
+    if name in CAPTURED:
+        together.trainer.steps.patience = 0
     alone.fit(3)
     together.fit(3)
     for tensor_name, tensor in alone.states.state.items():
