@@ -1,15 +1,17 @@
 // The CPU library: checks the tensors of each op, makes outputs, and calls the kernels of csrc/cpu.
+#include "bind_cpu.h"
+
 #include <algorithm>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "bind.h"
 #include "cpu/kernels.h"
 
 namespace {
 
 using namespace fastfact::bind;
+using namespace fastfact::ops;
 
 // Whether a weight [(k,) o, i, kh, kw] is channels_last; `clients` is the number of its client axes, 1 or 0.
 bool is_channels_last(const Tensor& t, int64_t clients) {
@@ -138,14 +140,6 @@ Tensor rank1_weight_of(const char* op, OptionalTensor mu, Tensor* index, Tensor 
   return w;
 }
 
-Tensor rank1_weight(OptionalTensor mu, Tensor u, Tensor v, int64_t layout, bool channels_last) {
-  return rank1_weight_of("rank1_weight", std::move(mu), nullptr, u, v, layout, channels_last);
-}
-
-Tensor compact_weight(Tensor u, Tensor v, Tensor values, Tensor index, int64_t layout, bool channels_last) {
-  return rank1_weight_of("compact_weight", values, &index, u, v, layout, channels_last);
-}
-
 // (du, dv, dW on the support `index`); bits 0–2 of `needs` ask for them.
 std::tuple<Tensor, Tensor, Tensor> rank1_gradients(const char* op, Tensor grad, Tensor u, Tensor v, Tensor* index,
                                                    int64_t layout, int64_t needs) {
@@ -165,6 +159,18 @@ std::tuple<Tensor, Tensor, Tensor> rank1_gradients(const char* op, Tensor grad, 
   return {du, dv, dvalues};
 }
 
+}  // namespace
+
+namespace fastfact::ops {
+
+Tensor rank1_weight(OptionalTensor mu, Tensor u, Tensor v, int64_t layout, bool channels_last) {
+  return rank1_weight_of("rank1_weight", std::move(mu), nullptr, u, v, layout, channels_last);
+}
+
+Tensor compact_weight(Tensor u, Tensor v, Tensor values, Tensor index, int64_t layout, bool channels_last) {
+  return rank1_weight_of("compact_weight", values, &index, u, v, layout, channels_last);
+}
+
 std::tuple<Tensor, Tensor> rank1_weight_backward(Tensor grad, Tensor u, Tensor v, int64_t layout, int64_t needs) {
   auto [du, dv, none] = rank1_gradients("rank1_weight_backward", grad, u, v, nullptr, layout, needs & 3);
   return {du, dv};
@@ -174,6 +180,10 @@ std::tuple<Tensor, Tensor, Tensor> compact_weight_backward(Tensor grad, Tensor u
                                                            int64_t layout, int64_t needs) {
   return rank1_gradients("compact_weight_backward", grad, u, v, &index, layout, needs);
 }
+
+}  // namespace fastfact::ops
+
+namespace {
 
 // `size` of a weight as an op has it: [o, i, kh, kw] or [o, i].
 fastfact::Size weight_size(const char* op, const Shape& size) {

@@ -4,12 +4,13 @@
 
 #include <tuple>
 
-#include "bind.h"
+#include "bind_cpu.h"
 #include "cpu/factored_conv.h"
 
 namespace {
 
 using namespace fastfact::bind;
+using namespace fastfact::ops;
 
 const char* const kConv = "factored_conv2d";
 
@@ -43,16 +44,18 @@ Tensor empty_images(const Tensor& like, const Shape& sizes, bool channels_last) 
 // A small tensor of every client, contiguous.
 struct Rows {
   OptionalTensor tensor;
-  explicit Rows(const OptionalTensor& t) : tensor(t ? OptionalTensor(torch::stable::contiguous(*t)) : t) {}
+  explicit Rows(const OptionalTensor& t) : tensor(t) {
+    if (t && !is_dense(*t, 0)) tensor = torch::stable::contiguous(*t);
+  }
   explicit operator bool() const { return bool(tensor); }
-  void* at(int64_t k) const {
+  void* part(int64_t k) const {
     if (!tensor) return nullptr;
     const int64_t bytes = tensor->element_size() * (tensor->size(0) ? tensor->numel() / tensor->size(0) : 0);
     return static_cast<char*>(tensor->data_ptr()) + k * bytes;
   }
 };
 
-void* at(const Tensor& t, int64_t k) { return static_cast<char*>(t.data_ptr()) + k * t.stride(0) * t.element_size(); }
+void* part(const Tensor& t, int64_t k) { return static_cast<char*>(t.data_ptr()) + k * t.stride(0) * t.element_size(); }
 
 struct Checked {
   fastfact::Conv conv;
@@ -105,11 +108,11 @@ Checked check(const Tensor& x, const OptionalTensor& u, const OptionalTensor& v,
 fastfact::Sparse nonzeros(const Checked& checked, const Rows& values, const Rows& index, int64_t k) {
   const fastfact::Conv& c = checked.conv;
   const int64_t count = checked.nonzeros, numel = c.groups * c.o * c.i * c.kh * c.kw;
-  const auto* at = static_cast<const int32_t*>(index.at(k));
+  const auto* at = static_cast<const int32_t*>(index.part(k));
   bool ascending = count == 0 || (at[0] >= 0 && at[count - 1] < numel);
   for (int64_t j = 1; j < count; ++j) ascending &= at[j - 1] < at[j];
   require(ascending, "index must be ascending positions in the weight");
-  return {at, values.at(k), count};
+  return {at, values.part(k), count};
 }
 
 Tensor convolve(const Tensor& x_, const OptionalTensor& u_, const OptionalTensor& v_, const OptionalTensor& values_,
@@ -124,47 +127,11 @@ Tensor convolve(const Tensor& x_, const OptionalTensor& u_, const OptionalTensor
   c.x_channels_last = c.y_channels_last = x.channels_last;
   const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_);
   for (int64_t j = 0; j < k; ++j) {
-    fastfact::factored_conv({type_of(x_), c, checked.rank, at(x.tensor, j), u.at(j), v.at(j), bias.at(j),
-                             nonzeros(checked, values, index, j), at(y, j), repeated},
+    fastfact::factored_conv({type_of(x_), c, checked.rank, part(x.tensor, j), u.part(j), v.part(j), bias.part(j),
+                             nonzeros(checked, values, index, j), part(y, j), repeated},
                             parallel_for);
   }
   return y;
-}
-
-Tensor factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
-                       OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups) {
-  return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, false);
-}
-
-Tensor repeated_factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values,
-                                OptionalTensor index, OptionalTensor bias, Shape size, Shape stride, Shape padding,
-                                Shape dilation, int64_t groups) {
-  return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, true);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad, Tensor x_, OptionalTensor u_,
-                                                                    OptionalTensor v_, OptionalTensor values_,
-                                                                    OptionalTensor index_, Shape size, Shape stride,
-                                                                    Shape padding, Shape dilation, int64_t groups,
-                                                                    int64_t needs) {
-  const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
-  fastfact::Conv c = checked.conv;
-  expect(kConv, "grad", grad, checked.shape({c.n, size[0], c.oh, c.ow}), x_);
-  const Batch x(x_), dy(grad);
-  c.x_channels_last = x.channels_last, c.y_channels_last = dy.channels_last;
-  const Rows u(u_), v(v_), values(values_), index(index_);
-  const bool wants[4] = {bool(needs & 1), (needs & 2) && u, (needs & 4) && v, (needs & 8) && index};
-  Tensor dx = wants[0] ? empty_images(x_, shape_of(x_), x.channels_last) : empty(x_, {0});
-  Tensor du = empty(x_, wants[1] ? shape_of(*u_) : Shape{0}), dv = empty(x_, wants[2] ? shape_of(*v_) : Shape{0});
-  Tensor dvalues = empty(x_, wants[3] ? shape_of(*index_) : Shape{0});
-  for (int64_t j = 0; j < checked.clients; ++j) {
-    fastfact::factored_conv_backward(
-        {type_of(x_), c, checked.rank, at(x.tensor, j), at(dy.tensor, j), u.at(j), v.at(j),
-         nonzeros(checked, values, index, j), x.channels_last, wants[0] ? at(dx, j) : nullptr,
-         wants[1] ? at(du, j) : nullptr, wants[2] ? at(dv, j) : nullptr, wants[3] ? at(dvalues, j) : nullptr},
-        parallel_for);
-  }
-  return {dx, du, dv, dvalues};
 }
 
 // A factored linear layer [k, n, i] → [k, n, o], or without k; all tensors dense.
@@ -208,11 +175,63 @@ struct Linear {
   Shape shape(Shape of_one) const { return with_axis(axis, clients, std::move(of_one)); }
 
   fastfact::Type type() const { return fastfact::bind::type_of<fastfact::Type>(op, x); }
-  fastfact::Sparse mu(int64_t k) const { return {static_cast<const int32_t*>(index.at(k)), values.at(k), nonzeros}; }
+  fastfact::Sparse mu(int64_t k) const {
+    return {static_cast<const int32_t*>(index.part(k)), values.part(k), nonzeros};
+  }
   void check(bool ascending) const {
     fastfact::bind::require(ascending, op, "index must be ascending positions in the weight");
   }
 };
+
+// out[k] = a[k]ᵀ b[k]
+void multiply_transposed(const Tensor& a, const Tensor& b, const Tensor& out) {
+  const bool axis = out.dim() == 3;
+  auto of = [&](const Tensor& t, int64_t k) { return axis ? torch::stable::select(t, 0, k) : t; };
+  for (int64_t k = 0; k < (axis ? out.size(0) : 1); ++k) {
+    const Tensor left = transposed(of(a, k)), right = of(b, k), to = of(out, k);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), left.get(), right.get()));
+  }
+}
+
+}  // namespace
+
+namespace fastfact::ops {
+
+Tensor factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
+                       OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups) {
+  return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, false);
+}
+
+Tensor repeated_factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values,
+                                OptionalTensor index, OptionalTensor bias, Shape size, Shape stride, Shape padding,
+                                Shape dilation, int64_t groups) {
+  return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, true);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad, Tensor x_, OptionalTensor u_,
+                                                                    OptionalTensor v_, OptionalTensor values_,
+                                                                    OptionalTensor index_, Shape size, Shape stride,
+                                                                    Shape padding, Shape dilation, int64_t groups,
+                                                                    int64_t needs) {
+  const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
+  fastfact::Conv c = checked.conv;
+  expect(kConv, "grad", grad, checked.shape({c.n, size[0], c.oh, c.ow}), x_);
+  const Batch x(x_), dy(grad);
+  c.x_channels_last = x.channels_last, c.y_channels_last = dy.channels_last;
+  const Rows u(u_), v(v_), values(values_), index(index_);
+  const bool wants[4] = {bool(needs & 1), (needs & 2) && u, (needs & 4) && v, (needs & 8) && index};
+  Tensor dx = wants[0] ? empty_images(x_, shape_of(x_), x.channels_last) : empty(x_, {0});
+  Tensor du = empty(x_, wants[1] ? shape_of(*u_) : Shape{0}), dv = empty(x_, wants[2] ? shape_of(*v_) : Shape{0});
+  Tensor dvalues = empty(x_, wants[3] ? shape_of(*index_) : Shape{0});
+  for (int64_t j = 0; j < checked.clients; ++j) {
+    fastfact::factored_conv_backward(
+        {type_of(x_), c, checked.rank, part(x.tensor, j), part(dy.tensor, j), u.part(j), v.part(j),
+         nonzeros(checked, values, index, j), x.channels_last, wants[0] ? part(dx, j) : nullptr,
+         wants[1] ? part(du, j) : nullptr, wants[2] ? part(dv, j) : nullptr, wants[3] ? part(dvalues, j) : nullptr},
+        parallel_for);
+  }
+  return {dx, du, dv, dvalues};
+}
 
 Tensor factored_linear(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
                        OptionalTensor bias_, Shape size) {
@@ -226,25 +245,15 @@ Tensor factored_linear(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTen
                                         of.i,
                                         of.o,
                                         of.rank,
-                                        {at(of.x, k), of.i, 0},
-                                        of.u.at(k),
-                                        of.v.at(k),
-                                        bias.at(k),
+                                        {part(of.x, k), of.i, 0},
+                                        of.u.part(k),
+                                        of.v.part(k),
+                                        bias.part(k),
                                         of.mu(k),
-                                        {at(y, k), of.o, 0}},
+                                        {part(y, k), of.o, 0}},
                                        parallel_for));
   }
   return y;
-}
-
-// out[k] = a[k]ᵀ b[k]
-void multiply_transposed(const Tensor& a, const Tensor& b, const Tensor& out) {
-  const bool axis = out.dim() == 3;
-  auto of = [&](const Tensor& t, int64_t k) { return axis ? torch::stable::select(t, 0, k) : t; };
-  for (int64_t k = 0; k < (axis ? out.size(0) : 1); ++k) {
-    const Tensor left = torch::stable::transpose(of(a, k), 0, 1), right = of(b, k), to = of(out, k);
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), left.get(), right.get()));
-  }
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad, Tensor x, OptionalTensor u,
@@ -265,15 +274,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad,
                                                  of.i,
                                                  of.o,
                                                  of.rank,
-                                                 {at(of.x, k), of.i, 0},
-                                                 {at(dy, k), of.o, 0},
-                                                 of.u.at(k),
-                                                 of.v.at(k),
+                                                 {part(of.x, k), of.i, 0},
+                                                 {part(dy, k), of.o, 0},
+                                                 of.u.part(k),
+                                                 of.v.part(k),
                                                  of.mu(k),
-                                                 {wants[0] ? at(dx, k) : nullptr, of.i, 0},
-                                                 wants[2] ? at(h, k) : nullptr,
-                                                 wants[1] ? at(dh, k) : nullptr,
-                                                 wants[3] ? at(dvalues, k) : nullptr},
+                                                 {wants[0] ? part(dx, k) : nullptr, of.i, 0},
+                                                 wants[2] ? part(h, k) : nullptr,
+                                                 wants[1] ? part(dh, k) : nullptr,
+                                                 wants[3] ? part(dvalues, k) : nullptr},
                                                 parallel_for));
   }
   if (wants[1]) multiply_transposed(dh, of.x, du);
@@ -281,7 +290,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad,
   return {dx, du, dv, dvalues};
 }
 
-}  // namespace
+}  // namespace fastfact::ops
 
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("factored_conv2d", TORCH_BOX(&factored_conv2d));

@@ -219,6 +219,15 @@ void softmax_loss(const SoftmaxLoss& op, ParallelFor);
 void rows_softmax_loss(const SampleRows& rows, const SoftmaxLoss& op, const In& weight, const In& bias, void* dw,
                        int64_t threads, ParallelFor);
 
+// out [channels]: the sums over all else of [n, channels, plane] numbers.
+struct ChannelSums {
+  Type type;
+  int64_t n, channels, plane;
+  const void* data;
+  void* out;
+};
+void channel_sums(const ChannelSums& op, ParallelFor);
+
 // A number that depends on every byte, and on `seed`; two contents have the same one by accident once in 2^64.
 uint64_t digest(const void* data, int64_t bytes, uint64_t seed, ParallelFor);
 

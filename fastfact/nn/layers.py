@@ -13,12 +13,11 @@ from fastfact import ops
 from fastfact.nn import choice, sparsity, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
-from fastfact.ops.backends import loaded
+from fastfact.ops.backends import PLAIN, loaded
 from fastfact.ops.common import autocast, is_channels_last, is_mapped, recording, transforming
-from fastfact.ops.weights import PIXELS, Convolution, apply_weight, are_rows, pixels
+from fastfact.ops.weights import PIXELS, Convolution, applied, apply_weight, are_rows, pixels
 
 PATHS = ("auto", "reconstruct", "factored")
-_PLAIN = (Tensor, nn.Parameter)
 INDEX = "mu_index"
 NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
 """The input assumed where sizes may be symbols."""
@@ -375,8 +374,8 @@ class FactorizedLayer(nn.Module):
         how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
         if any(part is not None and all(part is not t for t in tensors.values()) for part in parts):
             return None
-        settings = self._convolution() if path == "reconstruct" else PIXELS
-        return lambda x: apply_weight(settings, x, bias, how, *parts)
+        of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size)
+        return lambda x: apply_weight(of, x, bias, *parts)
 
     def _spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The factors for training, dense μ as nonzeros at all positions where it can be factored so."""
@@ -558,7 +557,7 @@ class FactorizedLayer(nn.Module):
 
     def _candidates(self, x: Tensor, tensors: dict[str, Tensor]) -> list[str]:
         """The paths that there are for x, "reconstruct" first."""
-        if any(type(t) not in _PLAIN for t in (x, *tensors.values())):
+        if any(type(t) not in PLAIN for t in (x, *tensors.values())):
             return ["reconstruct"]
         factored = x.is_cpu and loaded("cpu") and self._has_factored_form() and not self._why_not("factored", tensors)
         return ["reconstruct", "factored"] if factored and not self._factors_are_weights(tensors) else ["reconstruct"]
@@ -648,8 +647,9 @@ class FactorizedLayer(nn.Module):
             return self._without_weight(path, x, tensors, bias)
         channels_last = is_channels_last(x)
         if self._is_one_node(x, tensors, bias):
-            asked = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
-            return apply_weight(self._convolution() if path == "reconstruct" else PIXELS, x, bias, *asked)
+            how, *parts = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
+            of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size)
+            return apply_weight(of, x, bias, *parts)
         weight = self._weight_for(channels_last, tensors, kept)
         return pixels(x, weight, bias) if path == "product" else self._dense_forward(x, weight, bias)
 
@@ -676,7 +676,8 @@ class FactorizedLayer(nn.Module):
         """Whether nothing transforms or casts, and all tensors are plain, on the CPU."""
         if not x.is_cpu or torch.is_autocast_enabled("cpu") or transforming():
             return False
-        return all(type(t) in _PLAIN for t in (x, *tensors.values())) and (bias is None or type(bias) in _PLAIN)
+        own = (x, *tensors.values()) if bias is None else (x, *tensors.values(), bias)
+        return all(type(t) in PLAIN and not t.is_neg() for t in own)
 
     def _format_of(self, channels_last: bool, tensors: dict[str, Tensor]) -> bool | None:
         """The format of W: x's; with a dense factor that of it (None), which its gradient goes back to."""
@@ -956,9 +957,9 @@ class FactorizedConv2d(FactorizedLayer):
             return super()._run(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
-        settings, kept = (self.size, *self._convolution()), not self.training and INDEX in tensors
-        parts = (*_parts(tensors), bias, kept)
-        return lambda x: ops.conv.apply_factors(ops.conv.OP, settings, x, *parts)
+        of = ops.conv.of_factors(self.size, self._convolution())
+        parts = (*_parts(tensors), bias, not self.training and INDEX in tensors)
+        return lambda x: ops.conv.apply_factors(of, x, *parts)
 
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
@@ -966,8 +967,11 @@ class FactorizedConv2d(FactorizedLayer):
         if path == "factored" and self.spec.layout == "spatial" and x.dim() == 4 and self._is_plain(x, tensors, bias):
             # What does not fit is told by the checked function.
             with contextlib.suppress(RuntimeError, ValueError):
-                settings, kept = (self.size, *self._convolution()), not self.training and INDEX in tensors
-                y = _factored(ops.conv.OP, settings, x, tensors, bias, kept)
+                of, repeated = (
+                    ops.conv.of_factors(self.size, self._convolution()),
+                    not self.training and INDEX in tensors,
+                )
+                y = ops.conv.apply_factors(of, x, *_parts(tensors), bias, repeated)
                 if y is not None:
                     return y
         y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), path == "fused", tensors, bias)
@@ -1170,8 +1174,8 @@ class FactorizedLinear(FactorizedLayer):
             return super()._run(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
-        settings, parts = (self.size,), (*_parts(tensors), bias)
-        return lambda x: ops.conv.apply_factors(ops.conv.LAYER, settings, x, *parts)
+        of, parts = ops.conv.of_factors(self.size), (*_parts(tensors), bias)
+        return lambda x: ops.conv.apply_factors(of, x, *parts)
 
     def _without_weight(self, path, x, tensors, bias):
         if isinstance(self.spec, LowRank):
@@ -1180,7 +1184,7 @@ class FactorizedLinear(FactorizedLayer):
         if x.dim() and self._is_plain(x, tensors, bias):
             with contextlib.suppress(RuntimeError, ValueError):
                 rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-                y = _factored(ops.conv.LAYER, (self.size,), rows, tensors, bias)
+                y = ops.conv.apply_factors(ops.conv.of_factors(self.size), rows, *parts, bias)
                 if y is not None:
                     return y if x.dim() == 2 else y.view(*x.shape[:-1], self.size[0])
         return ops.factored_linear(x, *parts, bias, size=self.size)
@@ -1230,10 +1234,6 @@ def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
     if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.mkldnn, name) for name in names):
         return None
     return torch.ops.mkldnn._reorder_convolution_weight.default, torch.ops.mkldnn._convolution_pointwise.default
-
-
-def _factored(op: str, settings: tuple, x: Tensor, tensors: dict[str, Tensor], bias, repeated=False) -> Tensor | None:
-    return ops.conv.apply_factors(op, settings, x, *_parts(tensors), bias, repeated)
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:

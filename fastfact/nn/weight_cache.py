@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastfact.ops.backends import library_file, loaded
+from fastfact.ops import direct
+from fastfact.ops.backends import PLAIN, loaded
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 MOST = 32
 """Kinds of input that a layer is ready for."""
 TENSORS, AXES = 16, 8
@@ -78,12 +78,7 @@ def can_watch(tensors: Iterable[Tensor]) -> bool:
 
 @functools.cache
 def _watch() -> Callable[..., int] | None:
-    watch = getattr(ctypes.CDLL(str(library_file("cpu"))), "fastfact_watch", None)
-    if watch is None:  # a library older than this package
-        return None
-    watch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32]
-    watch.restype = ctypes.c_int32
-    return watch
+    return direct.function("fastfact_watch", ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)
 
 
 Run = Callable[[torch.nn.Module, Tensor, Tensor | None], Tensor]
@@ -139,7 +134,7 @@ class WeightCache:
         """What is kept for factors with these numbers, empty if they are others than before. None where some are no
         plain tensors on the CPU."""
         for factor in factors:
-            if type(factor) not in _PLAIN or not factor.is_cpu:
+            if type(factor) not in PLAIN or not factor.is_cpu:
                 return None
         kept, digest = self._kept, _digest(factors)
         if kept is not None and kept.digest == digest and all(map(operator.is_, kept.factors, factors)):

@@ -27,7 +27,8 @@ from fastfact.ops.registry import BACKENDS, OPS, with_kernels
 log = logging.getLogger("fastfact")
 
 NAMES = ("reference", *BACKENDS)
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that nothing stands behind."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,14 @@ def implementation(op: str) -> Callable:
     return _serving[op]
 
 
+def dispatches() -> bool:
+    """Whether the dispatcher chooses what serves, so that on the CPU its library does, where it loads."""
+    return _serving is _dispatched and loaded("cpu")
+
+
 def library_serves(op: str, tensor: Tensor) -> bool:
     """Whether the CPU library, which looks at every index it reads, serves `op` for tensors such as this one now."""
-    return tensor.is_cpu and _serving is _dispatched and loaded("cpu") and "cpu" in OPS[op].kernels
+    return tensor.is_cpu and dispatches() and "cpu" in OPS[op].kernels
 
 
 def kernel_serves(op: str, tensor: Tensor) -> bool:
@@ -175,7 +181,7 @@ def kernel_serves(op: str, tensor: Tensor) -> bool:
 
 def takes_one(op: str, tensor: Tensor) -> bool:
     """Whether what serves `op` now takes tensors such as this one without the client axis, for one client."""
-    return op in _one_client and tensor.is_cpu and type(tensor) in _PLAIN and _serving is _dispatched
+    return op in _one_client and tensor.is_cpu and type(tensor) in PLAIN and _serving is _dispatched
 
 
 @contextlib.contextmanager

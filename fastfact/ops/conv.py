@@ -1,12 +1,15 @@
 """Convolution and linear layers computed from their factors, without writing the weight."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastfact.base import formats
-from fastfact.base.formats import FLOATING, LAYOUTS, LINEAR, rank1_shapes
-from fastfact.ops import reference
+from fastfact.base.formats import FLOATING, LAYOUTS, LINEAR, SPATIAL, rank1_shapes
+from fastfact.ops import direct, reference
 from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (
     LARGEST,
@@ -33,7 +36,6 @@ from fastfact.ops.common import (
 from fastfact.ops.weights import follows_channels_last
 
 OP, FUSED, LAYER = "factored_conv2d", "fused_conv2d", "factored_linear"
-_BACKWARD = {op: f"{op}_backward" for op in (OP, LAYER)}
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
@@ -83,29 +85,37 @@ class _EagerConv(torch.autograd.Function):
     def forward(ctx, op, clients, settings, x, u, v, mu, index, bias):
         ctx.op, ctx.clients, ctx.settings = op, clients, settings
         ctx.save_for_backward(x, u, v, mu, index)
-        if not clients and takes_one(op, x):
-            return implementation(op)(x, u, v, mu, index, bias, *settings)
         out = _forward(op, clients, settings, x, u, v, mu, index, bias)
         # Where the client axis was taken off it is a view, which a Function may not return to in-place activations.
         return _unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx, grad):
-        op = ctx.op
+        return _gradients(ctx, grad)
+
+
+class _DirectConv(torch.autograd.Function):
+    """`_EagerConv` for one client, by `direct` wherever that serves."""
+
+    @staticmethod
+    def forward(ctx, op, of, settings, x, u, v, mu, index, bias):
+        ctx.op, ctx.clients, ctx.settings, ctx.of = op, False, settings, of
+        ctx.save_for_backward(x, u, v, mu, index)
+        y = direct.factored(of, False, x, u, v, mu, index, bias) if direct.serves(x) else None
+        return _forward(op, False, settings, x, u, v, mu, index, bias) if y is None else y
+
+    @staticmethod
+    def backward(ctx, grad):
         transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-        if ctx.clients or transformed or not takes_one(op, grad):
-            return _gradients(ctx, grad)
-        # What `_gradients` does, with little between the engine and the kernel: a small layer takes as long as that.
-        _, _, _, nx, nu, nv, nmu, _, nbias = ctx.needs_input_grad
-        dx = du = dv = dmu = dbias = None
-        if needs := nx | nu << 1 | nv << 2 | nmu << 3:
-            dx, du, dv, dmu = implementation(_BACKWARD[op])(grad, *ctx.saved_tensors, *ctx.settings, needs)
-        if nbias:
-            dbias = grad.sum(0) if op == LAYER else grad.sum((0, 2, 3))
-        return (
-            *(None, None, None, dx if nx else None, du if nu else None, dv if nv else None, dmu if nmu else None),
-            *(None, dbias),
-        )
+        x, u, v, mu, index = ctx.saved_tensors
+        if not transformed and direct.serves(grad) and direct.serves(x):
+            _, _, _, nx, nu, nv, nmu, _, nbias = ctx.needs_input_grad
+            needs = nx | nu << 1 | nv << 2 | nmu << 3 | nbias << 4
+            found = direct.factored_backward(ctx.of, needs, grad, x, u, v, mu, index)
+            if found is not None:
+                dx, du, dv, dmu, dbias = found
+                return None, None, None, dx, du, dv, dmu, None, dbias
+        return _gradients(ctx, grad)
 
 
 class _Conv(torch.autograd.Function):
@@ -224,15 +234,35 @@ def _checked(op, layout, x, u, v, mu, index, bias, size, stride, padding, dilati
     return size, stride, padding, dilation, groups, clients, (x, u, v, mu, index, bias)
 
 
-def apply_factors(op: str, settings: tuple, x, u, v, values, index, bias, repeated: bool = False) -> Tensor | None:
-    """`factored_conv2d` (op `OP`) or `factored_linear` (`LAYER`, x [n, i]) without the checks of these functions, for
-    layers: nothing may transform or cast. None where it is not the CPU library that serves, which checks all it reads.
+class Factored(NamedTuple):
+    """`factored_conv2d` (op `OP`) or `factored_linear` (`LAYER`) with these settings."""
+
+    op: str
+    settings: tuple
+    direct: direct.Layer
+
+
+def of_factors(size: tuple[int, ...], how: Sequence = ()) -> Factored:
+    """`Factored` of a weight of `size`: for a convolution `how` is its stride, padding, dilation and groups."""
+    if not how:
+        return Factored(LAYER, (size,), direct.Layer(direct.LINEAR, LINEAR, False, size))
+    return Factored(OP, (size, *how), direct.Layer(direct.CONVOLUTION, SPATIAL, False, size, how))
+
+
+def apply_factors(of: Factored, x, u, v, values, index, bias, repeated: bool = False) -> Tensor | None:
+    """`factored_conv2d` or `factored_linear` (x [n, i]) without the checks of these functions, for layers: nothing may
+    transform or cast, and all tensors must be plain. None where it is not the CPU library that serves, which checks all
+    it reads.
     """
+    op, settings, own = of
     if not takes_one(op, x):
         return None
     if torch.is_grad_enabled():
-        return _EagerConv.apply(op, False, settings, x, u, v, values, index, bias)
-    return implementation(f"repeated_{op}" if repeated else op)(x, u, v, values, index, bias, *settings)
+        return _DirectConv.apply(op, own, settings, x, u, v, values, index, bias)
+    y = direct.factored(own, repeated, x, u, v, values, index, bias) if direct.serves(x) else None
+    if y is None:
+        return implementation(f"repeated_{op}" if repeated else op)(x, u, v, values, index, bias, *settings)
+    return y
 
 
 def factored_conv2d(

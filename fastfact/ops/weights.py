@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastfact.base.formats import LAYOUTS, LINEAR, lowrank_shape, rank1_size
-from fastfact.ops import reference
+from fastfact.ops import direct, reference
 from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (
     call,
@@ -208,70 +208,82 @@ def _applied(x, weight, bias, settings: Convolution | str | None):
     return F.conv2d(x, weight, bias, *settings)
 
 
-def _eager(op: str, clients: bool, tensors, *settings):
-    """Call an op where nothing transforms."""
-    if clients or takes_one(op, tensors[1]):
-        return implementation(op)(*tensors, *settings)
-    return call(implementation(op), False, tensors, *settings)
+class Applied(NamedTuple):
+    """A convolution (`PIXELS`: as `pixels`) or, without settings, linear layer with the weight that `how` makes."""
+
+    settings: Convolution | str | None
+    how: How
+    direct: direct.Layer | None
+
+
+def applied(settings: Convolution | str | None, how: How, size: tuple[int, ...]) -> Applied:
+    """`Applied` for a weight of `size`."""
+    of = None
+    if how.op in ("rank1_weight", "compact_weight") and not how.clients:
+        kind = direct.LINEAR if settings is None else direct.PIXELS if settings == PIXELS else direct.CONVOLUTION
+        own = settings if isinstance(settings, Convolution) else ()
+        of = direct.Layer(kind, how.settings[0], how.channels_last, size, own)
+    return Applied(settings, how, of)
 
 
 class _Applied(torch.autograd.Function):
-    """A convolution or linear layer with the weight that a weight op makes, as one node: a second one, of PyTorch's
-    own, takes as long as a small layer computes.
-    """
+    """`Applied` as one node: a second one, of PyTorch's own, takes as long as a small layer computes."""
 
     @staticmethod
-    def forward(ctx, how, settings, x, bias, dense, f1, f2, f3, f4):
-        op, clients, own, channels_last = how
-        tensors = (dense, f1, f2) if f3 is None else (f1, f2, f3, f4)
-        made = _eager(op, clients, tensors, *own, channels_last)
-        ctx.how, ctx.settings = how, settings
+    def forward(ctx, of, x, bias, dense, f1, f2, f3, f4):
+        found = None
+        if of.direct is not None and direct.serves(x):
+            found = direct.layer(of.direct, x, bias, dense if f3 is None else f3, f4, f1, f2)
+        if found is None:
+            made = _forward(of.how, dense, f1, f2, f3, f4)
+            found = _applied(x, made, bias, of.settings), made
+        y, made = found
+        ctx.of = of
         ctx.save_for_backward(x, made, bias, dense, f1, f2, f3, f4)
-        return _applied(x, made, bias, settings)
+        return y
 
     @staticmethod
     def backward(ctx, grad):
         x, made, bias, dense, *factors = ctx.saved_tensors
-        _, _, nx, nb, *of_weight = ctx.needs_input_grad
+        of, (_, nx, nb, *of_weight) = ctx.of, ctx.needs_input_grad
         if torch.is_grad_enabled():
             inputs = (x, bias, dense, *factors)
-            y = _applied(x, _EagerWeight.apply(ctx.how, dense, *factors), bias, ctx.settings)
-            asked = [t for t, need in zip(inputs, ctx.needs_input_grad[2:], strict=True) if need]
+            y = _applied(x, _EagerWeight.apply(of.how, dense, *factors), bias, of.settings)
+            asked = [t for t, need in zip(inputs, ctx.needs_input_grad[1:], strict=True) if need]
             found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
-            return None, None, *(next(found) if need else None for need in ctx.needs_input_grad[2:])
+            return None, *(next(found) if need else None for need in ctx.needs_input_grad[1:])
+        mapped = torch._C._are_functorch_transforms_active()
+        if of.direct is not None and not mapped and direct.serves(grad) and direct.serves(x) and direct.serves(made):
+            u, v, _, index = factors
+            n_dense, nu, nv, n_values, _ = of_weight
+            needs = nx | nb << 1 | (n_dense or n_values) << 2 | nu << 3 | nv << 4
+            found = direct.layer_backward(of.direct, needs, grad, x, made, index, u, v)
+            if found is not None:
+                dx, db, dmu, du, dv = found
+                return None, dx, db, dmu if n_dense else None, du, dv, dmu if n_values else None, None
         nw = any(of_weight)
-        if ctx.settings is None:
+        if of.settings is None:
             dx = grad.matmul(made) if nx else None
             rows, inputs = (grad, x) if x.dim() == 2 else (grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]))
             dw = rows.t().mm(inputs) if nw else None
             db = rows.sum(0) if nb else None
-        elif ctx.settings == PIXELS:
+        elif of.settings == PIXELS:
             rows = _rows(grad)
             dx = _of_rows(x, rows, made.flatten(1)) if nx else None
             dw = rows.t().mm(_rows(x)).view(made.shape) if nw else None
             db = rows.sum(0) if nb else None
         else:
-            stride, padding, dilation, groups = ctx.settings
+            stride, padding, dilation, groups = of.settings
             sizes = None if bias is None else bias.shape
             settings = (sizes, stride, padding, dilation, False, (0, 0), groups, (nx, nw, nb))
             dx, dw, db = torch.ops.aten.convolution_backward.default(grad, x, made, *settings)
-        if torch._C._are_functorch_transforms_active():
-            return None, None, dx, db, *_gradients(ctx.how, of_weight, dw, factors)
-        of_dense, n1, n2, n3, n4 = of_weight
-        g1 = g2 = g3 = g4 = None
-        if needs := n1 | n2 << 1 | n3 << 2 | n4 << 3:
-            op, clients, settings, _ = ctx.how
-            tensors = (dw, *factors[:2]) if factors[2] is None else (dw, *factors)
-            g1, g2, g3, g4 = (*_eager(op + "_backward", clients, tensors, *settings, needs), None, None)[:4]
-        gradients = g1 if n1 else None, g2 if n2 else None, g3 if n3 else None, g4 if n4 else None
-        return None, None, dx, db, dw if of_dense else None, *gradients
+        return None, dx, db, *_gradients(of.how, of_weight, dw, factors)
 
 
-def apply_weight(settings: Convolution | str | None, x, bias, how: How, dense, f1, f2, f3=None, f4=None) -> Tensor:
-    """conv2d (`pixels`, for the settings `PIXELS`) or, without settings, linear of x with the weight that `weight`
-    makes and this bias, for layers in training: nothing may transform or cast, all tensors must be plain, of one type.
-    """
-    return _Applied.apply(how, settings, x, bias, dense, f1, f2, f3, f4)
+def apply_weight(of: Applied, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:
+    """A layer with the weight that a weight op makes from these tensors and this bias, for layers in training: nothing
+    may transform or cast, all tensors must be plain, of one type, on the CPU."""
+    return _Applied.apply(of, x, bias, dense, f1, f2, f3, f4)
 
 
 def _layout(op: str, layout: str, allowed: tuple[str, ...]) -> int:

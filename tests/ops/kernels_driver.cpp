@@ -344,6 +344,18 @@ void prox() {
 }
 
 template <class T>
+void sums_of_channels() {
+  const int64_t n = one_of({0, 1, 3, 100, 1100}), channels = one_of({0, 1, 5, 16, 33, 130});
+  const int64_t plane = n > 3 ? one_of({1, 1, 3}) : one_of({1, 7, 49, 1030});
+  const Input<T> x(1, n * channels * plane);
+  std::vector<Sum> wanted(channels);
+  for (int64_t at = 0; at < n * channels * plane; ++at) wanted[at / plane % channels].add(to_compute(x.data[at]));
+  std::vector<T> out = unwritten<T>(channels);
+  channel_sums({kType<T>, n, channels, plane, x.data.data(), out.data()}, threads);
+  compare("channel sums", out, wanted);
+}
+
+template <class T>
 void adapters() {
   const bool tall = pick_int(0, 5) == 0;  // more rows than a chunk has
   const int64_t k = tall ? 1 : pick_int(1, 5), n = tall ? one_of({513, 700}) : pick_int(1, 40);
@@ -814,6 +826,7 @@ int main(int argc, char** argv) {
       lowrank<T>();
       hadamard<T>();
       prox<T>();
+      sums_of_channels<T>();
       adapters<T>();
       products_with_rows<T>();
 #ifdef FF_CONV_TYPE

@@ -1,0 +1,47 @@
+// What the files of the CPU binding share: the ops of a layer, and views without PyTorch's dispatcher.
+#pragma once
+
+#include <tuple>
+
+#include "bind.h"
+
+namespace fastfact::ops {
+
+using bind::OptionalTensor;
+using bind::Shape;
+using bind::Tensor;
+
+Tensor rank1_weight(OptionalTensor mu, Tensor u, Tensor v, int64_t layout, bool channels_last);
+Tensor compact_weight(Tensor u, Tensor v, Tensor values, Tensor index, int64_t layout, bool channels_last);
+std::tuple<Tensor, Tensor> rank1_weight_backward(Tensor grad, Tensor u, Tensor v, int64_t layout, int64_t needs);
+std::tuple<Tensor, Tensor, Tensor> compact_weight_backward(Tensor grad, Tensor u, Tensor v, Tensor values, Tensor index,
+                                                           int64_t layout, int64_t needs);
+
+Tensor factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
+                       OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups);
+Tensor repeated_factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values,
+                                OptionalTensor index, OptionalTensor bias, Shape size, Shape stride, Shape padding,
+                                Shape dilation, int64_t groups);
+std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad, Tensor x, OptionalTensor u,
+                                                                    OptionalTensor v, OptionalTensor values,
+                                                                    OptionalTensor index, Shape size, Shape stride,
+                                                                    Shape padding, Shape dilation, int64_t groups,
+                                                                    int64_t needs);
+Tensor factored_linear(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
+                       OptionalTensor bias, Shape size);
+std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad, Tensor x, OptionalTensor u,
+                                                                    OptionalTensor v, OptionalTensor values,
+                                                                    OptionalTensor index, Shape size, int64_t needs);
+
+// The same memory in another form, as no view of autograd's: `torch::stable::transpose` takes longer than a small
+// product.
+inline Tensor viewed(const Tensor& t, const Shape& sizes, const Shape& strides) {
+  AtenTensorHandle out;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), sizes.size(), sizes.data(), strides.data(), 0, &out));
+  return Tensor(out);
+}
+
+// tᵀ of a matrix.
+inline Tensor transposed(const Tensor& t) { return viewed(t, {t.size(1), t.size(0)}, {t.stride(1), t.stride(0)}); }
+
+}  // namespace fastfact::ops

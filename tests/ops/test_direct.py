@@ -1,0 +1,203 @@
+"""Layers computed without the dispatcher give what the ops give, and refuse what these refuse."""
+
+import resource
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastfact as ff
+from fastfact.ops import direct
+
+LAST = torch.channels_last
+
+
+def linear(rank=2, bias=True, dtype=torch.float64, **how):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear(13, 9, bias=bias, dtype=dtype, spec=ff.Rank1(rank=rank, **how))
+    if "mu" in layer.factors():
+        torch.nn.init.normal_(layer.mu)
+    return layer
+
+
+def conv(kernel=3, bias=True, dtype=torch.float64, spec=None, outputs=8, **how):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedConv2d(6, outputs, kernel, bias=bias, dtype=dtype, spec=spec, **how)
+    torch.nn.init.normal_(layer.mu)
+    return layer
+
+
+def rows(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def images(h=7, w=5, dtype=torch.float64):
+    return rows(2, 6, h, w, dtype=dtype)
+
+
+CASES = {
+    "linear": (linear, "factored", rows(5, 13)),
+    "linear, W": (linear, "reconstruct", rows(5, 13)),
+    "linear, W, three axes": (linear, "reconstruct", rows(2, 3, 13)),
+    "linear, W, rows with gaps": (linear, "reconstruct", rows(5, 26)[:, ::2]),
+    "linear, W, part of a tensor": (linear, "reconstruct", rows(9, 13)[4:]),
+    "linear, W, no rows": (linear, "reconstruct", rows(0, 13)),
+    "linear, no bias": (lambda: linear(bias=False), "factored", rows(5, 13)),
+    "linear, no μ": (lambda: linear(sparse=False), "factored", rows(5, 13)),
+    "linear, no μ, W": (lambda: linear(sparse=False), "reconstruct", rows(5, 13)),
+    "convolution": (lambda: conv(padding=1), "factored", images()),
+    "convolution, channels_last": (lambda: conv(padding=1), "factored", images().to(memory_format=LAST)),
+    "convolution, W": (lambda: conv(stride=2, padding=(1, 0), dilation=(1, 2)), "reconstruct", images()),
+    "convolution, W, channels_last": (lambda: conv(groups=2), "reconstruct", images().to(memory_format=LAST)),
+    "depthwise": (lambda: conv(outputs=6, groups=6), "factored", images()),
+    "kernel layout, W": (lambda: conv(spec=ff.Rank1(layout="kernel", rank=2)), "reconstruct", images()),
+    "1×1, pixels": (lambda: conv(1), "product", images().to(memory_format=LAST)),
+    "1×1, one pixel": (lambda: conv(1), "product", images(1, 1).to(memory_format=LAST)),
+    "1×1, bfloat16": (
+        lambda: conv(1, dtype=torch.bfloat16),
+        "product",
+        images(dtype=torch.bfloat16).to(memory_format=LAST),
+    ),
+}
+
+
+def step(layer, path, x, grad):
+    """(y, gradients of x and of the parameters) of the layer on `path`, its second call."""
+    x = x.detach().requires_grad_()
+    layer._forget()
+    layer._choose = lambda *_: path
+    for _ in range(2):
+        y = layer(x)
+    given = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2)) if grad is None else grad(y)
+    return y, torch.autograd.grad(y, [x, *layer.parameters()], given)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often each function served."""
+    counts = dict.fromkeys(("layer", "layer_backward", "factored", "factored_backward"), 0)
+
+    def count(name, function):
+        def counting(*args):
+            out = function(*args)
+            counts[name] += out is not None
+            return out
+
+        return counting
+
+    for name in counts:
+        monkeypatch.setattr(direct, name, count(name, getattr(direct, name)))
+    return counts
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_is_what_the_ops_make_it(case, compact, counted, monkeypatch):
+    make, path, x = CASES[case]
+    layer = make()
+    if "mu" in layer.factors() and (compact or path == "factored"):
+        layer.compact(0.3)
+    expanded = None if compact else lambda y: torch.ones((), dtype=y.dtype).expand_as(y)
+    y, gradients = step(layer, path, x, expanded)
+    kind = "factored" if path == "factored" else "layer"
+    assert counted[kind] == 2 and counted[f"{kind}_backward"] == 1
+    monkeypatch.setattr(direct, "serves", lambda x: False)
+    expected, of_ops = step(layer, path, x, expanded)
+    assert counted[kind] == 2
+    close = {"rtol": 0, "atol": 1e-12} if x.dtype == torch.float64 else {}
+    torch.testing.assert_close(y, expected, **close)
+    assert y.stride() == expected.stride()
+    for found, gradient in zip(gradients, of_ops, strict=True):
+        torch.testing.assert_close(found, gradient, **close)
+        assert found.stride() == gradient.stride() or found.numel() <= 1
+
+
+def test_only_what_is_asked_for_has_a_gradient():
+    layer = linear().compact(0.5)
+    layer.u.requires_grad_(False)
+    layer.bias.requires_grad_(False)
+    for path in ("factored", "reconstruct"):
+        layer.path = path
+        layer.zero_grad()
+        layer(rows(4, 13)).sum().backward()
+        assert layer.u.grad is None and layer.bias.grad is None
+        assert layer.v.grad is not None and layer.mu.grad is not None
+
+
+def test_what_does_not_fit_is_told_by_the_ops():
+    for path in ("factored", "reconstruct"):
+        layer = linear().compact(0.5)
+        layer.path = path
+        layer(rows(4, 13))
+        with pytest.raises((ValueError, RuntimeError), match=r"12|13"):
+            layer(rows(4, 12))
+        with pytest.raises((ValueError, RuntimeError)):
+            layer(rows(4, 13).float())
+
+
+def test_positions_that_do_not_ascend_are_refused():
+    layer = linear().compact(0.5)
+    index = layer.mu_index.flip(0)
+    of = direct.Layer(direct.LINEAR, 0, False, (9, 13))
+    args = rows(4, 13), layer.u, layer.v, layer.mu, index, layer.bias
+    assert direct.factored(of, False, *args) is None
+    assert direct.layer(of, args[0], layer.bias, layer.mu, index, layer.u, layer.v) is None
+
+
+def test_a_dispatch_mode_sees_the_ops(counted):
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.ops = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.ops.add(func.name().split("::")[1])
+            return func(*args, **(kwargs or {}))
+
+    layer, x = linear().compact(0.3), rows(4, 13)
+    layer.path = "factored"
+    layer(x)
+    before = dict(counted)
+    with Seen() as seen:
+        layer(x).sum().backward()
+    assert counted == before and {"factored_linear", "factored_linear_backward"} <= seen.ops
+
+
+def test_a_negative_view_is_read_as_its_numbers(counted):
+    x = torch.complex(rows(4, 13), rows(4, 13)).conj().imag
+    assert x.is_neg()
+    for path in ("factored", "reconstruct"):
+        layer = linear().compact(0.3)
+        layer.path = path
+        for _ in range(2):
+            torch.testing.assert_close(layer(x), layer(x.resolve_neg()))
+        y = layer(x.resolve_neg())
+        (found,) = torch.autograd.grad(y, layer.u, x[:, :9], retain_graph=True)
+        torch.testing.assert_close(found, torch.autograd.grad(y, layer.u, x[:, :9].resolve_neg())[0])
+
+
+def test_saved_tensors_go_through_hooks():
+    layer, seen = linear().compact(0.3), []
+    layer.path, x = "reconstruct", rows(4, 13).requires_grad_()
+    layer(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t.clone(), lambda t: t):
+        y = layer(x)
+    y.sum().backward()
+    assert x.shape in seen and (9, 13) in seen
+    torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(4, -1))
+
+
+def test_what_is_given_out_is_freed():
+    layer = ff.nn.FactorizedLinear(512, 512, spec=ff.Rank1(rank=1)).compact(0.1)
+    layer.path, x = "reconstruct", torch.randn(512, 512, requires_grad=True)
+
+    def steps(n):
+        for _ in range(n):
+            layer(x).sum().backward()
+            x.grad = None
+
+    steps(5)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    steps(60)
+    # One tensor kept in each step would be 60 MiB.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
