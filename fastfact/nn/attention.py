@@ -1,5 +1,6 @@
 """Attention whose packed input projections are made from factors."""
 
+import functools
 import math
 
 import torch
@@ -22,9 +23,9 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` of which some input projections are factorized layers, its submodules: `in_proj` for the
     packed weight [3 e, e] of queries, keys and values, or `q_proj`, `k_proj`, `v_proj` where these have other widths.
 
-    Made by `ff.factorize`; the bias stays the module's own. Where a projection, the output's included, is `LowRank` and
-    takes σ and B A apart (see `FactorizedLayer`), no weight is made and attention is computed here; else PyTorch
-    computes it, from the weights.
+    Made by `ff.factorize`; the bias stays the module's own. Attention is computed here, and each projection, the
+    output's included, by its layer, whichever path that takes; where queries and keys or values are different tensors,
+    from the weight of `in_proj`, unless it is `LowRank` and takes σ and B A apart. Nested tensors are for PyTorch.
     """
 
     @classmethod
@@ -59,7 +60,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As `nn.MultiheadAttention.forward`."""
-        if query.is_nested or not any(_is_apart(layer, query) for layer in self.children()):
+        if query.is_nested:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
@@ -126,6 +127,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values; what is the same tensor is projected in one product."""
         e, bias = self.embed_dim, self.in_proj_bias
+        weight_of = functools.cache(self._projection)
 
         def part(name: str, x: Tensor, begin: int, end: int, at: int = 0) -> Tensor:
             """x by rows begin … end of a weight, whose first has the place `at` in the bias."""
@@ -133,7 +135,9 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
             layer = self._modules.get(PROJECTIONS[name])
             if layer is not None and _is_apart(layer, x):
                 return layer._apart(x, layer._tensors(), own, outputs)
-            return F.linear(x, self._projection(name)[outputs], own)
+            if layer is not None and (begin, end) == (0, layer.out_features):
+                return layer(x) if own is None else layer(x) + own
+            return F.linear(x, weight_of(name)[outputs], own)
 
         if not self._qkv_same_embed_dim:
             names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

@@ -226,6 +226,29 @@ def test_attention_without_a_weight_is_that_with_it(options, need_weights, batch
                 torch.testing.assert_close(weights, wanted_weights)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_takes_the_paths_of_its_layers(training):
+    """Compact layers too: their weight is made only where queries and keys are different tensors."""
+    torch.manual_seed(0)
+    new = ff.factorize(nn.MultiheadAttention(16, 4, batch_first=True).double(), ff.Rank1(rank=2), init="svd")
+    layers = ff.factorized_layers(new).values()
+    for layer in layers:
+        layer.prune_(0.2)
+    dense = ff.densify(copy.deepcopy(new)).train(training)
+    for layer in layers:
+        layer.compact()
+        layer.path = "factored"
+    new.train(training)
+    x, other = torch.randn(2, 3, 5, 16, dtype=torch.float64)
+    with Sizes() as sizes:
+        y = new(x, x, x, need_weights=False)[0]
+        y.sum().backward()
+    assert not {(48, 16), (16, 16)} & set(sizes.made)
+    torch.testing.assert_close(y, dense(x, x, x, need_weights=False)[0])
+    torch.testing.assert_close(new(x, other, other), dense(x, other, other))
+    assert all(factor.grad is not None for layer in layers for factor in layer.factors().values())
+
+
 def test_attention_trains_with_dropout_on_its_adapters():
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(16, 4, batch_first=True)
