@@ -15,8 +15,9 @@ def test_two_rounds_a_checkpoint_and_two_more(name, tmp_path):
     # Half of the clients take part: those that missed a round are served too.
     options = {"participation": 0.5, "epochs": 1}
     straight = federation(name, normed, **options)
-    straight.fit(2, out=tmp_path)
-    straight.fit(2)
+    straight.fit(4)
+    saved = federation(name, normed, **options)
+    saved.fit(2, out=tmp_path)
     resumed = ff.Federation.load(tmp_path, model=normed, clients=clients())
     resumed.fit(2)
     for tensor_name, tensor in straight.states.state.items():
