@@ -108,7 +108,7 @@ class _DirectConv(torch.autograd.Function):
     def backward(ctx, grad):
         transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
         x, u, v, mu, index = ctx.saved_tensors
-        if not transformed and direct.serves(grad) and direct.serves(x):
+        if not transformed and direct.serves(grad, x):
             _, _, _, nx, nu, nv, nmu, _, nbias = ctx.needs_input_grad
             needs = nx | nu << 1 | nv << 2 | nmu << 3 | nbias << 4
             found = direct.factored_backward(ctx.of, needs, grad, x, u, v, mu, index)

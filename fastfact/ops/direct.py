@@ -67,11 +67,11 @@ _capsule.argtypes, _capsule.restype = [_POINTER] * 3, ctypes.py_object
 _ONE, _TWO, _FIVE = (_POINTER * n for n in (1, 2, 5))
 
 
-def serves(tensor: Tensor) -> bool:
-    """Whether these functions may be called now, with this tensor."""
-    if torch._C._len_torch_dispatch_stack() or type(tensor) not in PLAIN or tensor.is_neg():
+def serves(*tensors: Tensor) -> bool:
+    """Whether these functions may be called now, with these tensors."""
+    if torch._C._len_torch_dispatch_stack() or not dispatches() or _functions() is None:
         return False
-    return dispatches() and _functions() is not None
+    return all(type(tensor) in PLAIN and not tensor.is_neg() for tensor in tensors)
 
 
 def _at(tensor: Tensor | None) -> int | None:

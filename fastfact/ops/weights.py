@@ -252,8 +252,8 @@ class _Applied(torch.autograd.Function):
             asked = [t for t, need in zip(inputs, ctx.needs_input_grad[1:], strict=True) if need]
             found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
             return None, *(next(found) if need else None for need in ctx.needs_input_grad[1:])
-        mapped = torch._C._are_functorch_transforms_active()
-        if of.direct is not None and not mapped and direct.serves(grad) and direct.serves(x) and direct.serves(made):
+        transformed = torch._C._are_functorch_transforms_active()
+        if of.direct is not None and not transformed and direct.serves(grad, x, made):
             u, v, _, index = factors
             n_dense, nu, nv, n_values, _ = of_weight
             needs = nx | nb << 1 | (n_dense or n_values) << 2 | nu << 3 | nv << 4
