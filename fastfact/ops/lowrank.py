@@ -21,9 +21,9 @@ from fastfact.ops.common import (
 from fastfact.ops.reference import OWN
 
 OP, BACKWARD = "lowrank_linear", "lowrank_linear_backward"
-NARROW, ENOUGH = 1 << 18, 128
-"""The kernel for CPUs with AVX2 is no slower than PyTorch's products, as measured, where σ has up to so many numbers,
-where there are so many rows to repay the copy it makes of σ, and in half precision."""
+NARROW, WIDE, ENOUGH = 1 << 18, 1 << 24, 128
+"""The kernel for CPUs with AVX2 is no slower than PyTorch's products, as measured, where σ has up to NARROW numbers; up
+to WIDE where ENOUGH rows repay the copy it makes of σ, which beyond takes too much memory; and in half precision."""
 _IS_MEASURED = torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
@@ -31,8 +31,9 @@ def _kernel_pays(op: str, x: Tensor, sigma: Tensor) -> bool:
     """Whether a kernel serves, and is not slower than the reference."""
     if not kernel_serves(op, x) or not library_serves(op, x):
         return kernel_serves(op, x)
-    repaid = sigma.shape[-1] * sigma.shape[-2] <= NARROW or x.shape[:-1].numel() >= ENOUGH or x.element_size() == 2
-    return _IS_MEASURED and repaid and sigma.dim() == (2 if x.dim() == 3 else x.dim())
+    most = WIDE if x.shape[:-1].numel() >= ENOUGH else NARROW
+    pays = sigma.shape[-1] * sigma.shape[-2] <= most or x.element_size() == 2
+    return _IS_MEASURED and pays and sigma.dim() == (2 if x.dim() == 3 else x.dim())
 
 
 def _plain(x: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float) -> Tensor:

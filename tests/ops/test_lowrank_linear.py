@@ -172,6 +172,9 @@ def test_the_compiled_kernel_is_taken_where_it_was_measured_to_be_faster(monkeyp
     assert serves(2, 3, 512, 512) and serves(2, 3, 64, 8, torch.float64)
     assert not serves(2, 3, 513, 512) and serves(2, 3, 513, 512, torch.bfloat16) and serves(2, 64, 513, 512)
     assert not serves(2, 3, 8, 8, own=(2,))
+    with monkeypatch.context() as patch:
+        patch.setattr(lowrank, "WIDE", lowrank.NARROW)
+        assert not serves(2, 64, 513, 512)
     with use_backend("reference"):
         assert not serves(2, 3, 8, 8)
     monkeypatch.setattr(lowrank, "_IS_MEASURED", False)
