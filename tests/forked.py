@@ -17,7 +17,9 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,11 +73,7 @@ class Forked:
 
     def __init__(self, *arguments, cwd: Path = ROOT, env: Mapping[str, str] = os.environ):
         self.said = [tempfile.NamedTemporaryFile() for _ in range(2)]  # noqa: SIM115
-        names = [file.name for file in self.said]
-        self.process = context().Process(
-            target=_run, args=([*map(str, arguments)], str(cwd), dict(env), names), daemon=True
-        )
-        self.process.start()
+        self.process = _started(arguments, cwd, env, {file.name: n for n, file in enumerate(self.said, 1)})
 
     @property
     def pid(self) -> int:
@@ -117,15 +115,42 @@ def run(*arguments, **options) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def _run(arguments: list[str], cwd: str, env: dict[str, str], said: list[str]) -> None:
-    """Be that interpreter, to its end."""
+class Talking:
+    """`subprocess.Popen([python, …], stdin=PIPE, stdout=PIPE, stderr=FILE, text=True)` in a fork."""
+
+    def __init__(self, command: list[str], *, stderr: IO, env: Mapping[str, str], **pipes):
+        assert pipes == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with tempfile.TemporaryDirectory() as folder:
+            to, back = names = [os.path.join(folder, name) for name in ("stdin", "stdout")]
+            for name in names:
+                os.mkfifo(name)
+            files = {to: 0, back: 1, f"/proc/{os.getpid()}/fd/{stderr.fileno()}": 2}
+            self.process = _started(command[1:], ROOT, env, files)
+            self.stdin, self.stdout = open(to, "w"), open(back)  # noqa: SIM115
+
+    def wait(self) -> int:
+        self.process.join()
+        return self.process.exitcode
+
+
+def _started(arguments, cwd: Path, env: Mapping[str, str], files: dict[str, int]) -> BaseProcess:
+    given = ([*map(str, arguments)], str(cwd), dict(env), files)
+    process = context().Process(target=_run, args=given, daemon=True)
+    process.start()
+    return process
+
+
+def _run(arguments: list[str], cwd: str, env: dict[str, str], files: dict[str, int]) -> None:
+    """Be that interpreter, to its end. files: what its stdin (0), stdout (1) and stderr (2) are."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    for number, name in enumerate(said, 1):
-        handle = os.open(name, os.O_WRONLY | os.O_APPEND)
+    for name, number in files.items():
+        handle = os.open(name, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY)
         os.dup2(handle, number)
         os.close(handle)
+    if 0 in files.values():
+        sys.stdin = os.fdopen(0, "r", closefd=False)
     # Those of a new interpreter, not of a forked child of another's tests.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
     signal.signal(signal.SIGINT, signal.default_int_handler)

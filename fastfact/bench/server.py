@@ -193,7 +193,7 @@ def run(quick: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(work, its rows) as they come; few and small ones if `quick`."""
     if quick:
         yield "exact", [exact(30, 4096, False, 1)]
-        yield "growth", [growth(2000, 1)]
+        yield "growth", [growth(600, 1)]
         yield "sketch", [sketch(5000, 256, 8)]
     else:
         yield "exact", [exact(1000, 65_536, mixes_v, 5) for mixes_v in (False, True)]

@@ -1,13 +1,16 @@
 """`fastfact bench` in its quick form: the rows and the file it writes."""
 
 import json
+import subprocess
 import sys
+from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from calls import call
 
-from fastfact.bench import layers
+from fastfact.bench import clients, layers, networks
 from fastfact.bench.common import interleaved
 
 
@@ -43,7 +46,15 @@ def test_layers_quick(tmp_path):
 
 
 @pytest.mark.usefixtures("threads")
-def test_networks_quick(tmp_path):
+def test_networks_quick(tmp_path, monkeypatch):
+    def run(command, env, stdout, check):
+        assert stdout == subprocess.PIPE and check
+        done = forked.run(*command[1:], env=env)
+        done.check_returncode()
+        return done
+
+    fork = {"run": run, "PIPE": subprocess.PIPE, "CalledProcessError": subprocess.CalledProcessError}
+    monkeypatch.setattr(networks, "subprocess", SimpleNamespace(**fork))
     file, options = tmp_path / "networks.json", ("--quick", "--threads", "1", "--side", "32")
     found = []
     for more in (
@@ -114,7 +125,13 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.fixture
+def forks(monkeypatch):
+    """The sides of `bench clients` are forks of an interpreter."""
+    monkeypatch.setattr(clients, "subprocess", SimpleNamespace(Popen=forked.Talking, PIPE=subprocess.PIPE))
+
+
+@pytest.mark.usefixtures("threads", "forks")
 def test_clients_quick(tmp_path):
     """Every rival has a row: its ratio, or why it did not run."""
     file = tmp_path / "clients.json"
@@ -134,7 +151,7 @@ def test_clients_quick(tmp_path):
     assert "ratio" in out
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads", "forks")
 def test_growth_quick(tmp_path):
     file = tmp_path / "growth.json"
     code, _, err = call("bench", "clients", "--quick", "--threads", "1", "--only", "growth", "--json", file)
