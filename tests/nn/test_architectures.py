@@ -7,6 +7,7 @@ another the first, `make test-all` with every parameterization in both memory fo
 import itertools
 import re
 import warnings
+from unittest import mock
 
 import pytest
 import timm
@@ -64,11 +65,28 @@ def _densenet():
     return torchvision.models.DenseNet(8, (2, 2, 2, 2), 16, num_classes=5)
 
 
+def _narrow(self, block, planes, *rest, **options):
+    return _make_layer(self, block, planes // 4, *rest, **options)
+
+
+_make_layer = torchvision.models.ResNet._make_layer
+
+
+def _fcn():
+    """On a ResNet-50 of a quarter of the channels."""
+    with mock.patch.object(torchvision.models.ResNet, "_make_layer", _narrow):
+        trunk = torchvision.models.resnet50(weights=None, replace_stride_with_dilation=[False, True, True])
+    parts = torchvision.models.segmentation.fcn
+    trunk = torchvision.models._utils.IntermediateLayerGetter(trunk, {"layer4": "out"})
+    return parts.FCN(trunk, parts.FCNHead(512, 5))
+
+
 def _detector(name):
-    """With 64 in place of 1024 hidden units in the head of what has boxes."""
+    """With a quarter of a ResNet's channels, and 64 in place of 1024 hidden units in the head of what has boxes."""
 
     def build():
-        model = _named(name, weights_backbone=None, min_size=64, max_size=64)()
+        with mock.patch.object(torchvision.models.ResNet, "_make_layer", _narrow):
+            model = _named(name, weights_backbone=None, min_size=64, max_size=64)()
         if hasattr(model, "roi_heads"):
             heads, parts = model.roi_heads, torchvision.models.detection.faster_rcnn
             heads.box_head = parts.TwoMLPHead(heads.box_head.fc6.in_features, 64)
@@ -100,9 +118,9 @@ CLASSIFIERS = {
     "swin": (_swin, 32),
     "maxvit": (_maxvit, 32),
 }
-SEGMENTERS = {
-    name: (_named(name, weights_backbone=None, **options), 64)
-    for name, options in (("fcn_resnet50", {}), ("deeplabv3_mobilenet_v3_large", {}), ("lraspp_mobilenet_v3_large", {}))
+SEGMENTERS = {"fcn_resnet50": (_fcn, 64)} | {
+    name: (_named(name, weights_backbone=None), 64)
+    for name in ("deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large")
 }
 DETECTORS = {
     name: (_detector(name), 64)
@@ -155,6 +173,8 @@ TIMM = [
     "vit_tiny_patch16_224",
     "xcit_nano_12_p16_224",
 ]
+OWN_SIZES = ("crossvit_tiny_240",)
+"""Their images have to be of 240 pixels, for patches of two sizes; others' are small where the network is short."""
 
 
 def loss_of(model, x, detection):
@@ -265,8 +285,11 @@ def test_architectures_of_timm(name, spec, layout, deep):
         warnings.simplefilter("ignore")
         # The smallest of its family has 86 million numbers.
         small = {"depth": 2, "embed_dim": 64, "num_heads": 4} if name.startswith("beit") else {}
+        config = timm.get_pretrained_cfg(name)
+        side = config.input_size[-1] if config.fixed_input_size else 64
+        if not deep and name not in OWN_SIZES and config.fixed_input_size:
+            small["img_size"] = side = 64
         model = timm.create_model(name, num_classes=5, **small)
-    side = model.default_cfg["input_size"][-1] if model.default_cfg.get("fixed_input_size") else 64
     # The branches of HRNet are counted when it is made.
     check(lambda: model, side, SPECS[spec], layout, deep or name.startswith("hrnet"))
 
