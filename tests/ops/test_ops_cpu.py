@@ -430,6 +430,7 @@ def test_on_lesser_processors(capability, tmp_path):
         "from test_ops_cpu import Compiled, CPU, SHAPES\n"
         "torch.manual_seed(0)\n"
         "torch.set_num_threads(1)\n"
+        f"assert torch.backends.cpu.get_cpu_capability() == {capability.upper()!r}\n"
         "for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):\n"
         "    for case in op_cases.weight_cases(SHAPES)[:: 1 if dtype == torch.float32 else 3]:\n"
         "        case.values[0](Compiled(), dtype, CPU)\n"
