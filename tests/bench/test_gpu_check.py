@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import pytest
 import torch
 
@@ -187,16 +188,11 @@ gpu_resources.kernels.fused_conv2d(x, None, None, mu, None, None, *settings)
 def test_what_was_compiled_beforehand_is_not_compiled_again(tmp_path):
     env = os.environ | {"PYTHONPATH": str(gpu_check.ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     env.pop("TRITON_INTERPRET", None)
-    subprocess.run([sys.executable, "-c", FILL, "first"], env=env, check=True)
+    forked.run("-c", FILL, "first", env=env).check_returncode()
     assert len(list(tmp_path.rglob("*.cubin"))) == 1
     gpu_bundle.trim(tmp_path)
-    subprocess.run([sys.executable, "-c", FILL, "again"], env=env, check=True)
-    other = subprocess.run(
-        [sys.executable, "-c", FILL, "again"],
-        env=env | {"TRITON_CACHE_DIR": str(tmp_path / "empty")},
-        capture_output=True,
-        text=True,
-    )
+    forked.run("-c", FILL, "again", env=env).check_returncode()
+    other = forked.run("-c", FILL, "again", env=env | {"TRITON_CACHE_DIR": str(tmp_path / "empty")})
     assert "compiled again" in other.stderr
 
 
