@@ -10,7 +10,7 @@ CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(KERNELS) $(wildcard tests/ops/*.c
 
 # Tests run in one process a core, each on one thread; what they start reads bytecode. CHECK: what stands for the rest before a commit.
 JOBS ?= $(shell nproc)
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 CHECK := tests/test_floors.py tests/base/test_kinds.py tests/nn/test_layers.py tests/ops/test_ops.py tests/federation/wire \
 	tests/federation/server/test_mixing.py tests/federation/test_federation.py \
 	tests/methods/test_every_method.py::test_a_cohort_computes_what_each_client_alone_does
