@@ -1,6 +1,6 @@
 """Whole networks with factorized layers against the dense ones of the same function, and both under torch.compile.
 
-Networks are those of torchvision, by name, or of `fastfact.models`; images of random numbers, channels_last, 1,000
+Networks are those of torchvision, by name, or of `fastfact.models` where it alone has the name; images of random numbers, channels_last, 1,000
 classes. Every convolution and linear layer is factorized (`ff.Rank1`, init "svd", so that "dense" computes the same),
 linear layers of transformers with the rank of `NETWORKS`. μ: none, the largest 5, 10, 30 or 60 % in compact form, or
 dense. Every side of a row runs in turn, so that noise meets all of them alike: sides are medians in milliseconds,
@@ -12,6 +12,7 @@ evaluation  forward in evaluation mode
 memory      the most that a process of its own holds in such steps, in MiB beyond what it held before the model
 """
 
+import contextlib
 import copy
 import itertools
 import json
@@ -71,10 +72,16 @@ def _torchvision():
     return torchvision.models
 
 
+def _of_torchvision(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return name in _torchvision().list_models(_torchvision())
+    return False
+
+
 def network(name: str, side: int) -> nn.Module:
     """The dense network, as it is made."""
     torch.manual_seed(0)
-    if name in models.MODELS:
+    if name in models.MODELS and not _of_torchvision(name):
         return models.build(name, (3, side, side), CLASSES)
     sized = {"image_size": side} if name.startswith("vit") else {}
     own = {"aux_logits": False, "init_weights": True} if name in ("inception_v3", "googlenet") else {}
