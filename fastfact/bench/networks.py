@@ -1,11 +1,11 @@
 """Whole networks with factorized layers against the dense ones of the same function, and both under torch.compile.
 
-Networks are those of torchvision, by name, or of `fastfact.models` where it alone has the name; images of random numbers, channels_last, 1,000
-classes. Every convolution and linear layer is factorized (`ff.Rank1`, init "svd", so that "dense" computes the same),
-linear layers of transformers with the rank of `NETWORKS`. μ: none, the largest 5, 10, 30 or 60 % in compact form, or
-dense. Every side of a row runs in turn, so that noise meets all of them alike: sides are medians in milliseconds,
-`ratio` is the median over the turns of dense / ours. Outputs are compared before anything is timed. `paths` counts the
-layers by the path they take; choices are measured before the first turn.
+Networks are those of torchvision, by name, or of `fastfact.models` where it alone has the name; images of random
+numbers, channels_last, 1,000 classes. Every convolution and linear layer is factorized (`ff.Rank1`, init "svd", so that
+"dense" computes the same), linear layers of transformers with the rank of `NETWORKS`. μ: none, the largest 5, 10, 30 or
+60 % in compact form, or dense. Every side of a row runs in turn, so that noise meets all of them alike: sides are
+medians in milliseconds, `ratio` is the median over the turns of dense / ours. Outputs are compared before anything is
+timed. `paths` counts the layers by the path they take; choices are measured before the first turn.
 
 step        training mode: forward, cross-entropy, backward, SGD with momentum (ours: `ff.optim.ProxSGD`)
 evaluation  forward in evaluation mode
