@@ -68,7 +68,7 @@ def networks(path: Path) -> None:
     """Whole networks: a training step's time / ours at each density."""
     rows = [row for row in read("networks.json")["rows"] if row["op"] == "step" and row.get("ratio")]
     figure, (ax,) = plots.new_axes(8, 0.9 + 0.22 * len(rows))
-    names = [f"{row['shape']}, μ {100 * row['density']:.0f} %" for row in rows]
+    names = [f"{row['shape']}, batch {row['batch']}, μ {100 * row['density']:.0f} %" for row in rows]
     ax.barh(range(len(rows)), [row["ratio"] for row in rows], color=plots.COLOURS[0])
     ax.axvline(1, color="#333333", linewidth=0.8)
     ax.set(yticks=range(len(rows)), yticklabels=names, xlabel="Times as fast as the dense network, a training step")
