@@ -14,7 +14,7 @@ from fastfact.nn import choice, sparsity, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops.backends import PLAIN, loaded
-from fastfact.ops.common import autocast, is_channels_last, is_mapped, recording, transforming
+from fastfact.ops.common import autocast, autocasts, is_channels_last, is_mapped, recording, transforming
 from fastfact.ops.weights import PIXELS, Convolution, applied, apply_weight, are_rows, pixels
 
 PATHS = ("auto", "reconstruct", "factored")
@@ -1242,19 +1242,15 @@ def _parts(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
 
 def _cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Under autocast, factors in its dtype, to which the dense layer would cast W: so it is written once, by half."""
-    if not _autocasts(next(iter(tensors.values())).device.type):
+    if not autocasts(next(iter(tensors.values())).device.type):
         return tensors
     return dict(zip(tensors, autocast(*tensors.values()), strict=True))
-
-
-def _autocasts(kind: str) -> bool:
-    return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
     """In which x is computed with, under autocast or not."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if _autocasts(kind) else x.dtype
+    return torch.get_autocast_dtype(kind) if autocasts(kind) else x.dtype
 
 
 def _rank_and_nonzeros(tensors: dict[str, Tensor]) -> tuple[int, int]:

@@ -53,10 +53,15 @@ def recording() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; PyTorch 2.11 compiles no question whether it has one."""
+    return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in autocast's dtype where it is on, as PyTorch's own convolutions take theirs (float64 stays)."""
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not autocasts(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
