@@ -967,11 +967,8 @@ class FactorizedConv2d(FactorizedLayer):
         if path == "factored" and self.spec.layout == "spatial" and x.dim() == 4 and self._is_plain(x, tensors, bias):
             # What does not fit is told by the checked function.
             with contextlib.suppress(RuntimeError, ValueError):
-                of, repeated = (
-                    ops.conv.of_factors(self.size, self._convolution()),
-                    not self.training and INDEX in tensors,
-                )
-                y = ops.conv.apply_factors(of, x, *_parts(tensors), bias, repeated)
+                of = ops.conv.of_factors(self.size, self._convolution())
+                y = ops.conv.apply_factors(of, x, *_parts(tensors), bias, not self.training and INDEX in tensors)
                 if y is not None:
                     return y
         y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), path == "fused", tensors, bias)
