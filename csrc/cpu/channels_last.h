@@ -301,7 +301,7 @@ struct Rows {
     for (int64_t n = 0; n < columns; n += kPanel, right.data += right.panel) {
       auto panel = [&]<int N>(std::integral_constant<int, N>) FF_INLINE_LAMBDA {
         outline<B>([&]() FF_INLINE_LAMBDA {
-          constexpr int kTall = N <= 2 ? 2 * kM : kM;
+          constexpr int kTall = B == 64 && N <= 2 ? 2 * kM : kM;
           alignas(64) C part[kTall * N * L];
           const bool whole = n + N * L <= columns;
           int64_t m = 0;

@@ -18,8 +18,9 @@ struct Prepared {
   int64_t rank;
   Images<const T> x;
   Images<T> y;
-  bool pairs;                      // products in pairs
-  const C *u, *v, *bias, *values;  // bias: a register for each output
+  bool pairs;             // products in pairs
+  const C *u, *v, *bias;  // bias: a register for each output
+  const Nonzero<C>* nonzeros;
 };
 
 template <class T, int B>
@@ -33,45 +34,49 @@ struct Run {
     const Geometry& s = p.s;
     const Grid& g = p.grid;
     const Slab<C>& slab = p.slab;
-    const bool sparse = p.values;
+    const bool sparse = p.nonzeros;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, quads = p.band.quads(L);
     const int64_t reads = (g.rows - 1) * s.stride[0] + s.reach[0] + 1;
     const int64_t block = sparse ? p.plan.block : kTogether;
     const Zeros<C> slabs(block * slab.channel + slab.slack);
-    const Scratch<C> t(depth * p.band.channel), band(s.o * p.band.channel);
-    const Scratch<C> single(p.pairs ? kTogether * p.band.channel : 0);
+    const Scratch<C> t(Ops::size(depth, quads)), band(Ops::size(s.o, quads));
+    const Scratch<C> single(p.pairs ? Ops::size(kTogether, quads) : 0);
+    const Stride of_t = Ops::tiles(depth / (p.pairs ? 2 : 1)), of_band = Ops::tiles(s.o);
     const Scratch<C> turned(p.x.channels_last ? Pack::transposed_size(p.x, g, reads, s.i) : 0);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / s.groups, group = item % s.groups;
       const C* start = p.bias ? p.bias + group * s.o * L : nullptr;
       auto take = [&](int64_t i, int64_t count, const C* x) FF_INLINE_LAMBDA {
         for (int64_t r = 0; r < p.rank; ++r) {
-          C* to = t.get() + (r * s.i + i) / (p.pairs ? 2 : 1) * p.band.channel;
-          C* sums = p.pairs ? single.get() : to;
-          Ops::depthwise(x, slab.channel, count, slab.offset[0].data(), p.u + r * taps, taps, quads, false, sums,
-                         p.band.channel);
+          C* to = t.get() + (r * s.i + i) / (p.pairs ? 2 : 1) * of_t.channel;
+          Ops::depthwise(x, slab.channel, count, slab.offset[0].data(), p.u + r * taps, taps, quads, false,
+                         p.pairs ? single.get() : to, p.pairs ? Ops::tiles(kTogether) : of_t);
           if constexpr (std::is_same_v<T, BFloat16>) {
-            if (p.pairs) make_pairs<B>(sums, p.band.channel, count, kQuad * quads * L, to, p.band.channel);
+            const Stride of_single = Ops::tiles(kTogether);
+            for (int64_t k = 0; p.pairs && k < ceil_div(kQuad * quads, Ops::kTile); ++k) {
+              make_pairs<B>(single.get() + k * of_single.tile, of_single.channel, count, Ops::kTile * L,
+                            to + k * of_t.tile, of_t.channel);
+            }
           }
         }
       };
       auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
         if (!sparse) return;
-        Ops::sparse(p.plan, p.plan.start(0, group, k), slabs.get(), p.values, kQuad * quads, k == 0, start, band.get(),
-                    p.band.channel);
+        Ops::sparse(p.plan, p.plan.start(0, group, k), slabs.get(), p.nonzeros, kQuad * quads, k == 0, start,
+                    band.get(), of_band);
       };
       Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], reads, slab, group * s.i, s.i, turned.get(), block,
                         slabs.get(), take, take_block);
-      if (!sparse && !p.rank) Ops::fill(start, s.o, kQuad * quads, band.get(), p.band.channel);
+      if (!sparse && !p.rank) Ops::fill(start, s.o, kQuad * quads, band.get(), of_band);
       if (p.rank) {
         with_operand<T, B>(p.pairs, [&](auto operand, int64_t factors) FF_INLINE_LAMBDA {
           using E = decltype(operand);
           Ops::multiply(reinterpret_cast<const E*>(p.v) + group * s.o * depth / factors, s.o, depth / factors,
-                        reinterpret_cast<const E*>(t.get()), p.band.channel, quads, sparse, start, band.get(),
-                        p.band.channel, ahead(p.x, g, s.groups, unit + 1), ahead(p.y, g, s.groups, unit));
+                        reinterpret_cast<const E*>(t.get()), of_t, quads, sparse, start, band.get(), of_band,
+                        ahead(p.x, g, s.groups, unit + 1), ahead(p.y, g, s.groups, unit));
         });
       }
-      Pack::unpack(s, g, p.band, unit, band.get(), 0, group * s.o, p.y);
+      Pack::unpack(s, g, p.band, unit, band.get(), of_band.channel, 0, group * s.o, p.y);
     }
   }
 };
@@ -141,18 +146,18 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   const Orders::Order order = order_of(p, op, parallel_for);
   p.plan.use(order->data());
   const Scratch<C> u(op.rank * taps), v(outputs * op.rank * c.i), bias(op.bias ? outputs * lanes : 0);
-  const Scratch<C> values(op.mu.count);
+  const Scratch<Nonzero<C>> nonzeros(op.mu.count);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
   if (op.rank) {
-    pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, product_rows(bytes), p.pairs, v.get(),
+    pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, v.get(),
            parallel_for);
   }
   for (int64_t k = 0; k < outputs * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
   if (op.mu.count) {
-    sort_values<T>(p.plan, op.mu, values.get(), parallel_for);
-    p.values = values.get();
+    sort_nonzeros<T>(p.plan, op.mu, nonzeros.get(), parallel_for);
+    p.nonzeros = nonzeros.get();
   }
   p.u = u.get(), p.v = v.get(), p.bias = op.bias ? bias.get() : nullptr;
   parallel(parallel_for, p.grid.units() * c.groups, 1,

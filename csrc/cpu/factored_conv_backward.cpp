@@ -18,7 +18,8 @@ struct Prepared {
   int64_t rank, parts;
   Images<const T> x, dy;
   Images<T> dx;
-  const C *u, *v, *back_values;  // v [rank][group]: o → i
+  const C *u, *v;  // v [rank][group]: o → i
+  const Nonzero<C>* back_nonzeros;
   std::vector<const C*> back_u;  // of each phase
   bool needs_x, needs_u, needs_v;
   C *du, *dv, *dvalues;  // partial sums [part][…]
@@ -39,8 +40,9 @@ struct Run {
     const Grid& g = p.grid;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, own_first = -p.flat_low * p.flat.row;
     const int64_t reads = (g.rows - 1) * s.stride[0] + s.reach[0] + 1, phases = p.back.phases.size();
-    const int64_t flat_channel = p.flat.channel, dx_phase = s.i * p.dx_band.channel;
-    const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_values;
+    const int64_t flat_channel = p.flat.channel, dx_phase = Ops::size(s.i, p.dx_band.quads(L));
+    const Stride of_flat = Ops::rows(flat_channel), of_t = Ops::tiles(depth), of_dx = Ops::tiles(s.i);
+    const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_nonzeros;
     const bool needs_s = p.rank && (p.needs_x || p.needs_u);
     const Zeros<C> dy(s.o * flat_channel), back(needs_s ? depth * flat_channel : 0);
     const int64_t x_block = p.dvalues ? p.plan.block : kTogether, dy_block = sparse_dx ? p.back_plan.block : kTogether;
@@ -48,7 +50,8 @@ struct Run {
     const Zeros<C> slab(
         std::max(needs_weights ? x_block * p.x_slab.channel + p.x_slab.slack : 0,
                  p.needs_x ? std::max<int64_t>(dy_block, kTogether) * p.back_slab.channel + p.back_slab.slack : 0));
-    const Scratch<C> t(p.needs_v ? depth * p.own.channel : 0), panels(p.needs_v ? p.dv_row * p.own.pixels : 0);
+    const Scratch<C> t(p.needs_v ? Ops::size(depth, p.own.quads(L)) : 0),
+        panels(p.needs_v ? p.dv_row * p.own.pixels : 0);
     const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L);
     const Scratch<C> turned(std::max(p.dy.channels_last ? Pack::transposed_size(p.dy, g, p.flat_rows, s.o) : 0,
                                      p.x.channels_last ? Pack::transposed_size(p.x, g, reads, s.i) : 0));
@@ -77,8 +80,8 @@ struct Run {
         Pack::pack_images(p.dy, g, unit, 1, p.flat_low, p.flat_rows, p.flat_slab, group * s.o, s.o, turned.get(), s.o,
                           dy.get(), nothing, nothing);
         for (int64_t r = 0; r < p.rank && needs_s; ++r) {
-          Ops::multiply(p.v + (r * s.groups + group) * s.i * s.o, s.i, s.o, dy.get(), flat_channel, p.flat.quads(L),
-                        false, nullptr, back.get() + r * s.i * flat_channel, flat_channel,
+          Ops::multiply(p.v + (r * s.groups + group) * s.i * s.o, s.i, s.o, dy.get(), of_flat, p.flat.quads(L), false,
+                        nullptr, back.get() + r * s.i * flat_channel, of_flat,
                         r == 0 && needs_weights ? ahead(p.x, g, s.groups, unit) : Ahead{}, {});
         }
         if (needs_weights) {
@@ -88,7 +91,7 @@ struct Run {
               const int64_t channel = r * s.i + i;
               if (p.needs_v) {
                 Ops::depthwise(x, p.x_slab.channel, count, offsets, p.u + r * taps, taps, p.own.quads(L), false,
-                               t.get() + channel * p.own.channel, p.own.channel);
+                               t.get() + channel * of_t.channel, of_t);
               }
               if (p.needs_u) {
                 Ops::correlate(x, p.x_slab.channel, count, back.get() + channel * flat_channel + own_first,
@@ -105,7 +108,7 @@ struct Run {
                             x_block, slab.get(), take, take_block);
         }
         if (dv) {
-          Ops::transpose_panels(t.get(), p.own.channel, depth, registers, panels.get());
+          Ops::transpose_panels(t.get(), of_t, depth, registers, panels.get());
           Ops::multiply_transposed(dy.get() + own_first, flat_channel, s.o, panels.get(), depth, registers * L, dv,
                                    ahead(p.dy, g, s.groups, unit + 1),
                                    p.needs_x ? ahead(p.dx, g, s.groups, unit) : Ahead{});
@@ -119,7 +122,7 @@ struct Run {
               for (int64_t phase = 0; phase < phases; ++phase) {
                 const std::vector<int64_t>& offsets = p.back_slab.offset[phase];
                 Ops::depthwise(packed, 0, 1, offsets.data(), p.back_u[phase] + r * offsets.size(), offsets.size(),
-                               p.dx_band.quads(L), r > 0, dx.get() + phase * dx_phase + i * p.dx_band.channel, 0);
+                               p.dx_band.quads(L), r > 0, dx.get() + phase * dx_phase + i * of_dx.channel, of_dx);
               }
             }
           };
@@ -130,13 +133,13 @@ struct Run {
           flat.data = dy.get(), flat.size = s.o * flat_channel;
           auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
             for (int64_t phase = 0; phase < phases; ++phase) {
-              Ops::sparse(p.back_plan, p.back_plan.start(phase, group, k), slab.get(), p.back_values,
-                          kQuad * p.dx_band.quads(L), false, nullptr, dx.get() + phase * dx_phase, p.dx_band.channel);
+              Ops::sparse(p.back_plan, p.back_plan.start(phase, group, k), slab.get(), p.back_nonzeros,
+                          kQuad * p.dx_band.quads(L), false, nullptr, dx.get() + phase * dx_phase, of_dx);
             }
           };
           Pack::pack_blocks(p.back_slab, flat, s.o, dy_block, slab.get(), nothing, take_block);
         }
-        Pack::unpack(p.back, g, p.dx_band, unit, dx.get(), dx_phase, group * s.i, p.dx);
+        Pack::unpack(p.back, g, p.dx_band, unit, dx.get(), of_dx.channel, dx_phase, group * s.i, p.dx);
       }
       for (int64_t k = 0; k < p.rank * taps && p.needs_u; ++k) {
         C sum = 0;
@@ -198,7 +201,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * p.nonzeros);
   const Scratch<C> du_parts(p.parts * c.groups * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
-  const Scratch<C> back_values(p.needs_x ? op.mu.count : 0);
+  const Scratch<Nonzero<C>> back_nonzeros(p.needs_x ? op.mu.count : 0);
   p.plan = make_plan(p.s, p.x_slab, p.nonzeros, tile);
   p.back_plan = make_plan(p.back, p.back_slab, p.needs_x ? op.mu.count : 0, tile);
   const Scratch<int32_t> order(p.plan.size()), back_order(p.back_plan.size());
@@ -215,11 +218,11 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   if (p.needs_x && op.mu.count) {
     find_order(p.back_plan, p.back, p.back_slab, op.mu, taps, true, back_order.get(), parallel_for);
     p.back_plan.use(back_order.get());
-    sort_values<T>(p.back_plan, op.mu, back_values.get(), parallel_for);
-    p.back_values = back_values.get();
+    sort_nonzeros<T>(p.back_plan, op.mu, back_nonzeros.get(), parallel_for);
+    p.back_nonzeros = back_nonzeros.get();
   }
   for (int64_t r = 0; r < op.rank; ++r) {
-    pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, product_rows(bytes), false,
+    pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, kProductRows, false,
            v.get() + r * outputs * c.i, parallel_for);
   }
   p.u = u.get(), p.v = v.get();

@@ -12,8 +12,6 @@ constexpr int64_t kKept = 1 << 18, kLeast = 256, kUnits = 4;
 
 constexpr int64_t kFew = 4;  // channels of s and t for which one pass over dy does
 
-constexpr int tile_rows(int bytes) { return (wide(bytes) <= 2 ? 2 : 1) * product_rows(bytes); }
-
 // The least number of rows of a plane that are whole panels of registers and divide it; 0 if there is none.
 int64_t rows_of_panels(const Conv& c, int64_t lanes) {
   if (!c.w || (c.w % lanes && lanes % c.w)) return 0;
@@ -197,7 +195,7 @@ struct Kernels {
   template <class E>
   FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, const C* bias, C* y,
                                  int64_t y_channel, Ahead& next, Ahead& out) {
-    constexpr int kM = tile_rows(B);
+    constexpr int kM = Ops::kM;
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t o = 0; o < outputs; o += kM) {
         const int64_t rows = std::min<int64_t>(kM, outputs - o);
@@ -305,7 +303,7 @@ struct RunForward {
         T* y = p.y + (image * c.groups + g) * c.o * plane + row * c.w;
         Ahead next{}, out{};
         if (p.bands == 1) {
-          const int64_t steps = panels * ceil_div(c.o, tile_rows(B)) * (1 + depth / K::Ops::kStep);
+          const int64_t steps = panels * ceil_div(c.o, K::Ops::kM) * (1 + depth / K::Ops::kStep);
           const T* x = p.x + (first + c.i) * plane;
           if (image + 1 < c.n || g + 1 < c.groups) next = {reinterpret_cast<const char*>(x), in_group};
           out = {reinterpret_cast<const char*>(y), int64_t(c.o * plane * sizeof(T))};
@@ -353,8 +351,7 @@ void forward(const FactoredConv& op, ParallelFor parallel_for) {
   for (int64_t k = 0; k < outputs * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
-  pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, tile_rows(bytes), p.pairs, v.get(),
-         parallel_for);
+  pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, v.get(), parallel_for);
   parallel(parallel_for, c.n * p.bands, 1, [&](int64_t begin, int64_t end) { dispatch<RunForward, T>(p, begin, end); });
 }
 
@@ -438,9 +435,9 @@ struct RunBackward {
             for (int64_t o = 0; o < c.o; ++o) copy<B>(from + o * plane, plane, dy.get() + o * channel + k * plane);
           }
           for (int64_t r = 0; r < p.rank && needs_s; ++r) {
-            Ops::template multiply<C>(p.v + (r * c.groups + group) * c.i * c.o, c.i, c.o, dy.get(), channel,
-                                      ceil_div(pixels, kQuad * L), false, nullptr, s.get() + r * c.i * channel, channel,
-                                      r ? Ahead{} : ahead(p.x, image, c.i), {});
+            Ops::template multiply<C>(p.v + (r * c.groups + group) * c.i * c.o, c.i, c.o, dy.get(), Ops::rows(channel),
+                                      ceil_div(pixels, kQuad * L), false, nullptr, s.get() + r * c.i * channel,
+                                      Ops::rows(channel), r ? Ahead{} : ahead(p.x, image, c.i), {});
           }
           if (p.needs_u || dv) read_x(p.needs_u);
         }
@@ -449,7 +446,7 @@ struct RunBackward {
           total.get()[k] += sums.get()[k], sums.get()[k] = 0;
         }
         if (dv && !few) {
-          Ops::transpose_panels(t.get(), channel, depth, pixels / L, turned.get());
+          Ops::transpose_panels(t.get(), Ops::rows(channel), depth, pixels / L, turned.get());
           Ops::multiply_transposed(dy.get(), channel, c.o, turned.get(), depth, pixels, dv,
                                    ahead(p.dy, image + p.images, c.o), ahead(p.dx, image, c.i));
         }
@@ -514,8 +511,8 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     back_u.get()[k] = to_compute(static_cast<const T*>(op.u)[r * taps + taps - 1 - tap]);
   }
   for (int64_t r = 0; r < op.rank && (p.dx || p.needs_u || p.few); ++r) {
-    pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true,
-           p.few ? c.i : product_rows(bytes), false, v.get() + r * outputs * c.i, parallel_for);
+    pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, p.few ? c.i : kProductRows,
+           false, v.get() + r * outputs * c.i, parallel_for);
   }
   p.u = u.get(), p.back_u = back_u.get(), p.v = v.get(), p.du = du_parts.get(), p.dv = dv_parts.get();
   parallel(parallel_for, c.groups * p.parts, 1,

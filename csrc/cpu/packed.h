@@ -445,41 +445,86 @@ struct Packing {
     }
   }
 
-  // Writes a band [phase][channel][row] of a unit to the images y, from channel `channel` on.
+  // Writes a band, [phase][tile][channel][`tile` elements], of a unit to the images y, from channel `channel` on.
   FF_INLINE static void unpack(const Geometry& s, const Grid& g, const Band& band, int64_t unit, const C* from,
-                               int64_t phase_step, int64_t channel, const Images<T>& y) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      const int64_t plane = y.h * y.w, own = g.own(unit % g.bands);
-      for (int64_t k = 0; k < g.segments; ++k) {
-        const int64_t image = g.image(unit, k), top = g.first_row(unit, k);
-        if (image < 0) continue;
-        const int64_t first_channel = y.channels_last ? channel : 0;
-        T* to = y.data + (image * y.channels + (y.channels_last ? 0 : channel)) * plane + first_channel;
-        for (int64_t phase_row = 0; phase_row < s.step[0]; ++phase_row) {
-          const int64_t rows =
-              std::min(own, ceil_div(std::max<int64_t>(0, y.h - phase_row - top * s.step[0]), s.step[0]));
-          const C* at = from + phase_row * s.step[1] * phase_step + k * band.columns;
-          const int64_t first = top * s.step[0] + phase_row;
-          if (y.channels_last) {
-            for (int64_t row = 0; row < rows; ++row) {
-              T* line = to + (first + row * s.step[0]) * y.w * y.channels;
-              for (int64_t x = 0; x < s.step[1]; ++x) {
-                to_channels_last(at + x * phase_step + row * band.row, band.channel, s.o, ceil_div(y.w - x, s.step[1]),
-                                 line + x * y.channels, s.step[1] * y.channels);
-              }
-            }
-          } else {
-            const bool whole = band.row == y.w && band.columns == y.w && s.step[0] == 1;
-            for (int64_t o = 0; o < s.o; ++o, at += band.channel) {
-              for (int64_t row = 0; row < (whole ? std::min<int64_t>(rows, 1) : rows); ++row) {
-                T* line = to + o * plane + (first + row * s.step[0]) * y.w;
-                to_rows(at + row * band.row, phase_step, s.step[1], whole ? rows * y.w : y.w, line);
-              }
+                               int64_t tile, int64_t phase_step, int64_t channel, const Images<T>& y) {
+    const int64_t own = g.own(unit % g.bands);
+    auto rows_of = [&](int64_t segment, int64_t phase_row) {
+      const int64_t below = y.h - phase_row - g.first_row(unit, segment) * s.step[0];
+      return g.image(unit, segment) < 0 ? 0 : std::min(own, ceil_div(std::max<int64_t>(0, below), s.step[0]));
+    };
+    const int64_t phases = s.step[0] * s.step[1], registers = ceil_div(own * band.row, L);
+    if (y.channels_last) {
+      const Scratch<int64_t> places(registers * L);
+      for (int64_t phase = 0; phase < phases; ++phase, from += phase_step) {
+        std::fill(places.get(), places.get() + registers * L, -1);
+        const int64_t first = phase / s.step[1], column = phase % s.step[1];
+        for (int64_t k = 0; k < g.segments; ++k) {
+          for (int64_t row = 0; row < rows_of(k, first); ++row) {
+            const int64_t line = (g.first_row(unit, k) + row) * s.step[0] + first;
+            int64_t place = ((g.image(unit, k) * y.h + line) * y.w + column) * y.channels + channel;
+            int64_t* at = places.get() + row * band.row + k * band.columns;
+            for (int64_t x = column; x < y.w; x += s.step[1], place += s.step[1] * y.channels) *at++ = place;
+          }
+        }
+        outline<B>([&]() FF_INLINE_LAMBDA { to_channels_last(from, tile, s.o, registers, places.get(), y.data); });
+      }
+      return;
+    }
+    const bool whole = band.row == y.w && band.columns == y.w && phases == 1;
+    const Scratch<C> line(phases * registers * L);
+    for (int64_t o = 0; o < s.o; ++o, from += tile) {
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        for (int64_t phase = 0; phase < phases; ++phase) {
+          C* to = line.get() + phase * registers * L;
+          for (int64_t p = 0; p < registers * L; p += L) {
+            store<B>(to + p, load<B>(from + phase * phase_step + p / tile * tile * s.o + p % tile));
+          }
+        }
+        for (int64_t k = 0; k < g.segments; ++k) {
+          T* image = y.data + (g.image(unit, k) * y.channels + channel + o) * y.h * y.w;
+          for (int64_t phase_row = 0; phase_row < s.step[0]; ++phase_row) {
+            const int64_t rows = rows_of(k, phase_row), first = g.first_row(unit, k) * s.step[0] + phase_row;
+            const C* at = line.get() + phase_row * s.step[1] * registers * L + k * band.columns;
+            for (int64_t row = 0; row < (whole ? std::min<int64_t>(rows, 1) : rows); ++row) {
+              to_rows(at + row * band.row, registers * L, s.step[1], whole ? rows * y.w : y.w,
+                      image + (first + row * s.step[0]) * y.w);
             }
           }
         }
+      });
+    }
+  }
+
+  // to[places[p] + c] = from[p / tile][c][p % tile] of all pixels p that have a place.
+  FF_INLINE static void to_channels_last(const C* from, int64_t tile, int64_t channels, int64_t registers,
+                                         const int64_t* places, T* to) {
+    for (int64_t r = 0; r < registers; ++r, places += L) {
+      const C* at = from + r * L / tile * tile * channels + r * L % tile;
+      bool all = true, some = false;
+      for (int l = 0; l < L; ++l) all &= places[l] >= 0, some |= places[l] >= 0;
+      if (!some) continue;
+      int64_t c = 0;
+      for (; c + L <= channels; c += L) {
+        V lines[L];
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) lines[l] = load<B>(at + (c + l) * tile);
+        transpose_from<1, L>(lines);
+        if (all) {
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) store<B>(to + places[l] + c, lines[l]);
+        } else {
+          for (int l = 0; l < L; ++l) {
+            if (places[l] >= 0) store<B>(to + places[l] + c, lines[l]);
+          }
+        }
       }
-    });
+      for (; c < channels; ++c) {
+        for (int l = 0; l < L; ++l) {
+          if (places[l] >= 0) to[places[l] + c] = from_compute<T>(at[c * tile + l]);
+        }
+      }
+    }
   }
 
   // n elements of a row, made of those of `step` phases.

@@ -35,10 +35,21 @@ struct Plan {
   }
 };
 
+template <class C>
+struct Nonzero {
+  C value;
+  int32_t offset;
+};
+
+// From one channel to the next, and from one tile of registers to the next, in elements; see Tiles::tiles.
+struct Stride {
+  int64_t channel, tile;
+};
+
 inline constexpr int sparse_registers(int bytes) { return bytes == 64 ? 16 : 8; }  // of a tile of the sparse kernels
-inline constexpr int product_rows(int bytes) { return bytes == 64 ? 6 : 3; }
-// Registers of columns of a product's tile. Of 16 registers 6 × 2 sums leave enough for the operands, 3 × 4 do not.
-inline constexpr int64_t wide(int bytes) { return bytes == 32 ? 2 : 4; }
+// Rows and registers of columns of a product's tile: as many sums as leave room for the operands.
+inline constexpr int kProductRows = 6;
+inline constexpr int64_t wide(int bytes) { return bytes == 64 ? 4 : 2; }
 
 // Memory to be brought into the second cache while a product is computed.
 struct Ahead {
@@ -64,8 +75,9 @@ template <class T, int B>
 struct Tiles {
   using C = Compute<T>;
   using V = Vec<T, B>;
-  static constexpr int L = kLanes<T, B>, kM = product_rows(B), kTile = sparse_registers(B);
-  static constexpr int64_t kStep = 8;  // steps of a product between fetches
+  static constexpr int L = kLanes<T, B>, kM = kProductRows, kTile = sparse_registers(B);
+  static constexpr int64_t kStep = 8;                              // steps of a product between fetches
+  static constexpr int64_t kWide = wide(B), kDepth = 512 / kWide;  // a panel of so many steps in the first cache
 
   // f.operator()<N>(first) for pieces of N registers, N = Most, Most / 2, … 1, that make up `count`.
   template <int N, class F>
@@ -74,15 +86,22 @@ struct Tiles {
     if constexpr (N > 1) pieces<N / 2>(first, count, f);
   }
 
+  // Channels in rows, or a tile of registers of all channels before the next tile: so the sparse kernels, which go from
+  // channel to channel, find them one after the other.
+  static constexpr Stride rows(int64_t channel) { return {channel, kTile * L}; }
+  static constexpr Stride tiles(int64_t channels) { return {kTile * L, channels * kTile * L}; }
+  static int64_t size(int64_t channels, int64_t quads) { return channels * ceil_div(kQuad * quads, kTile) * kTile * L; }
+  FF_INLINE static int64_t place(Stride stride, int64_t r) { return r / kTile * stride.tile + r % kTile * L; }
+
   // t[c][j] = Σ_tap u[tap] · x[c][offsets[tap] + j] for `quads` quads of registers, added to t if asked.
   FF_INLINE static void depthwise(const C* x, int64_t x_channel, int64_t channels, const int64_t* offsets, const C* u,
-                                  int64_t taps, int64_t quads, bool add, C* t, int64_t t_channel) {
+                                  int64_t taps, int64_t quads, bool add, C* t, Stride ts) {
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t c = 0; c < channels; ++c) {
         pieces<8>(0, kQuad * quads, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
           V sums[N]{};
           const C* at = x + c * x_channel + first * L;
-          C* to = t + c * t_channel + first * L;
+          C* to = t + c * ts.channel + place(ts, first);
           if (add) {
 #pragma GCC unroll 8
             for (int p = 0; p < N; ++p) sums[p] = load<B>(to + p * L);
@@ -189,40 +208,41 @@ struct Tiles {
   // y[o][j] = start[o] + Σ_k v[o][k] · t[k][j] for `quads` quads of registers, v packed by pack_v, `start` a register
   // for each output; null: 0. With `add`, to what y holds.
   template <class E>
-  FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, int64_t t_channel,
-                                 int64_t quads, bool add, const C* start, C* y, int64_t y_channel, Ahead next,
-                                 Ahead out) {
-    constexpr int64_t kDepth = 128;  // a quad of t in the first cache
-    const int64_t steps = quads * ceil_div(outputs, kM) * (ceil_div(depth, kDepth) + depth / kStep);
+  FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, Stride ts, int64_t quads,
+                                 bool add, const C* start, C* y, Stride ys, Ahead next, Ahead out) {
+    const int64_t panels = quads * (kQuad / kWide);
+    const int64_t steps = panels * ceil_div(outputs, kM) * (ceil_div(depth, kDepth) + depth / kStep);
     next.spread(steps), out.spread(steps);
     outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t q = 0; q < quads; ++q) {
+      for (int64_t q = 0; q < panels; ++q) {
         for (int64_t k = 0; k < depth; k += kDepth) {
           for (int64_t o = 0; o < outputs; o += kM) {
             const int64_t rows = std::min<int64_t>(kM, outputs - o);
-            C* to = y + o * y_channel + q * kQuad * L;
+            C* to = y + o * ys.channel + place(ys, q * kWide);
             const bool on = add || k > 0;
-            rows_of_product<kQuad, kM, E>(rows, {v + o * depth + k * rows, 1, rows}, t + k * t_channel + q * kQuad * L,
-                                          t_channel, std::min(kDepth, depth - k),
-                                          on ? to : (start ? start + o * L : nullptr), on ? y_channel : L, on ? L : 0,
-                                          to, y_channel, next, out);
+            rows_of_product<kWide, kM, E>(rows, {v + o * depth + k * rows, 1, rows},
+                                          t + k * ts.channel + place(ts, q * kWide), ts.channel,
+                                          std::min(kDepth, depth - k), on ? to : (start ? start + o * L : nullptr),
+                                          on ? ys.channel : L, on ? L : 0, to, ys.channel, next, out);
           }
         }
       }
     });
   }
 
-  // to[k / 4 registers][pixel][4 registers of k] = t[k][pixel], zeros for k ≥ depth; the last panel may be narrower.
-  FF_INLINE static void transpose_panels(const C* t, int64_t t_channel, int64_t depth, int64_t registers, C* to) {
+  // to[k / kWide registers][pixel][kWide registers of k] = t[k][pixel], zeros for k ≥ depth; the last panel may be
+  // narrower.
+  FF_INLINE static void transpose_panels(const C* t, Stride ts, int64_t depth, int64_t registers, C* to) {
     outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t k0 = 0; k0 < depth; k0 += kQuad * L) {
-        const int64_t width = std::min(kQuad, ceil_div(depth - k0, L));
+      for (int64_t k0 = 0; k0 < depth; k0 += kWide * L) {
+        const int64_t width = std::min(kWide, ceil_div(depth - k0, L));
         for (int64_t j = 0; j < registers; ++j) {
           for (int64_t w = 0; w < width; ++w) {
             V lines[L];
             const int64_t k = k0 + w * L;
 #pragma GCC unroll 16
-            for (int l = 0; l < L; ++l) lines[l] = k + l < depth ? load<B>(t + (k + l) * t_channel + j * L) : V{};
+            for (int l = 0; l < L; ++l)
+              lines[l] = k + l < depth ? load<B>(t + (k + l) * ts.channel + place(ts, j)) : V{};
             transpose_from<1, L>(lines);
 #pragma GCC unroll 16
             for (int l = 0; l < L; ++l) store<B>(to + (l * width + w) * L, lines[l]);
@@ -237,35 +257,41 @@ struct Tiles {
   FF_INLINE static void multiply_transposed(const C* dy, int64_t dy_channel, int64_t outputs, const C* t, int64_t depth,
                                             int64_t pixels, C* dv, Ahead next, Ahead out) {
     const int64_t row = ceil_div(depth, L) * L;
-    const int64_t steps = ceil_div(row, kQuad * L) * ceil_div(outputs, kM) * (1 + pixels / kStep);
+    const int64_t steps =
+        ceil_div(row, kWide * L) * ceil_div(outputs, kM) * (ceil_div(pixels, kDepth) + pixels / kStep);
     next.spread(steps), out.spread(steps);
-    for (int64_t k = 0; k < row; k += kQuad * L) {
-      const int64_t width = std::min(kQuad, (row - k) / L);
-      auto panel = [&]<int N>(std::integral_constant<int, N>) FF_INLINE_LAMBDA {
+    for (int64_t k = 0; k < row; k += kWide * L) {
+      const int64_t width = std::min(kWide, (row - k) / L);
+      auto panel = [&]<int N>() FF_INLINE_LAMBDA {
         outline<B>([&]() FF_INLINE_LAMBDA {
-          for (int64_t o = 0; o < outputs; o += kM) {
-            C* to = dv + o * row + k;
-            rows_of_product<N, kM, C>(std::min<int64_t>(kM, outputs - o), {dy + o * dy_channel, dy_channel, 1}, t,
-                                      N * L, pixels, to, row, L, to, row, next, out);
+          for (int64_t first = 0; first < pixels; first += kDepth) {
+            for (int64_t o = 0; o < outputs; o += kM) {
+              C* to = dv + o * row + k;
+              rows_of_product<N, kM, C>(std::min<int64_t>(kM, outputs - o),
+                                        {dy + o * dy_channel + first, dy_channel, 1}, t + first * N * L, N * L,
+                                        std::min(kDepth, pixels - first), to, row, L, to, row, next, out);
+            }
           }
         });
       };
-      if (width == 4) panel(std::integral_constant<int, 4>{});
-      if (width == 3) panel(std::integral_constant<int, 3>{});
-      if (width == 2) panel(std::integral_constant<int, 2>{});
-      if (width == 1) panel(std::integral_constant<int, 1>{});
+      if constexpr (kWide == 4) {
+        if (width == 4) panel.template operator()<4>();
+        if (width == 3) panel.template operator()<3>();
+      }
+      if (width == 2) panel.template operator()<2>();
+      if (width == 1) panel.template operator()<1>();
       t += pixels * width * L;
     }
   }
 
-  // y[o][j] += Σ_nz values[nz] · x[offsets[nz] + j] over the nonzeros starts[o] … starts[o + 1] of each output channel,
-  // for N registers. Not what y holds, but start[o], a register, is added to if y is `fresh`; null: 0.
+  // y[o][j] += Σ_nz value · x[offset + j] over the nonzeros starts[o] … starts[o + 1] of each output channel, for N
+  // registers. Not what y holds, but start[o], a register, is added to if y is `fresh`; null: 0.
   template <int N>
-  FF_INLINE static void sparse_tile(const C* x, const int32_t* offsets, const C* values, const int32_t* starts,
-                                    int64_t outputs, bool fresh, const C* start, C* y, int64_t y_channel) {
+  FF_INLINE static void sparse_tile(const C* x, const Nonzero<C>* nonzeros, const int32_t* starts, int64_t outputs,
+                                    bool fresh, const C* start, C* y, int64_t y_channel) {
     for (int64_t o = 0; o < outputs; ++o, y += y_channel) {
-      int32_t nz = starts[o];
-      const int32_t end = starts[o + 1];
+      const Nonzero<C>* nz = nonzeros + starts[o];
+      const Nonzero<C>* const end = nonzeros + starts[o + 1];
       V sums[N];
       if (fresh) {
         const V first = start ? load<B>(start + o * L) : V{};
@@ -276,9 +302,10 @@ struct Tiles {
 #pragma GCC unroll 16
         for (int p = 0; p < N; ++p) sums[p] = load<B>(y + p * L);
       }
+#pragma GCC unroll 2
       for (; nz < end; ++nz) {
-        const C* from = x + offsets[nz];
-        const V weight = values[nz] - V{};
+        const C* from = x + nz->offset;
+        const V weight = nz->value - V{};
 #pragma GCC unroll 16
         for (int p = 0; p < N; ++p) sums[p] += weight * load<B>(from + p * L);
       }
@@ -288,27 +315,26 @@ struct Tiles {
   }
 
   // y[o][j] = start[o], a register for each output; null: 0.
-  FF_INLINE static void fill(const C* start, int64_t outputs, int64_t registers, C* y, int64_t y_channel) {
+  FF_INLINE static void fill(const C* start, int64_t outputs, int64_t registers, C* y, Stride ys) {
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t k = 0; k < outputs * registers; ++k) {
         const int64_t o = k / registers;
-        store<B>(y + o * y_channel + k % registers * L, start ? load<B>(start + o * L) : V{});
+        store<B>(y + o * ys.channel + place(ys, k % registers), start ? load<B>(start + o * L) : V{});
       }
     });
   }
 
   // The nonzeros `starts` of a block of input channels, packed at x.
-  FF_INLINE static void sparse(const Plan& plan, const int32_t* starts, const C* x, const C* values, int64_t registers,
-                               bool fresh, const C* start, C* y, int64_t y_channel) {
+  FF_INLINE static void sparse(const Plan& plan, const int32_t* starts, const C* x, const Nonzero<C>* nonzeros,
+                               int64_t registers, bool fresh, const C* start, C* y, Stride ys) {
     pieces<kTile>(0, registers, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA {
-        sparse_tile<N>(x + first * L, plan.offsets, values, starts, plan.outputs, fresh, start, y + first * L,
-                       y_channel);
+        sparse_tile<N>(x + first * L, nonzeros, starts, plan.outputs, fresh, start, y + place(ys, first), ys.channel);
       });
     });
   }
 
-  // grads[nz] += Σ_j y[o][j] · x[offsets[nz] + j]: the gradient of `values` in `sparse`. The lanes of L nonzeros, of
+  // grads[nz] += Σ_j y[o][j] · x[offsets[nz] + j]: the gradient of the values in `sparse`. The lanes of L nonzeros, of
   // whatever outputs, are summed at once.
   template <int N>
   FF_INLINE static void sampled_tile(const C* x, const int32_t* offsets, const int32_t* starts, int64_t outputs,
@@ -419,11 +445,13 @@ void find_order(const Plan& plan, const Geometry& s, const Slab<C>& slab, const 
   });
 }
 
-// The values of μ in the order of the plan.
+// The nonzeros of μ in the order of the plan.
 template <class T>
-void sort_values(const Plan& plan, const Sparse& mu, Compute<T>* to, ParallelFor parallel_for) {
+void sort_nonzeros(const Plan& plan, const Sparse& mu, Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
   parallel(parallel_for, mu.count, 16384, [&](int64_t begin, int64_t end) {
-    for (int64_t nz = begin; nz < end; ++nz) to[nz] = to_compute(static_cast<const T*>(mu.values)[plan.source[nz]]);
+    for (int64_t nz = begin; nz < end; ++nz) {
+      to[nz] = {to_compute(static_cast<const T*>(mu.values)[plan.source[nz]]), plan.offsets[nz]};
+    }
   });
 }
 
