@@ -89,10 +89,17 @@ struct FactoredLinearBackward {
   Matrix<void> dx;
   void *h, *dh;  // x uᵀ and dy vᵀ [n, rank], of which du = dhᵀ x and dv = hᵀ dy are made
   void* dvalues;
-};  // dx, h, dh and dvalues are null where not asked for
+  void *du = nullptr, *dv = nullptr;  // where `in_tiles`, in place of h and dh, at ranks of up to kFewRanks
+};  // null where not asked for
 
 // These two return false, without a result, where the nonzeros are not ascending positions in μ.
 bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for);
 bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor parallel_for);
+
+// Whether they multiply tiles of W, made in cache, in place of nonzeros (linear_tiles.cpp); not for planes.
+bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool backward);
+constexpr int64_t kFewRanks = 4;  // up to which du and dv are summed from tiles of dW
+bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for);
+bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for);
 
 }  // namespace fastfact

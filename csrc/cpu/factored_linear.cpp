@@ -666,12 +666,18 @@ void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
 }  // namespace
 
 bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for) {
+  if (!op.x.plane && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, false)) {
+    return linear_in_tiles(op, parallel_for);
+  }
   if (!ascending(op.mu, op.o * op.i, parallel_for)) return false;
   if (op.n && op.o) with_conv_type(op.type, [&](auto type) { forward<decltype(type)>(op, parallel_for); });
   return true;
 }
 
 bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
+  if (!op.x.plane && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, true)) {
+    return linear_in_tiles_backward(op, parallel_for);
+  }
   if (!ascending(op.mu, op.o * op.i, parallel_for)) return false;
   with_conv_type(op.type, [&](auto type) {
     using T = decltype(type);

@@ -160,8 +160,8 @@ struct MultiplyTiles {
   using V = Vec<T, B>;
   static constexpr int L = kLanes<T, B>, MR = tile_rows(B), NR = 2 * L;
 
-  FF_INLINE static void accumulate(const C* a, const C* b, int64_t depth, C* tile) {
-    V sum[MR][2];
+  // sum[m] = Σ_d a[d][m] · b[d]
+  FF_INLINE static void multiply(const C* a, const C* b, int64_t depth, V (&sum)[MR][2]) {
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) sum[m][0] = sum[m][1] = V{};
     for (int64_t d = 0; d < depth; ++d) {
@@ -174,6 +174,11 @@ struct MultiplyTiles {
       a += MR;
       b += NR;
     }
+  }
+
+  FF_INLINE static void accumulate(const C* a, const C* b, int64_t depth, C* tile) {
+    V sum[MR][2];
+    multiply(a, b, depth, sum);
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) {
       store<B>(tile + m * NR, load<B>(tile + m * NR) + sum[m][0]);

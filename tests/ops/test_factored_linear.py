@@ -71,6 +71,15 @@ CASES = [
     ((6,), (5, 4), 2, 1.0),
     ((6,), (5, 4), 2, 0.0),
     ((130,), (1, 1), 0, 1.0),
+    # Dense enough for tiles of W: some rows empty, several slices of the depth, blocks of dW, parts and passes of rows.
+    ((16,), (33, 17), 1, 0.6),
+    ((3,), (300, 300), 4, 0.6),
+    ((37,), (300, 600), 2, 0.4),
+    ((70,), (35, 65), 128, 0.25),
+    ((100,), (33, 17), 0, 1.0),
+    ((600,), (140, 300), 5, 0.7),
+    ((2100,), (20, 36), 1, 0.9),
+    ((40,), (1, 9), 0, 1.0),
 ]
 
 
@@ -121,8 +130,9 @@ def test_gradients_of_parts_only():
         assert torch.allclose(leaf.grad, whole[1][name].grad), name
 
 
-def test_results_repeat():
-    t = draw((600,), (70, 90), 5, 0.1, torch.float32)
+@pytest.mark.parametrize("density", [0.1, 0.6])
+def test_results_repeat(density):
+    t = draw((2100,), (70, 90), 3, density, torch.float32)
     results = []
     for threads in (1, 2):
         before = torch.get_num_threads()
@@ -130,7 +140,7 @@ def test_results_repeat():
         y, leaves = ours(t, (70, 90))
         y.sum().backward()
         torch.set_num_threads(before)
-        results.append((y, leaves["x"].grad, leaves["values"].grad))
+        results.append((y, *(leaf.grad for leaf in leaves.values())))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -156,5 +166,13 @@ def test_bad_input(change, message):
 def test_positions_must_ascend_within_the_weight(index):
     t = draw((2,), (6, 5), 1, 0.2, torch.float32)
     t |= {"index": torch.tensor(index), "values": torch.ones(2)}
+    with pytest.raises((ValueError, RuntimeError), match="index"):
+        ops.factored_linear(**t, size=(6, 5))
+
+
+@pytest.mark.parametrize(("at", "position"), [(0, -1), (29, 30), (11, 4), (12, 11), (20, 21), (0, 29)])
+def test_many_positions_must_ascend_within_the_weight(at, position):
+    t = draw((50,), (6, 5), 1, 1.0, torch.float32)
+    t["index"][at] = position
     with pytest.raises((ValueError, RuntimeError), match="index"):
         ops.factored_linear(**t, size=(6, 5))

@@ -1,0 +1,506 @@
+// The factored linear layer (factored_linear.cpp) where μ is dense enough for products of dense matrices.
+//
+// W = Σ_r v_r ⊗ u_r + μ is made a panel at a time, from values spread out by the bits of their support, in the layout
+// in which a product reads it, and multiplied by all rows while it is in cache; nothing of the size of W is written to
+// memory. Rows of x (dy) are packed in panels of a tile's height. dW = dyᵀ x is summed a block at a time, and the
+// gradients of the values are gathered from the block, those of the factors summed from it.
+#include "gemm.h"
+#include "support.h"
+
+namespace fastfact {
+namespace {
+
+constexpr int64_t kSlice = 256;       // of the depth of a product; a multiple of 64
+constexpr int64_t kPass = 252;        // rows whose slice the second cache holds; a multiple of every tile's height
+constexpr int64_t kGroup = 128;       // columns of W made together; a multiple of 64
+constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
+constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
+constexpr int64_t kItems = 16;        // wanted of work, for the threads
+constexpr int64_t kLeastRows = 2 * kPass;
+constexpr int64_t kOutputs = 252, kInputs = 768, kLeastOutputs = 96;  // of a block of dW
+constexpr int64_t kLeastSum = 4 * kSlice;                             // rows of a part of dW
+
+int64_t slice_of(int64_t depth) {
+  const int64_t slices = ceil_div(std::max<int64_t>(depth, 1), kSlice);
+  return ceil_div(ceil_div(std::max<int64_t>(depth, 1), slices), 64) * 64;
+}
+
+template <class T>
+struct Weight {
+  int64_t i, o, rank, u_row, v_row;  // rows of u and v, padded with zeros
+  const float *u, *v;
+  const T *values, *last;  // from `last` on fewer than eight values can be read
+  Bits support;
+};
+
+// Factors [rank, size] as float, each padded with zeros to a multiple of 64 numbers.
+template <class T>
+struct Padded {
+  int64_t row;
+  Scratch<float> data;
+  Padded(const void* from, int64_t rank, int64_t size) : row(ceil_div(size, 64) * 64), data(rank * row) {
+    for (int64_t r = 0; r < rank; ++r) {
+      for (int64_t k = 0; k < row; ++k) {
+        data.get()[r * row + k] = k < size ? to_compute(static_cast<const T*>(from)[r * size + k]) : 0;
+      }
+    }
+  }
+};
+
+// y [n, columns] = x [n, depth] · right, which is W or, `turned`, Wᵀ.
+template <class T>
+struct RowsProduct {
+  Weight<T> w;
+  bool turned;
+  int64_t n, depth, columns, slice, group, groups, range;  // rows and columns of an item
+  const float *packed, *bias;                              // x [tile][depth][tile's height]; bias padded, or null
+  T* y;
+};
+
+template <class T, int B>
+struct RunProduct {
+  using V = Vec<float, B>;
+  static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
+
+  // Items are (range of rows, group of columns).
+  FF_INLINE static void run(const RowsProduct<T>& p, int64_t begin, int64_t end) {
+    const int64_t most = std::min(p.range, kPass), all = ceil_div(std::min(p.group, p.columns), NR);
+    const bool again = p.range > kPass;
+    const Scratch<float> slab((again ? p.depth : p.slice) * all * NR), kept(all * ceil_div(most, MR) * MR * NR);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = item / p.groups * p.range, last = std::min(first + p.range, p.n);
+      const int64_t column = item % p.groups * p.group, panels = ceil_div(std::min(p.group, p.columns - column), NR);
+      for (int64_t row = first; row < last; row += kPass) {
+        const int64_t rows = std::min(kPass, last - row), tiles = ceil_div(rows, MR);
+        for (int64_t d = 0; d < p.depth; d += p.slice) {
+          const int64_t terms = std::min(p.slice, p.depth - d);
+          float* const right = slab.get() + (again ? d * panels * NR : 0);
+          if (row == first) {
+            if (p.turned) {
+              make_turned(p.w, column, panels, d, terms, right);
+            } else {
+              make(p.w, column, panels, d, terms, right);
+            }
+          }
+          for (int64_t panel = 0; panel < panels; ++panel) {
+            outline<B>([&]() FF_INLINE_LAMBDA {
+              multiply(p, row, rows, column + panel * NR, d, terms, right + panel * terms * NR,
+                       kept.get() + panel * tiles * MR * NR);
+            });
+          }
+        }
+      }
+    }
+  }
+
+  // A panel of W times a slice of some rows: sums to `kept`, [tile][row][column], and of the last slice to y.
+  FF_INLINE static void multiply(const RowsProduct<T>& p, int64_t row, int64_t rows, int64_t column, int64_t d,
+                                 int64_t terms, const float* right, float* kept) {
+    const float* left = p.packed + (row / MR * p.depth + d) * MR;
+    const int64_t last = row + rows, count = std::min<int64_t>(NR, p.columns - column), step = p.depth * MR;
+    const bool ends = d + terms == p.depth;
+    V bias[2]{};
+    if (ends && p.bias) bias[0] = load<B>(p.bias + column), bias[1] = load<B>(p.bias + column + L);
+    T* y = p.y + row * p.columns + column;
+    for (; row < last; row += MR, left += step, kept += MR * NR, y += MR * p.columns) {
+      V sum[MR][2];
+      MultiplyTiles<float, B>::multiply(left, right, terms, sum);
+      if (d) {
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) sum[m][0] += load<B>(kept + m * NR), sum[m][1] += load<B>(kept + m * NR + L);
+      }
+      if (ends && count == NR && row + MR <= last) {
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) {
+          store<B>(y + m * p.columns, sum[m][0] + bias[0]);
+          store<B>(y + m * p.columns + L, sum[m][1] + bias[1]);
+        }
+        continue;
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m) {
+        store<B>(kept + m * NR, sum[m][0] + bias[0]);
+        store<B>(kept + m * NR + L, sum[m][1] + bias[1]);
+      }
+      for (int64_t m = 0; ends && m < std::min<int64_t>(MR, last - row); ++m) {
+        for (int64_t k = 0; k < count; ++k) y[m * p.columns + k] = from_compute<T>(kept[m * NR + k]);
+      }
+    }
+  }
+
+  // Panels [term][NR columns] of W, its rows being the terms.
+  FF_INLINE static void make(const Weight<T>& w, int64_t column, int64_t panels, int64_t d, int64_t terms, float* to) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      if (w.rank) {
+        make_terms<true>(w, column, panels * NR, d, terms, to);
+      } else {
+        make_terms<false>(w, column, panels * NR, d, terms, to);
+      }
+    });
+  }
+
+  template <bool kFactors>
+  FF_INLINE static void make_terms(const Weight<T>& w, int64_t column, int64_t columns, int64_t d, int64_t terms,
+                                   float* to) {
+    const T* const last = w.last;
+    const float* const u = w.u + column;
+    const int64_t panel = terms * NR;
+    for (int64_t t = 0; t < terms; ++t, to += NR) {
+      const T* from = w.values + w.support.start(d + t, column);
+      if (d + t + kAhead < w.o) fetch(w.values + w.support.start(d + t + kAhead, column), columns);
+      const uint8_t* const bits = w.support.bytes(d + t, column);
+      const float v = kFactors ? w.v[d + t] : 0;
+      float* out = to;
+      for (int64_t k = 0; k < columns; k += NR, out += panel) {
+#pragma GCC unroll 4
+        for (int part = 0; part < NR; part += 8) {
+          const unsigned byte = bits[(k + part) / 8];
+          Eight x = spread(byte, from, last);
+          from += __builtin_popcount(byte);
+          if constexpr (kFactors) x += load<32>(u + k + part) * v;
+          store<32>(out + part, x);
+        }
+      }
+      for (int64_t r = 1; r < w.rank; ++r) {
+        const float v = w.v[r * w.v_row + d + t];
+        const float* const u = w.u + r * w.u_row + column;
+        out = to;
+        for (int64_t k = 0; k < columns; k += NR, out += panel) {
+#pragma GCC unroll 2
+          for (int part = 0; part < NR; part += L) {
+            store<B>(out + part, load<B>(out + part) + load<B>(u + k + part) * v);
+          }
+        }
+      }
+    }
+  }
+
+  static constexpr int64_t kAhead = 4;  // rows of W whose values are fetched before they are spread
+
+  FF_INLINE static void fetch(const T* from, int64_t columns) {
+    for (int64_t k = 0; k < columns; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k);
+  }
+
+  // The same, its columns being the terms.
+  FF_INLINE static void make_turned(const Weight<T>& w, int64_t column, int64_t panels, int64_t d, int64_t terms,
+                                    float* to) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t k = 0; k < panels * NR; k += 8) {
+        make_columns(w, column + k, d, terms, to + k / NR * terms * NR + k % NR);
+      }
+    });
+  }
+
+  FF_INLINE static void make_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, float* to) {
+    static const uint8_t none[kSlice / 8] = {};
+    const T* const last = w.last;
+    const T* from[8];
+    const uint8_t* bits[8];
+    for (int l = 0; l < 8; ++l) {
+      const bool there = o + l < w.o;
+      from[l] = w.values + (there ? w.support.start(o + l, d) : 0);
+      bits[l] = there ? w.support.bytes(o + l, d) : none;
+      if (o + l + 8 < w.o) fetch(w.values + w.support.start(o + l + 8, d), std::min<int64_t>(terms, 64));
+    }
+    const int64_t rank = w.rank, u_row = w.u_row, v_row = w.v_row;
+    const float *u = w.u + d, *const v = w.v + o;
+    for (int64_t t = 0; t < terms; t += 8, u += 8, to += 8 * NR) {
+      Eight lines[8];
+#pragma GCC unroll 8
+      for (int l = 0; l < 8; ++l) {
+        const unsigned byte = bits[l][t / 8];
+        lines[l] = spread(byte, from[l], last);
+        from[l] += __builtin_popcount(byte);
+      }
+      for (int64_t r = 0; r < rank; ++r) {
+        const Eight factor = load<32>(u + r * u_row);
+#pragma GCC unroll 8
+        for (int l = 0; l < 8; ++l) lines[l] += factor * v[r * v_row + l];
+      }
+      PackPanels<float, 32>::template transpose_lanes<4>(lines);
+      if (t + 8 <= terms) {
+#pragma GCC unroll 8
+        for (int l = 0; l < 8; ++l) store<32>(to + l * NR, lines[l]);
+      } else {
+        alignas(32) float rest[64];
+        for (int l = 0; l < 8; ++l) store<32>(rest + 8 * l, lines[l]);
+        for (int64_t l = 0; l < terms - t; ++l) std::memcpy(to + l * NR, rest + 8 * l, 32);
+      }
+    }
+  }
+};
+
+template <class T>
+void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y,
+                   ParallelFor parallel_for) {
+  const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
+  const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / kLeastRows, 1) * kLeastRows;
+  const Scratch<float> packed(ceil_div(std::min(n, most), mr) * mr * depth + 16);
+  for (int64_t first = 0; first < n; first += most) {
+    const int64_t rows = std::min(most, n - first);
+    const Operand from{{x + first * depth, 0}, steps(rows, depth), steps(depth, 1)};
+    parallel(parallel_for, ceil_div(rows, mr), ceil_div(16384, mr * depth),
+             [&](int64_t begin, int64_t end) { dispatch<PackPanels, T>(from, 0, int(mr), packed.get(), begin, end); });
+    RowsProduct<T> p{w,      turned, rows, depth,        columns, slice_of(depth),
+                     kGroup, 0,      0,    packed.get(), bias,    y + first * columns};
+    if (rows > kPass) p.group = std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, kGroup);
+    p.groups = ceil_div(columns, p.group);
+    const int64_t ranges = std::clamp<int64_t>(ceil_div(kItems, p.groups), 1, ceil_div(rows, kLeastRows));
+    p.range = ceil_div(ceil_div(rows, ranges), kPass) * kPass;
+    parallel(parallel_for, p.groups * ceil_div(rows, p.range), 1,
+             [&](int64_t begin, int64_t end) { dispatch<RunProduct, T>(p, begin, end); });
+  }
+}
+
+// dW = dyᵀ x, of which the values' gradients are gathered, and du, dv summed.
+template <class T>
+struct Gradient {
+  Weight<T> w;
+  int64_t n;
+  const T *x, *dy;
+  int64_t outputs, inputs, rows, row_blocks, column_blocks, parts;  // of a block, and how many there are
+  int64_t size;                                                     // of the sums of a block
+  float* sums;                                                      // [block][part], null where there is one part
+  T* dvalues;
+  float *du, *dv;  // [row block][rank, u_row] and [column block][rank, v_row], or null
+};
+
+template <class T, int B>
+struct RunGradient {
+  static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
+
+  struct Block {
+    int64_t o, outputs, i, inputs, tiles, panels;
+    FF_INLINE Block(const Gradient<T>& g, int64_t at)
+        : o(at / g.column_blocks * g.outputs),
+          outputs(std::min(g.outputs, g.w.o - o)),
+          i(at % g.column_blocks * g.inputs),
+          inputs(std::min(g.inputs, g.w.i - i)),
+          tiles(ceil_div(outputs, MR)),
+          panels(ceil_div(inputs, NR)) {}
+  };
+
+  // Items are (block, part).
+  FF_INLINE static void run(const Gradient<T>& g, int64_t begin, int64_t end) {
+    const int64_t most_tiles = ceil_div(g.outputs, MR);
+    // A store of a register runs over the end of a row of a tile.
+    const int64_t step = kSlice * MR + L;
+    const Scratch<float> left(most_tiles * step), right(kSlice * NR);
+    const Scratch<float> own(g.sums ? 0 : g.size);
+    for (int64_t item = begin; item < end; ++item) {
+      const Block block(g, item / g.parts);
+      float* const sums = g.sums ? g.sums + item * g.size : own.get();
+      std::memset(sums, 0, block.tiles * block.panels * MR * NR * sizeof(float));
+      const int64_t last = std::min(g.n, (item % g.parts + 1) * g.rows);
+      for (int64_t row = item % g.parts * g.rows; row < last; row += kSlice) {
+        const int64_t terms = std::min(kSlice, last - row);
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          for (int64_t t = 0; t < terms; ++t) {
+            copy_row(g.dy + (row + t) * g.w.o + block.o, block.outputs, step, left.get() + t * MR);
+          }
+        });
+        for (int64_t panel = 0; panel < block.panels; ++panel) {
+          const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
+          const T* const from = g.x + row * g.w.i + block.i + column;
+          outline<B>([&]() FF_INLINE_LAMBDA {
+            copy_columns(from, g.w.i, terms, count, right.get());
+            for (int64_t tile = 0; tile < block.tiles; ++tile) {
+              MultiplyTiles<float, B>::accumulate(left.get() + tile * step, right.get(), terms,
+                                                  sums + (panel * block.tiles + tile) * MR * NR);
+            }
+          });
+        }
+      }
+      if (!g.sums) take(g, block, item, sums);
+    }
+  }
+
+  // `count` numbers in pieces of MR, each `step` behind the last; the last is filled with zeros.
+  FF_INLINE static void copy_row(const T* from, int64_t count, int64_t step, float* to) {
+    int64_t at = 0;
+    for (; at + L <= count; at += MR, to += step) store<B>(to, load<B>(from + at));
+    for (; at < count; at += MR, to += step) {
+      for (int k = 0; k < MR; ++k) to[k] = at + k < count ? to_compute(from[at + k]) : 0;
+    }
+  }
+
+  // NR numbers of each row, of which `count` are there.
+  FF_INLINE static void copy_columns(const T* from, int64_t row, int64_t rows, int64_t count, float* to) {
+    for (int64_t t = 0; t < rows; ++t, from += row, to += NR) {
+      if (count == NR) {
+        __builtin_prefetch(from + NR, 0, 2);
+        store<B>(to, load<B>(from));
+        store<B>(to + L, load<B>(from + L));
+      } else {
+        for (int k = 0; k < NR; ++k) to[k] = k < count ? to_compute(from[k]) : 0;
+      }
+    }
+  }
+
+  // What is wanted of a block of dW.
+  FF_INLINE static void take(const Gradient<T>& g, const Block& block, int64_t at, const float* sums) {
+    const Weight<T>& w = g.w;
+    const int64_t row_block = at / g.column_blocks, column_block = at % g.column_blocks;
+    float* const du = g.du ? g.du + row_block * w.rank * w.u_row : nullptr;
+    float* const dv = g.dv ? g.dv + column_block * w.rank * w.v_row : nullptr;
+    for (int64_t r = 0; du && r < w.rank; ++r) {
+      std::memset(du + r * w.u_row + block.i, 0, std::min(block.panels * NR, w.u_row - block.i) * sizeof(float));
+    }
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t m = 0; m < block.outputs; ++m) {
+        const int64_t o = block.o + m;
+        const float* const row = sums + (m / MR * MR + m % MR) * NR;
+        auto eight = [&](int64_t k) FF_INLINE_LAMBDA {
+          return load<32>(row + k / (NR / 8) * block.tiles * MR * NR + k % (NR / 8) * 8);
+        };
+        if (g.dvalues) {
+          T* to = g.dvalues + w.support.start(o, block.i);
+          const int64_t next = block.i + g.inputs;
+          const T* const stop = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
+          const uint8_t* const bits = w.support.bytes(o, block.i);
+          for (int64_t k = 0; k < block.panels * NR / 8; ++k) {
+            gather(bits[k], eight(k), to, stop);
+            to += __builtin_popcount(bits[k]);
+          }
+        }
+        for (int64_t r = 0; r < w.rank && (du || dv); ++r) {
+          Eight sum{};
+          const float* const u = w.u + r * w.u_row + block.i;
+          float* const out = du + r * w.u_row + block.i;
+          const float factor = w.v[r * w.v_row + o];
+          for (int64_t k = 0; k < block.panels * NR / 8; ++k) {
+            const Eight x = eight(k);
+            sum += x * load<32>(u + 8 * k);
+            if (du) store<32>(out + 8 * k, load<32>(out + 8 * k) + x * factor);
+          }
+          if (dv) dv[r * w.v_row + o] = sum_lanes(sum);
+        }
+      }
+    });
+  }
+};
+
+template <class T, int B>
+struct TakeParts {
+  FF_INLINE static void run(const Gradient<T>& g, int64_t begin, int64_t end) {
+    const Scratch<float> total(g.size);
+    for (int64_t at = begin; at < end; ++at) {
+      const typename RunGradient<T, B>::Block block(g, at);
+      const int64_t size = block.tiles * block.panels * RunGradient<T, B>::MR * RunGradient<T, B>::NR;
+      const float* from = g.sums + at * g.parts * g.size;
+      std::memcpy(total.get(), from, size * sizeof(float));
+      for (int64_t part = 1; part < g.parts; ++part) {
+        from += g.size;
+        for (int64_t k = 0; k < size; ++k) total.get()[k] += from[k];
+      }
+      RunGradient<T, B>::take(g, block, at, total.get());
+    }
+  }
+};
+
+// The gradients of the values and, where they are few, of the factors, null where not asked for.
+template <class T>
+void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
+                   ParallelFor parallel_for) {
+  const int64_t mr = tile_rows(register_bytes()), nr = register_bytes() / 2;
+  Gradient<T> g{w, n, x, dy};
+  g.column_blocks = ceil_div(w.i, kInputs);
+  g.inputs = ceil_div(ceil_div(w.i, g.column_blocks), 64) * 64, g.column_blocks = ceil_div(w.i, g.inputs);
+  g.row_blocks = std::clamp<int64_t>(ceil_div(kItems / 2, g.column_blocks), ceil_div(w.o, kOutputs),
+                                     std::max(ceil_div(w.o, kLeastOutputs), ceil_div(w.o, kOutputs)));
+  g.outputs = ceil_div(ceil_div(w.o, g.row_blocks), mr) * mr, g.row_blocks = ceil_div(w.o, g.outputs);
+  const int64_t blocks = g.row_blocks * g.column_blocks;
+  g.parts = std::clamp<int64_t>(ceil_div(kItems / 2, blocks), 1, std::max<int64_t>(n / kLeastSum, 1));
+  g.rows = ceil_div(ceil_div(n, g.parts), kSlice) * kSlice, g.parts = ceil_div(n, g.rows);
+  g.size = ceil_div(g.outputs, mr) * mr * ceil_div(g.inputs, nr) * nr;
+  const Scratch<float> sums(g.parts > 1 ? blocks * g.parts * g.size : 0);
+  const Scratch<float> du_parts(du ? g.row_blocks * w.rank * w.u_row : 0);
+  const Scratch<float> dv_parts(dv ? g.column_blocks * w.rank * w.v_row : 0);
+  g.sums = g.parts > 1 ? sums.get() : nullptr, g.dvalues = dvalues;
+  g.du = du ? du_parts.get() : nullptr, g.dv = dv ? dv_parts.get() : nullptr;
+  parallel(parallel_for, blocks * g.parts, 1,
+           [&](int64_t begin, int64_t end) { dispatch<RunGradient, T>(g, begin, end); });
+  if (g.sums) {
+    parallel(parallel_for, blocks, 1, [&](int64_t begin, int64_t end) { dispatch<TakeParts, T>(g, begin, end); });
+  }
+  auto add = [&](const float* parts, int64_t count, int64_t row, int64_t size, T* out) {
+    for (int64_t r = 0; out && r < w.rank; ++r) {
+      for (int64_t k = 0; k < size; ++k) {
+        float sum = 0;
+        for (int64_t part = 0; part < count; ++part) sum += parts[(part * w.rank + r) * row + k];
+        out[r * size + k] = from_compute<T>(sum);
+      }
+    }
+  };
+  add(du_parts.get(), g.row_blocks, w.u_row, w.i, du);
+  add(dv_parts.get(), g.column_blocks, w.v_row, w.o, dv);
+}
+
+// The weight of a call.
+template <class T>
+struct Made {
+  Padded<T> u, v;
+  OwnBits support;
+  Weight<T> w;
+
+  template <class Op>
+  Made(const Op& op, ParallelFor parallel_for)
+      : u(op.u, op.rank, op.i),
+        v(op.v, op.rank, op.o),
+        support(op.o, op.i, op.mu, parallel_for),
+        w{op.i,
+          op.o,
+          op.rank,
+          u.row,
+          v.row,
+          u.data.get(),
+          v.data.get(),
+          static_cast<const T*>(op.mu.values),
+          static_cast<const T*>(op.mu.values) + op.mu.count - 8,
+          support} {}
+};
+
+template <class F>
+bool with_weight(Type type, const F& f) {
+  bool valid = true;
+  with_type(type, [&](auto one) {
+    if constexpr (!std::is_same_v<decltype(one), double>) valid = f(one);
+  });
+  return valid;
+}
+
+}  // namespace
+
+bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool backward) {
+  if (type == Type::f64 || !spreads(register_bytes()) || n < 16) return false;
+  // Where the products of nonzeros take as long; backward they are sorted first, which many rows repay.
+  const double density = backward ? (n < 512 ? .22 : .33) : .36;
+  return double(count) > density * double(i) * double(o);
+}
+
+bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
+  return with_weight(op.type, [&](auto type) {
+    using T = decltype(type);
+    const Made<T> made(op, parallel_for);
+    if (!made.support.valid()) return false;
+    const Padded<T> bias(op.bias, op.bias ? 1 : 0, op.o);
+    multiply_rows(made.w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data.get() : nullptr,
+                  static_cast<T*>(op.y.data), parallel_for);
+    return true;
+  });
+}
+
+bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
+  return with_weight(op.type, [&](auto type) {
+    using T = decltype(type);
+    const Made<T> made(op, parallel_for);
+    if (!made.support.valid()) return false;
+    const T *x = static_cast<const T*>(op.x.data), *dy = static_cast<const T*>(op.dy.data);
+    if (op.dx.data) multiply_rows(made.w, false, op.n, dy, nullptr, static_cast<T*>(op.dx.data), parallel_for);
+    T *const dvalues = static_cast<T*>(op.dvalues), *const du = static_cast<T*>(op.du), *dv = static_cast<T*>(op.dv);
+    if (dvalues || du || dv) sum_gradients(made.w, op.n, x, dy, dvalues, du, dv, parallel_for);
+    return true;
+  });
+}
+
+}  // namespace fastfact
