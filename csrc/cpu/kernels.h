@@ -133,6 +133,28 @@ struct AdapterBackward {
   int64_t threads;
 };
 
+// A tensor [clients, samples, heads, rows, columns] by its steps; columns are next to each other.
+struct Heads {
+  void* data;
+  int64_t client, sample, head, row;
+};
+
+// out = softmax(scale · q kᵀ + mask) v for each head, and the logarithms of what the softmax divides by.
+struct Attention {
+  Type type;
+  int64_t clients, samples, heads, queries, keys, depth;
+  bool causal;  // a query sees the keys up to its own place
+  double scale;
+  Heads q, k, v, mask, out;  // mask: data null where there is none
+  int64_t mask_column;       // the step of its columns
+  void* sums;                // [clients, samples, heads, queries], contiguous
+  int64_t threads;           // how many `parallel_for` has; no number depends on it
+};
+
+struct AttentionGradients {
+  Heads grad, dq, dk, dv;
+};
+
 enum class Value { f32, bf16, i8 };
 
 // These two return false, without a result, where a support is not ascending positions in the weight.
@@ -144,6 +166,8 @@ void hadamard_weight(const Hadamard& op, ParallelFor parallel_for);
 void hadamard_weight_backward(const HadamardBackward& op, ParallelFor parallel_for);
 void adapter(const Adapter& op, ParallelFor parallel_for);
 void adapter_backward(const AdapterBackward& op, ParallelFor parallel_for);
+void attention(const Attention& op, ParallelFor parallel_for);
+void attention_backward(const Attention& op, const AttentionGradients& gradients, ParallelFor parallel_for);
 void prox_sgd_step(const ProxSgd& op, const Step* steps, int64_t count, ParallelFor parallel_for);
 
 // Bitmaps of x [rows, n]. A row is worked on in chunks; `offsets` [rows · bitmap_chunks(n) + 1] counts the nonzeros

@@ -9,33 +9,6 @@
 namespace fastfact {
 namespace {
 
-template <class T>
-constexpr double kSmallest = std::is_same_v<T, double> ? -708 : -87;
-
-// e^x for -87 <= x <= 0.
-template <int B>
-FF_INLINE Vec<float, B> exponential(Vec<float, B> x) {
-  using V = Vec<float, B>;
-  using I = IndexVec<float, B>;
-  const V shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
-  const V n = shifted - 12582912.0f;
-  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  V p = r * (1.0f / 5040) + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = (p * r) * r + r + 1.0f;
-  const I scale = (bit_cast<I>(shifted) - 0x4b400000 + 127) << 23;
-  return p * bit_cast<V>(scale);
-}
-
-template <int B>
-FF_INLINE Vec<double, B> exponential(Vec<double, B> x) {
-  for (int l = 0; l < kLanes<double, B>; ++l) x[l] = std::exp(x[l]);
-  return x;
-}
-
 // The weights of some rows. T is the type of the weights; the products are int32 where P is.
 template <class P>
 struct Weights {
@@ -103,7 +76,7 @@ struct Weights {
       sigma = bit_cast<V>(pick<I>(sigma > 1, bit_cast<I>(V{} + 1), bit_cast<I>(sigma)));
       const V x = (sigma - 1) * epsilon;
       // Smaller weights are no normal numbers.
-      const V weight = bit_cast<V>(bit_cast<I>(exponential<B>(x)) & (matched & (x > T(kSmallest<T>))));
+      const V weight = bit_cast<V>(bit_cast<I>(exponential<B>(x)) & (matched & (x > smallest_exponent<T>)));
       std::memcpy(static_cast<T*>(row) + c, &weight, B);
       seen |= matched;
       I mask = matched;

@@ -170,6 +170,50 @@ FF_INLINE V in_register(V x) {
   return x;
 }
 
+// e^x of a register, for x from smallest_exponent to as much above 0.
+template <class C>
+inline constexpr C smallest_exponent = std::is_same_v<C, double> ? -708 : -87;
+
+template <int B>
+FF_INLINE Vec<float, B> exponential(Vec<float, B> x) {
+  using V = Vec<float, B>;
+  using I = IndexVec<float, B>;
+  const V shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  const V n = shifted - 12582912.0f;
+  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  V p = r * (1.0f / 5040) + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = (p * r) * r + r + 1.0f;
+  const I scale = (bit_cast<I>(shifted) - 0x4b400000 + 127) << 23;
+  return p * bit_cast<V>(scale);
+}
+
+template <int B>
+FF_INLINE Vec<double, B> exponential(Vec<double, B> x) {
+  using V = Vec<double, B>;
+  using I = IndexVec<double, B>;
+  const V shifted = x * 1.4426950408889634 + 6755399441055744.0;  // 1.5 * 2^52
+  const V n = shifted - 6755399441055744.0;
+  const V r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
+  V p = r * (1.0 / 6227020800) + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = (p * r) * r + r + 1.0;
+  const I scale = (bit_cast<I>(shifted) - 0x4338000000000000 + 1023) << 52;
+  return p * bit_cast<V>(scale);
+}
+
 // n elements, converted.
 template <int B, class From, class To>
 FF_INLINE void copy(const From* from, int64_t n, To* to) {

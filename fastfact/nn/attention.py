@@ -133,9 +133,10 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
             """x by rows begin … end of a weight, whose first has the place `at` in the bias."""
             own, outputs = None if bias is None else bias[at + begin : at + end], slice(begin, end)
             layer = self._modules.get(PROJECTIONS[name])
+            whole = layer is not None and (begin, end) == (0, layer.out_features)
             if layer is not None and _is_apart(layer, x):
-                return layer._apart(x, layer._tensors(), own, outputs)
-            if layer is not None and (begin, end) == (0, layer.out_features):
+                return layer._apart(x, layer._tensors(), own, None if whole else outputs)
+            if whole:
                 return layer(x) if own is None else layer(x) + own
             return F.linear(x, weight_of(name)[outputs], own)
 

@@ -1193,13 +1193,13 @@ class FactorizedLinear(FactorizedLayer):
         return x.numel() / x.shape[-1]
 
     def _apart(
-        self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, outputs: slice = slice(None)
+        self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, outputs: slice | None = None
     ) -> Tensor:
         """x σᵀ + scaling · (x Aᵀ) Bᵀ + bias, or some of its columns."""
-        a, b = self.spec.parts(tensors, self.size)
-        return ops.lowrank.layer(
-            x, tensors["sigma"][outputs], a, b[outputs], bias, scaling=self.spec.scaling, seen=self._seen(x)
-        )
+        (a, b), sigma = self.spec.parts(tensors, self.size), tensors["sigma"]
+        if outputs is not None:
+            sigma, b = sigma[outputs], b[outputs]
+        return ops.lowrank.layer(x, sigma, a, b, bias, scaling=self.spec.scaling, seen=self._seen(x))
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"

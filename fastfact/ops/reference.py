@@ -216,6 +216,62 @@ def lowrank_linear_backward(
     return dx, dseen, da, db
 
 
+def _fake_attention(q, k, v, mask, causal, scale):
+    return torch.empty_like(q.transpose(2, 3), memory_format=torch.contiguous_format).transpose(2, 3), q.new_empty(
+        q.shape[:-1]
+    )
+
+
+@op(_fake_attention, kernels=("cpu",))
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out [k, n, h, l, d], sums [k, n, h, l]): attention of h heads, out = softmax(scale · q kᵀ + mask) v, and the
+    logarithms of what the softmax divides by.
+
+    q [k, n, h, l, d], k and v [k, n, h, m, d]; mask [k, n, h, l, m], each of these axes or 1. causal: the query at l
+    sees the keys up to place l. A query that sees none has zeros. `out` lies in memory as [k, n, l, h, d].
+    """
+    scores = _scores(q, k, mask, causal, scale)
+    sums = scores.logsumexp(-1)
+    sums = sums.masked_fill(sums == -torch.inf, 0)
+    out = torch.exp(scores - sums.unsqueeze(-1)) @ v
+    return out.transpose(2, 3).contiguous().transpose(2, 3), sums
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = scale * (q @ k.mT)
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    return scores
+
+
+@op(lambda *_: None, kernels=("cpu",), mutates=("dq", "dk", "dv"))
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    sums: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    causal: bool,
+    scale: float,
+) -> None:
+    """The gradients of `attention` from `grad` = dout, written to dq, dk and dv, whose last axes are dense."""
+    weights = torch.exp(_scores(q, k, mask, causal, scale) - sums.unsqueeze(-1))
+    changes = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))
+    dq.copy_(scale * (changes @ k))
+    dk.copy_(scale * (changes.mT @ q))
+    dv.copy_(weights.mT @ grad)
+
+
 @op(lambda x1, y1, x2, y2, size, personalized, channels_last: empty_weight(x1, size, channels_last), kernels=BACKENDS)
 def hadamard_weight(
     x1: Tensor, y1: Tensor, x2: Tensor, y2: Tensor, size: list[int], personalized: bool, channels_last: bool

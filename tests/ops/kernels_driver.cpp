@@ -433,6 +433,102 @@ void adapters() {
   }
 }
 
+// Queries, keys and values in one buffer where they are as many.
+template <class T>
+void attentions() {
+  const int64_t k = pick_int(1, 2), n = pick_int(1, 2), h = pick_int(1, 3), d = one_of({1, 3, 8, 16, 20, 32});
+  const int64_t l = one_of({1, 2, 5, 17, 50, 100}), m = pick_int(0, 1) ? l : one_of({1, 8, 9, 18, 33, 60});
+  const bool causal = pick_int(0, 1), masks = pick_int(0, 1), together = l == m;
+  const double scale = 0.4;
+  const int64_t most = std::max(l, m), parts = together ? 3 : 1, row = parts * h * d, size = k * n * most * row;
+  std::normal_distribution<float> normal;
+  auto fill = [&](int64_t numel) {
+    std::vector<T> data(numel);
+    for (T& x : data) x = from_compute<T>(normal(random_engine));
+    return data;
+  };
+  // [clients, samples, rows, heads, depth] or, of what lies together, [clients, samples, rows, 3, heads, depth]
+  auto heads = [&](std::vector<T>& data, int64_t rows, int64_t step, int64_t at) {
+    return Heads{data.data() + at, n * rows * step, rows * step, d, step};
+  };
+  auto q = fill(together ? size : k * n * l * row), keys = fill(k * n * m * row), values = fill(k * n * m * row);
+  auto grad = fill(k * n * l * h * d), mask = fill(l * m);
+  if (masks) mask[0] = from_compute<T>(-std::numeric_limits<float>::infinity());
+  auto out = unwritten<T>(grad.size()), sums = unwritten<T>(k * n * h * l), dq = unwritten<T>(q.size());
+  auto dk = unwritten<T>(keys.size()), dv = unwritten<T>(values.size());
+  Attention op{kType<T>, k, n, h, l, m, d, causal, scale, heads(q, l, row, 0)};
+  op.k = together ? heads(q, l, row, h * d) : heads(keys, m, row, 0);
+  op.v = together ? heads(q, l, row, 2 * h * d) : heads(values, m, row, 0);
+  op.mask = {masks ? mask.data() : nullptr, 0, 0, 0, m}, op.mask_column = 1;
+  op.out = heads(out, l, h * d, 0), op.sums = sums.data(), op.threads = pick_int(1, 3);
+  AttentionGradients to{heads(grad, l, h * d, 0), heads(dq, l, row, 0), heads(dk, m, row, 0), heads(dv, m, row, 0)};
+  if (together) to.dk = heads(dq, l, row, h * d), to.dv = heads(dq, l, row, 2 * h * d);
+  attention(op, threads);
+
+  auto value = [&](const Heads& of, int64_t c, int64_t s, int64_t head, int64_t at, int64_t e) {
+    return double(
+        to_compute(static_cast<T*>(of.data)[c * of.client + s * of.sample + head * of.head + at * of.row + e]));
+  };
+  auto place = [&](const Heads& of, const std::vector<T>& data, int64_t c, int64_t s, int64_t head, int64_t at) {
+    return static_cast<T*>(of.data) - data.data() + c * of.client + s * of.sample + head * of.head + at * of.row;
+  };
+  std::vector<Sum> out_true(out.size()), sums_true(sums.size()), dq_true(dq.size()), dk_true(dk.size()),
+      dv_true(dv.size());
+  auto &dk_of = together ? dq_true : dk_true, &dv_of = together ? dq_true : dv_true;
+  const auto &dk_in = together ? dq : dk, &dv_in = together ? dq : dv;
+  auto add = [](Sum& sum, double x, double magnitude) { sum.value += x, sum.magnitude += magnitude; };
+  for (int64_t at = 0; at < k * n * h; ++at) {
+    const int64_t c = at / (n * h), s = at / h % n, head = at % h;
+    for (int64_t i = 0; i < l; ++i) {
+      std::vector<Sum> scores(m);
+      double most = -std::numeric_limits<double>::infinity(), large = 0, sum = 0;
+      for (int64_t j = 0; j < m; ++j) {
+        for (int64_t e = 0; e < d; ++e)
+          scores[j].add(scale * value(op.q, c, s, head, i, e) * value(op.k, c, s, head, j, e));
+        const double added = causal && j > i ? -std::numeric_limits<double>::infinity()
+                             : masks         ? to_compute(mask[i * m + j])
+                                             : 0;
+        scores[j].value += added, scores[j].magnitude += std::isinf(added) ? 0 : std::abs(added);
+        most = std::max(most, scores[j].value), large = std::max(large, scores[j].magnitude);
+      }
+      for (int64_t j = 0; j < m; ++j) sum += std::isinf(most) ? 0 : std::exp(scores[j].value - most);
+      const double log = sum ? most + std::log(sum) : 0;
+      large += 1 + std::abs(log);
+      add(sums_true[at * l + i], log, large);
+      std::vector<double> weight(m);
+      double mean = 0, means = 0;
+      for (int64_t j = 0; j < m; ++j) {
+        weight[j] = std::exp(scores[j].value - log);
+        for (int64_t e = 0; e < d; ++e) {
+          const double x = value(op.v, c, s, head, j, e), g = value(to.grad, c, s, head, i, e);
+          add(out_true[place(op.out, out, c, s, head, i) + e], weight[j] * x, weight[j] * std::abs(x) * large);
+          mean += g * weight[j] * x, means += std::abs(g * weight[j] * x);
+        }
+      }
+      for (int64_t j = 0; j < m; ++j) {
+        Sum change;
+        for (int64_t e = 0; e < d; ++e) {
+          const double g = value(to.grad, c, s, head, i, e);
+          change.add(g * value(op.v, c, s, head, j, e));
+          add(dv_of[place(to.dv, dv_in, c, s, head, j) + e], weight[j] * g, weight[j] * std::abs(g) * large);
+        }
+        const double x = scale * weight[j] * (change.value - mean);
+        const double magnitude = scale * weight[j] * (change.magnitude + means) * large;
+        for (int64_t e = 0; e < d; ++e) {
+          const double a = value(op.k, c, s, head, j, e), b = value(op.q, c, s, head, i, e);
+          add(dq_true[place(to.dq, dq, c, s, head, i) + e], x * a, magnitude * std::abs(a));
+          add(dk_of[place(to.dk, dk_in, c, s, head, j) + e], x * b, magnitude * std::abs(b));
+        }
+      }
+    }
+  }
+  compare("attention", out, out_true);
+  compare("attention sums", sums, sums_true);
+  attention_backward(op, to, threads);
+  compare("attention dq", dq, dq_true);
+  if (!together) compare("attention dk", dk, dk_true), compare("attention dv", dv, dv_true);
+}
+
 template <class T>
 void products_with_rows() {
   const int64_t k = pick_int(1, 3), batch = pick_int(1, 12), outputs = pick_int(1, 22), width = one_of({1, 7, 33, 600});
@@ -836,6 +932,7 @@ int main(int argc, char** argv) {
       prox<T>();
       sums_of_channels<T>();
       adapters<T>();
+      attentions<T>();
       products_with_rows<T>();
 #ifdef FF_CONV_TYPE
       factored_convolution<FF_CONV_TYPE>();

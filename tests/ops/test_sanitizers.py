@@ -10,9 +10,10 @@ import pytest
 
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
-KERNELS = ("rank1", "lowrank", "adapter", "hadamard", "prox", "bitmap", "rows", "similarity", "srht", "digest", "isa")
+KERNELS = ("rank1", "lowrank", "adapter", "attention", "hadamard", "prox", "bitmap", "rows", "similarity", "srht")
 KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels_last", "factored_conv_planes")
 KERNELS += ("factored_conv_1x1", "factored_conv_depthwise", "factored_linear", "linear_tiles", "channel_sums")
+KERNELS += ("digest", "isa")
 SOURCES = [ROOT / "tests" / "ops" / "kernels_driver.cpp", *(ROOT / "csrc" / "cpu" / f"{name}.cpp" for name in KERNELS)]
 FLAGS = [
     "-std=c++17",  # what PyTorch 2.11 builds with

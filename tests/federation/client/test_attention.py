@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastfact.federation.client.attention import Together
 
@@ -73,3 +74,21 @@ def test_what_the_kernel_does_not_serve_is_as_without():
         torch.testing.assert_close(vmap(F.scaled_dot_product_attention)(q, k, v)[0], alone)
         dropped = vmap(lambda q: F.scaled_dot_product_attention(q, q, q, None, 0.5), randomness="different")(q)
     assert not torch.equal(dropped, F.scaled_dot_product_attention(q, q, q))
+
+
+def test_the_gradient_of_a_packed_projection_is_recorded_as_one():
+    """No axis is exchanged, stacked or copied between the projection and the kernel."""
+
+    def of_one(w, x):
+        q, k, v = (x @ w).unflatten(-1, (3, HEADS, DEPTH)).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v).square().sum()
+
+    w, x = torch.randn(K, 6, 3 * HEADS * DEPTH), torch.randn(K, N, LENGTH, 6)
+    with Together():
+        graph = make_fx(vmap(grad(of_one)))(w, x)
+        wanted = vmap(grad(of_one))(w, x)
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert called.count("fastfact.attention.default") == called.count("fastfact.attention_backward.default") == 1
+    begin = called.index("fastfact.attention_backward.default")
+    assert not {"aten.stack.default", "aten.cat.default", "aten.clone.default"} & set(called[begin:])
+    torch.testing.assert_close(graph(w, x), wanted)
