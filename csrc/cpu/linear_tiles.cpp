@@ -4,8 +4,9 @@
 // in which a product reads it, and multiplied by all rows while it is in cache; nothing of the size of W is written to
 // memory. Rows of x (dy) are packed in panels of a tile's height. dW = dyᵀ x is summed a block at a time, and the
 // gradients of the values are gathered from the block, those of the factors summed from it.
+#include "linear_tiles.h"
+
 #include "gemm.h"
-#include "support.h"
 
 namespace fastfact {
 namespace {
@@ -26,26 +27,7 @@ int64_t slice_of(int64_t depth) {
 }
 
 template <class T>
-struct Weight {
-  int64_t i, o, rank, u_row, v_row;  // rows of u and v, padded with zeros
-  const float *u, *v;
-  const T *values, *last;  // from `last` on fewer than eight values can be read
-  Bits support;
-};
-
-// Factors [rank, size] as float, each padded with zeros to a multiple of 64 numbers.
-template <class T>
-struct Padded {
-  int64_t row;
-  Scratch<float> data;
-  Padded(const void* from, int64_t rank, int64_t size) : row(ceil_div(size, 64) * 64), data(rank * row) {
-    for (int64_t r = 0; r < rank; ++r) {
-      for (int64_t k = 0; k < row; ++k) {
-        data.get()[r * row + k] = k < size ? to_compute(static_cast<const T*>(from)[r * size + k]) : 0;
-      }
-    }
-  }
-};
+using Weight = TiledWeight<T>;
 
 // y [n, columns] = x [n, depth] · right, which is W or, `turned`, Wᵀ.
 template <class T>
@@ -177,10 +159,6 @@ struct RunProduct {
 
   static constexpr int64_t kAhead = 4;  // rows of W whose values are fetched before they are spread
 
-  FF_INLINE static void fetch(const T* from, int64_t columns) {
-    for (int64_t k = 0; k < columns; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k);
-  }
-
   // The same, its columns being the terms.
   FF_INLINE static void make_turned(const Weight<T>& w, int64_t column, int64_t panels, int64_t d, int64_t terms,
                                     float* to) {
@@ -278,6 +256,10 @@ struct RunGradient {
           inputs(std::min(g.inputs, g.w.i - i)),
           tiles(ceil_div(outputs, MR)),
           panels(ceil_div(inputs, NR)) {}
+
+    // The sums of a panel of columns; not a power of two, so that its rows do not share sets of the first cache.
+    FF_INLINE int64_t panel() const { return tiles * MR * NR + NR; }
+    FF_INLINE int64_t size() const { return panels * panel(); }
   };
 
   // Items are (block, part).
@@ -290,7 +272,7 @@ struct RunGradient {
     for (int64_t item = begin; item < end; ++item) {
       const Block block(g, item / g.parts);
       float* const sums = g.sums ? g.sums + item * g.size : own.get();
-      std::memset(sums, 0, block.tiles * block.panels * MR * NR * sizeof(float));
+      std::memset(sums, 0, block.size() * sizeof(float));
       const int64_t last = std::min(g.n, (item % g.parts + 1) * g.rows);
       for (int64_t row = item % g.parts * g.rows; row < last; row += kSlice) {
         const int64_t terms = std::min(kSlice, last - row);
@@ -306,7 +288,7 @@ struct RunGradient {
             copy_columns(from, g.w.i, terms, count, right.get());
             for (int64_t tile = 0; tile < block.tiles; ++tile) {
               MultiplyTiles<float, B>::accumulate(left.get() + tile * step, right.get(), terms,
-                                                  sums + (panel * block.tiles + tile) * MR * NR);
+                                                  sums + panel * block.panel() + tile * MR * NR);
             }
           });
         }
@@ -348,35 +330,52 @@ struct RunGradient {
     }
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t m = 0; m < block.outputs; ++m) {
-        const int64_t o = block.o + m;
-        const float* const row = sums + (m / MR * MR + m % MR) * NR;
-        auto eight = [&](int64_t k) FF_INLINE_LAMBDA {
-          return load<32>(row + k / (NR / 8) * block.tiles * MR * NR + k % (NR / 8) * 8);
-        };
+        const int64_t o = block.o + m, next = block.i + g.inputs;
+        const float* const row = sums + m * NR;
         if (g.dvalues) {
-          T* to = g.dvalues + w.support.start(o, block.i);
-          const int64_t next = block.i + g.inputs;
-          const T* const stop = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
-          const uint8_t* const bits = w.support.bytes(o, block.i);
-          for (int64_t k = 0; k < block.panels * NR / 8; ++k) {
-            gather(bits[k], eight(k), to, stop);
-            to += __builtin_popcount(bits[k]);
+          T* const to = g.dvalues + w.support.start(o, block.i);
+          const T* const end = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
+          if (du && dv) {
+            take_row<true, true>(g, block, row, o, 0, du, dv, to, end);
+          } else {
+            take_row<true, false>(g, block, row, o, 0, nullptr, nullptr, to, end);
           }
         }
-        for (int64_t r = 0; r < w.rank && (du || dv); ++r) {
-          Eight sum{};
-          const float* const u = w.u + r * w.u_row + block.i;
-          float* const out = du + r * w.u_row + block.i;
-          const float factor = w.v[r * w.v_row + o];
-          for (int64_t k = 0; k < block.panels * NR / 8; ++k) {
-            const Eight x = eight(k);
-            sum += x * load<32>(u + 8 * k);
-            if (du) store<32>(out + 8 * k, load<32>(out + 8 * k) + x * factor);
-          }
-          if (dv) dv[r * w.v_row + o] = sum_lanes(sum);
+        for (int64_t r = g.dvalues && du && dv ? 1 : 0; r < w.rank && (du || dv); ++r) {
+          take_row<false, true>(g, block, row, o, r, du, dv, nullptr, nullptr);
         }
       }
     });
+  }
+
+  // Of row o of a block: the gradients of the values, and what it adds to the gradients of factor r.
+  template <bool kValues, bool kFactors>
+  FF_INLINE static void take_row(const Gradient<T>& g, const Block& block, const float* sums, int64_t o, int64_t r,
+                                 float* du, float* dv, T* to, const T* end) {
+    const Weight<T>& w = g.w;
+    const uint8_t* bits = kValues ? w.support.bytes(o, block.i) : nullptr;
+    const float* u = kFactors ? w.u + r * w.u_row + block.i : nullptr;
+    float* out = kFactors && du ? du + r * w.u_row + block.i : nullptr;
+    const float v = kFactors ? w.v[r * w.v_row + o] : 0;
+    Eight total{};
+    const int64_t step = block.panel();
+    for (int64_t panel = 0; panel < block.panels; ++panel, sums += step) {
+#pragma GCC unroll 4
+      for (int k = 0; k < NR; k += 8) {
+        const Eight x = load<32>(sums + k);
+        if constexpr (kValues) {
+          const unsigned byte = *bits++;
+          gather(byte, x, to, end);
+          to += __builtin_popcount(byte);
+        }
+        if constexpr (kFactors) {
+          total += x * load<32>(u);
+          u += 8;
+          if (out) store<32>(out, load<32>(out) + x * v), out += 8;
+        }
+      }
+    }
+    if (kFactors && dv) dv[r * w.v_row + o] = sum_lanes(total);
   }
 };
 
@@ -386,7 +385,7 @@ struct TakeParts {
     const Scratch<float> total(g.size);
     for (int64_t at = begin; at < end; ++at) {
       const typename RunGradient<T, B>::Block block(g, at);
-      const int64_t size = block.tiles * block.panels * RunGradient<T, B>::MR * RunGradient<T, B>::NR;
+      const int64_t size = block.size();
       const float* from = g.sums + at * g.parts * g.size;
       std::memcpy(total.get(), from, size * sizeof(float));
       for (int64_t part = 1; part < g.parts; ++part) {
@@ -412,7 +411,7 @@ void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dv
   const int64_t blocks = g.row_blocks * g.column_blocks;
   g.parts = std::clamp<int64_t>(ceil_div(kItems / 2, blocks), 1, std::max<int64_t>(n / kLeastSum, 1));
   g.rows = ceil_div(ceil_div(n, g.parts), kSlice) * kSlice, g.parts = ceil_div(n, g.rows);
-  g.size = ceil_div(g.outputs, mr) * mr * ceil_div(g.inputs, nr) * nr;
+  g.size = (ceil_div(g.outputs, mr) * mr + 1) * nr * ceil_div(g.inputs, nr);
   const Scratch<float> sums(g.parts > 1 ? blocks * g.parts * g.size : 0);
   const Scratch<float> du_parts(du ? g.row_blocks * w.rank * w.u_row : 0);
   const Scratch<float> dv_parts(dv ? g.column_blocks * w.rank * w.v_row : 0);
@@ -440,24 +439,15 @@ void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dv
 template <class T>
 struct Made {
   Padded<T> u, v;
-  OwnBits support;
   Weight<T> w;
 
   template <class Op>
-  Made(const Op& op, ParallelFor parallel_for)
+  Made(const Op& op, const Bits& support)
       : u(op.u, op.rank, op.i),
         v(op.v, op.rank, op.o),
-        support(op.o, op.i, op.mu, parallel_for),
-        w{op.i,
-          op.o,
-          op.rank,
-          u.row,
-          v.row,
-          u.data.get(),
-          v.data.get(),
-          static_cast<const T*>(op.mu.values),
-          static_cast<const T*>(op.mu.values) + op.mu.count - 8,
-          support} {}
+        w{op.i, op.o, op.rank, u.row, v.row, u.data.get(), v.data.get()} {
+    w.values = static_cast<const T*>(op.mu.values), w.last = w.values + op.mu.count - 8, w.support = support;
+  }
 };
 
 template <class F>
@@ -471,18 +461,30 @@ bool with_weight(Type type, const F& f) {
 
 }  // namespace
 
+namespace {
+
+// High ranks cost more in tiles of W than beside a few rows.
+bool are_few(int64_t n, int64_t rank) { return n <= (rank > kFewRanks ? 4 : 1) * kFewRows; }
+
+}  // namespace
+
 bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool backward) {
-  if (type == Type::f64 || !spreads(register_bytes()) || n < 16) return false;
+  if (type == Type::f64 || !spreads(register_bytes())) return false;
   // Where the products of nonzeros take as long; backward they are sorted first, which many rows repay.
-  const double density = backward ? (n < 512 ? .22 : .33) : .36;
-  return double(count) > density * double(i) * double(o);
+  const double density = n <= 4 ? .15 : backward && n < 512 ? .24 : .33;
+  return n && double(count) > density * double(i) * double(o);
 }
 
 bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
   return with_weight(op.type, [&](auto type) {
     using T = decltype(type);
-    const Made<T> made(op, parallel_for);
-    if (!made.support.valid()) return false;
+    const auto support = find_bits(op.o, op.i, op.mu, parallel_for);
+    if (!support) return false;
+    const Made<T> made(op, *support);
+    if (are_few(op.n, op.rank)) {
+      multiply_few(made.w, op, parallel_for);
+      return true;
+    }
     const Padded<T> bias(op.bias, op.bias ? 1 : 0, op.o);
     multiply_rows(made.w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data.get() : nullptr,
                   static_cast<T*>(op.y.data), parallel_for);
@@ -493,8 +495,13 @@ bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   return with_weight(op.type, [&](auto type) {
     using T = decltype(type);
-    const Made<T> made(op, parallel_for);
-    if (!made.support.valid()) return false;
+    const auto support = find_bits(op.o, op.i, op.mu, parallel_for);
+    if (!support) return false;
+    const Made<T> made(op, *support);
+    if (are_few(op.n, op.rank)) {
+      multiply_few_backward(made.w, op, parallel_for);
+      return true;
+    }
     const T *x = static_cast<const T*>(op.x.data), *dy = static_cast<const T*>(op.dy.data);
     if (op.dx.data) multiply_rows(made.w, false, op.n, dy, nullptr, static_cast<T*>(op.dx.data), parallel_for);
     T *const dvalues = static_cast<T*>(op.dvalues), *const du = static_cast<T*>(op.du), *dv = static_cast<T*>(op.dv);

@@ -1,0 +1,44 @@
+// The weight of a factored linear layer as linear_tiles.cpp and linear_rows.cpp take it.
+#pragma once
+
+#include "support.h"
+
+namespace fastfact {
+
+// W [o, i] = Σ_r v_r ⊗ u_r + μ, factors as float in rows padded with zeros.
+template <class T>
+struct TiledWeight {
+  int64_t i, o, rank, u_row, v_row;
+  const float *u, *v;
+  const T *values, *last;  // from `last` on fewer than eight values can be read
+  Bits support;
+};
+
+// Rows [rank, size] as float, each padded with zeros to a multiple of 64 numbers.
+template <class T>
+struct Padded {
+  int64_t row;
+  Scratch<float> data;
+  Padded(const void* from, int64_t rows, int64_t size) : row(ceil_div(size, 64) * 64), data(rows * row) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t k = 0; k < row; ++k) {
+        data.get()[r * row + k] = k < size ? to_compute(static_cast<const T*>(from)[r * size + k]) : 0;
+      }
+    }
+  }
+};
+
+// Values of a row of W that are read next.
+template <class T>
+FF_INLINE void fetch(const T* from, int64_t count) {
+  for (int64_t k = 0; k < count; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k);
+}
+
+// The products where the rows are so few that what counts is how W is read.
+inline constexpr int64_t kFewRows = 16;
+template <class T>
+void multiply_few(const TiledWeight<T>& w, const FactoredLinear& op, ParallelFor parallel_for);
+template <class T>
+void multiply_few_backward(const TiledWeight<T>& w, const FactoredLinearBackward& op, ParallelFor parallel_for);
+
+}  // namespace fastfact
