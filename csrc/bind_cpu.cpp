@@ -619,43 +619,6 @@ int64_t digest(std::vector<Tensor> tensors) {
 
 }  // namespace
 
-// Whether these tensors lie where they lay, in the same form, with the same numbers: what is `noted` of both, and of
-// the numbers only if the rest is as it was, so that nothing is read that may be gone. To begin, `note` it. A tensor is
-// what `Tensor._cdata` gives: all that PyTorch's own tensor holds, so that its address is a handle. Called through
-// ctypes: for a few small tensors the way through PyTorch's dispatcher takes several times as long as to read them.
-extern "C" __attribute__((visibility("default"))) int32_t fastfact_watch(void** tensors, int64_t count,
-                                                                         uint64_t noted[2], int32_t note) noexcept {
-  constexpr int64_t kTensors = 16, kAxes = 8;
-  if (count > kTensors) return 0;
-  struct {
-    const void* data;
-    int64_t bytes;
-  } parts[kTensors];
-  uint64_t form = count, numbers = count;
-  for (int64_t n = 0; n < count; ++n) {
-    const auto handle = reinterpret_cast<AtenTensorHandle>(tensors + n);
-    void* data = nullptr;
-    int64_t dim = 0, numel = 0, *sizes = nullptr, *strides = nullptr;
-    int32_t type = 0;
-    if (aoti_torch_get_data_ptr(handle, &data) || aoti_torch_get_dim(handle, &dim) || dim > kAxes ||
-        aoti_torch_get_numel(handle, &numel) || aoti_torch_get_sizes(handle, &sizes) ||
-        aoti_torch_get_strides(handle, &strides) || aoti_torch_get_dtype(handle, &type)) {
-      return 0;
-    }
-    int64_t facts[2 + 2 * kAxes] = {reinterpret_cast<int64_t>(data), type};
-    std::copy_n(sizes, dim, facts + 2);
-    std::copy_n(strides, dim, facts + 2 + dim);
-    form = fastfact::digest(facts, (2 + 2 * dim) * sizeof(int64_t), form, parallel_for);
-    parts[n] = {data, numel * static_cast<int64_t>(aoti_torch_dtype_element_size(type))};
-  }
-  if (!note && form != noted[0]) return 0;
-  for (int64_t n = 0; n < count; ++n) {
-    numbers = fastfact::digest(parts[n].data, parts[n].bytes, numbers, parallel_for);
-  }
-  if (note) noted[0] = form, noted[1] = numbers;
-  return numbers == noted[1];
-}
-
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("rank1_weight", TORCH_BOX(&rank1_weight));
   m.impl("rank1_weight_backward", TORCH_BOX(&rank1_weight_backward));

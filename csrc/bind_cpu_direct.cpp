@@ -1,8 +1,5 @@
-// A layer as one call forward and one backward, without PyTorch's dispatcher, through which a call takes longer than a
-// small layer computes. Called through ctypes from fastfact/ops/direct.py, where nothing transforms: on plain tensors
-// of one client. A tensor is what `Tensor._cdata` gives: all that PyTorch's own tensor holds, so that its address is a
-// handle. Outputs are handles that belong to the caller. A call returns 1, or 0 where it refuses or fails: then the ops
-// are to be called, which say why.
+#include "bind_cpu_direct.h"
+
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <array>
@@ -10,27 +7,33 @@
 #include "bind_cpu.h"
 #include "cpu/kernels.h"
 
+// Not there in a PyTorch without oneDNN.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu_mkldnn__convolution_pointwise(
+    AtenTensorHandle x, AtenTensorHandle w, AtenTensorHandle* bias, const int64_t* padding, int64_t,
+    const int64_t* stride, int64_t, const int64_t* dilation, int64_t, int64_t groups, const char* then, const double**,
+    int64_t, const char**, AtenTensorHandle* out);
+
+namespace fastfact::direct {
 namespace {
 
 using namespace fastfact::bind;
 using namespace fastfact::ops;
 
-// What a layer is asked for besides tensors; `Layer` of fastfact/ops/direct.py.
-struct Layer {
-  enum : int64_t { kLinear, kPixels, kConvolution } kind;
-  int64_t layout, channels_last;  // of the weight
-  int64_t size[4], stride[2], padding[2], dilation[2], groups;
+Shape weight_size(const Layer& of) {
+  return of.kind == Layer::kLinear ? Shape{of.size[0], of.size[1]} : Shape(of.size, of.size + 4);
+}
 
-  Shape weight_size() const { return kind == kLinear ? Shape{size[0], size[1]} : Shape(size, size + 4); }
-};
+// A tensor that PyTorch's own code alone reads.
+Tensor opaque(void* tensor) {
+  AtenTensorHandle out;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(reinterpret_cast<AtenTensorHandle>(&tensor), &out));
+  return Tensor(out);
+}
 
 Tensor borrowed(void* tensor) {
-  const auto of_caller = reinterpret_cast<AtenTensorHandle>(&tensor);
+  const Tensor t = opaque(tensor);
   void* data = nullptr;
-  AtenTensorHandle out;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(of_caller, &data));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(of_caller, &out));
-  const Tensor t(out);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(t.get(), &data));
   require(data || t.numel() == 0, "layer", "a tensor has no memory");
   return t;
 }
@@ -40,16 +43,16 @@ OptionalTensor borrowed_if(void* tensor) { return tensor ? OptionalTensor(borrow
 void give(const Tensor& t, AtenTensorHandle* to) { TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(t.get(), to)); }
 
 template <class F>
-int32_t done(AtenTensorHandle* out, int count, const F& body) noexcept {
+bool done(AtenTensorHandle* out, int count, const F& body) noexcept {
   std::fill(out, out + count, nullptr);
   try {
     body();
-    return 1;
+    return true;
   } catch (...) {
     for (int n = 0; n < count; ++n) {
       if (out[n]) aoti_torch_delete_tensor_object(out[n]);
     }
-    return 0;
+    return false;
   }
 }
 
@@ -154,28 +157,22 @@ Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Ten
 
 }  // namespace
 
-#define DIRECT extern "C" __attribute__((visibility("default"))) int32_t
-
-// out: y of the dense layer with the weight that u, v and μ make, and that weight. μ dense (no index), compact or null.
-DIRECT fastfact_layer(AtenTensorHandle out[2], const Layer* layer, void* x_, void* bias_, void* mu_, void* index,
-                      void* u, void* v) noexcept {
+bool layer(AtenTensorHandle out[2], const Layer& of, void* x_, void* bias_, void* mu_, void* index, void* u, void* v) {
   return done(out, 2, [&] {
     const OptionalTensor mu = borrowed_if(mu_), bias = borrowed_if(bias_);
     const Tensor x = borrowed(x_);
-    const Tensor w =
-        index ? compact_weight(borrowed(u), borrowed(v), *mu, borrowed(index), layer->layout, layer->channels_last)
-              : rank1_weight(mu, borrowed(u), borrowed(v), layer->layout, layer->channels_last);
-    give(dense_layer(*layer, x, w, bias), out);
+    const Tensor w = index ? compact_weight(borrowed(u), borrowed(v), *mu, borrowed(index), of.layout, of.channels_last)
+                           : rank1_weight(mu, borrowed(u), borrowed(v), of.layout, of.channels_last);
+    give(dense_layer(of, x, w, bias), out);
     give(w, out + 1);
   });
 }
 
-// out: the gradients of x, the bias, μ, u and v, of those that bits 0–4 of `needs` ask for.
-DIRECT fastfact_layer_backward(AtenTensorHandle out[5], const Layer* layer, int64_t needs, void* grad, void* x, void* w,
-                               void* index, void* u_, void* v_) noexcept {
+bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* w, void* index,
+                    void* u_, void* v_) {
   return done(out, 5, [&] {
     const Gradients found =
-        dense_layer_backward(*layer, borrowed(grad), borrowed(x), borrowed(w), needs & 1, needs >> 2, needs & 2);
+        dense_layer_backward(of, borrowed(grad), borrowed(x), borrowed(w), needs & 1, needs >> 2, needs & 2);
     if (found.x) give(*found.x, out);
     if (found.bias) give(*found.bias, out + 1);
     if (!found.w) return;
@@ -183,7 +180,7 @@ DIRECT fastfact_layer_backward(AtenTensorHandle out[5], const Layer* layer, int6
     const int64_t of_factors = needs >> 3 & 3;
     if (index) {
       const auto [du, dv, dvalues] =
-          compact_weight_backward(*found.w, u, v, u, borrowed(index), layer->layout, of_factors | (needs & 4));
+          compact_weight_backward(*found.w, u, v, u, borrowed(index), of.layout, of_factors | (needs & 4));
       if (needs & 4) give(dvalues, out + 2);
       if (needs & 8) give(du, out + 3);
       if (needs & 16) give(dv, out + 4);
@@ -191,46 +188,44 @@ DIRECT fastfact_layer_backward(AtenTensorHandle out[5], const Layer* layer, int6
     }
     if (needs & 4) give(*found.w, out + 2);
     if (!of_factors) return;
-    const auto [du, dv] = rank1_weight_backward(*found.w, u, v, layer->layout, of_factors);
+    const auto [du, dv] = rank1_weight_backward(*found.w, u, v, of.layout, of_factors);
     if (needs & 8) give(du, out + 3);
     if (needs & 16) give(dv, out + 4);
   });
 }
 
-// out: y of the factored layer. repeated: see `repeated_factored_conv2d`.
-DIRECT fastfact_factored(AtenTensorHandle out[1], const Layer* layer, int32_t repeated, void* x_, void* u_, void* v_,
-                         void* values_, void* index_, void* bias_) noexcept {
+bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x_, void* u_, void* v_, void* values_,
+              void* index_, void* bias_) {
   return done(out, 1, [&] {
     const Tensor x = borrowed(x_);
     const OptionalTensor u = borrowed_if(u_), v = borrowed_if(v_), values = borrowed_if(values_),
                          index = borrowed_if(index_), bias = borrowed_if(bias_);
-    const Shape size = layer->weight_size();
-    if (layer->kind == Layer::kLinear) {
+    const Shape size = weight_size(of);
+    if (of.kind == Layer::kLinear) {
       give(factored_linear(x, u, v, values, index, bias, size), out);
     } else {
       const auto convolve = repeated ? repeated_factored_conv2d : factored_conv2d;
-      const Shape stride(layer->stride, layer->stride + 2), padding(layer->padding, layer->padding + 2),
-          dilation(layer->dilation, layer->dilation + 2);
-      give(convolve(x, u, v, values, index, bias, size, stride, padding, dilation, layer->groups), out);
+      const Shape stride(of.stride, of.stride + 2), padding(of.padding, of.padding + 2),
+          dilation(of.dilation, of.dilation + 2);
+      give(convolve(x, u, v, values, index, bias, size, stride, padding, dilation, of.groups), out);
     }
   });
 }
 
-// out: the gradients of x, u, v, the values and the bias, of those that bits 0–4 of `needs` ask for.
-DIRECT fastfact_factored_backward(AtenTensorHandle out[5], const Layer* layer, int64_t needs, void* grad_, void* x_,
-                                  void* u_, void* v_, void* values_, void* index_) noexcept {
+bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad_, void* x_, void* u_,
+                       void* v_, void* values_, void* index_) {
   return done(out, 5, [&] {
     const Tensor grad = borrowed(grad_), x = borrowed(x_);
     const OptionalTensor u = borrowed_if(u_), v = borrowed_if(v_), values = borrowed_if(values_),
                          index = borrowed_if(index_);
-    const Shape size = layer->weight_size();
-    const bool linear = layer->kind == Layer::kLinear;
+    const Shape size = weight_size(of);
     if (needs & 15) {
       const auto [dx, du, dv, dvalues] =
-          linear ? factored_linear_backward(grad, x, u, v, values, index, size, needs & 15)
-                 : factored_conv2d_backward(grad, x, u, v, values, index, size, Shape(layer->stride, layer->stride + 2),
-                                            Shape(layer->padding, layer->padding + 2),
-                                            Shape(layer->dilation, layer->dilation + 2), layer->groups, needs & 15);
+          of.kind == Layer::kLinear
+              ? factored_linear_backward(grad, x, u, v, values, index, size, needs & 15)
+              : factored_conv2d_backward(grad, x, u, v, values, index, size, Shape(of.stride, of.stride + 2),
+                                         Shape(of.padding, of.padding + 2), Shape(of.dilation, of.dilation + 2),
+                                         of.groups, needs & 15);
       if (needs & 1) give(dx, out);
       if (needs & 2) give(du, out + 1);
       if (needs & 4) give(dv, out + 2);
@@ -239,3 +234,82 @@ DIRECT fastfact_factored_backward(AtenTensorHandle out[5], const Layer* layer, i
     if (needs & 16) give(channel_sums(grad), out + 4);
   });
 }
+
+bool dense(AtenTensorHandle out[1], const Layer& of, void* x_, void* w, void* bias_) {
+  return done(out, 1, [&] {
+    const Tensor x = borrowed(x_);
+    const OptionalTensor bias = borrowed_if(bias_);
+    if (of.kind != Layer::kReordered) return give(dense_layer(of, x, borrowed(w), bias), out);
+    // oneDNN takes a bias as it comes.
+    if (bias) expect("layer", "bias", *bias, {of.size[0]}, x);
+    require(aoti_torch_cpu_mkldnn__convolution_pointwise, "layer", "there is no oneDNN");
+    AtenTensorHandle of_bias = bias ? bias->get() : nullptr, y;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mkldnn__convolution_pointwise(
+        x.get(), opaque(w).get(), bias ? &of_bias : nullptr, of.padding, 2, of.stride, 2, of.dilation, 2, of.groups,
+        "none", nullptr, 0, nullptr, &y));
+    out[0] = y;
+  });
+}
+
+namespace {
+
+struct Part {
+  const void* data;
+  int64_t bytes;
+};
+
+// Where the tensors lie and in which form; false where that cannot be told.
+bool form_of(const Watched& watched, Part* parts, uint64_t& form) {
+  form = watched.count;
+  for (int64_t n = 0; n < watched.count; ++n) {
+    const auto handle = reinterpret_cast<AtenTensorHandle>(const_cast<void**>(watched.tensors + n));
+    void* data = nullptr;
+    int64_t dim = 0, numel = 0, *sizes = nullptr, *strides = nullptr;
+    int32_t type = 0;
+    if (aoti_torch_get_data_ptr(handle, &data) || aoti_torch_get_dim(handle, &dim) || dim > Watched::kAxes ||
+        aoti_torch_get_numel(handle, &numel) || aoti_torch_get_sizes(handle, &sizes) ||
+        aoti_torch_get_strides(handle, &strides) || aoti_torch_get_dtype(handle, &type)) {
+      return false;
+    }
+    int64_t facts[2 + 2 * Watched::kAxes] = {reinterpret_cast<int64_t>(data), type};
+    std::copy_n(sizes, dim, facts + 2);
+    std::copy_n(strides, dim, facts + 2 + dim);
+    form = fastfact::digest(facts, (2 + 2 * dim) * sizeof(int64_t), form, parallel_for);
+    parts[n] = {data, numel * static_cast<int64_t>(aoti_torch_dtype_element_size(type))};
+  }
+  return true;
+}
+
+uint64_t numbers_of(const Part* parts, int64_t count) {
+  uint64_t numbers = count;
+  for (int64_t n = 0; n < count; ++n) {
+    numbers = fastfact::digest(parts[n].data, parts[n].bytes, numbers, parallel_for);
+  }
+  return numbers;
+}
+
+}  // namespace
+
+bool watch(Watched& out, void* const* tensors, int64_t count) noexcept try {
+  Part parts[Watched::kMost];
+  if (count > Watched::kMost) return false;
+  out.count = count;
+  std::copy_n(tensors, count, out.tensors);
+  if (!form_of(out, parts, out.form)) return false;
+  out.bytes = 0;
+  for (int64_t n = 0; n < count; ++n) out.bytes += parts[n].bytes;
+  out.numbers = numbers_of(parts, count);
+  return true;
+} catch (...) {
+  return false;
+}
+
+bool still(const Watched& watched) noexcept try {
+  Part parts[Watched::kMost];
+  uint64_t form;
+  return form_of(watched, parts, form) && form == watched.form && numbers_of(parts, watched.count) == watched.numbers;
+} catch (...) {
+  return false;
+}
+
+}  // namespace fastfact::direct

@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,10 @@ from fastfact import ops
 from fastfact.nn import choice, sparsity, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
-from fastfact.ops.backends import PLAIN, loaded
+from fastfact.ops import direct
+from fastfact.ops.backends import PLAIN, dispatches, loaded
 from fastfact.ops.common import autocast, autocasts, is_channels_last, is_mapped, recording, transforming
-from fastfact.ops.weights import PIXELS, Convolution, applied, apply_weight, are_rows, pixels
+from fastfact.ops.weights import PIXELS, Convolution, applied, apply_weight, are_rows, call_of, pixels
 
 PATHS = ("auto", "reconstruct", "factored")
 INDEX = "mu_index"
@@ -32,33 +33,10 @@ OF_WEIGHT = ("reconstruct", "product", "reordered")
 SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
 """What the path, or a kept weight, depends on besides tensors, and one may assign to."""
 
+OF_PROCESS = {"_answers", "_nodes", "_noted"}
+"""What a layer knows of this process, and a copy does not."""
+
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
-
-
-Run = Callable[[Tensor], Tensor | None]
-"""A layer as one node of the graph, from x, while its tensors are the same; None where something else is to serve."""
-
-
-class Node(NamedTuple):
-    """What `run` serves for: the dict that each tensor is in, its name there, the tensor and whether it is trained, on
-    which the path depends; the names of those that there are not; and the shape of μ, which says its form."""
-
-    facts: list[tuple[Mapping[str, Tensor | None], str, Tensor, bool]]
-    absent: list[tuple[Mapping[str, Tensor | None], str]]
-    form: tuple[Tensor, torch.Size] | None
-    run: Run
-
-    def still(self, noted: tuple[Tensor, int, int] | None) -> bool:
-        """Whether the layer has these tensors, and the positions of μ are as they were `noted`."""
-        if noted is not None and noted[0]._version != noted[1]:
-            return False
-        for place, name, tensor, trained in self.facts:
-            if place.get(name) is not tensor or tensor.requires_grad is not trained:
-                return False
-        for place, name in self.absent:
-            if place.get(name, place) is not None:
-                return False
-        return self.form is None or self.form[0].shape == self.form[1]
 
 
 class FactorizedLayer(nn.Module):
@@ -124,7 +102,7 @@ class FactorizedLayer(nn.Module):
             empty = torch.empty_like(like) if like is dense else like.new_empty(shape)
             self.register_parameter(name, nn.Parameter(empty))
         self.register_parameter("bias", nn.Parameter(dense.new_empty(bias)) if bias else None)
-        self._cache, self._answers = weight_cache.WeightCache(), {}
+        self._cache, self._answers, self._nodes = weight_cache.WeightCache(), {}, direct.Nodes()
 
     @torch.no_grad()
     def reset_parameters(
@@ -331,99 +309,116 @@ class FactorizedLayer(nn.Module):
         """Whether there is a factored path for the layer as it is: compact μ or none, and a spec that has one."""
         return self._why_not("factored", self._tensors()) is None
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer, on the path that is asked for, or chosen."""
+        if not torch.compiler.is_compiling():
+            y = direct.serve(self._nodes, x, self.training, self._noted)
+            if y is not None:
+                return y
+        return self._forward(x)
+
     def _forward(self, x: Tensor) -> Tensor:
-        """The forward: on the path that is asked for, or chosen."""
+        """The forward where no node serves."""
         if not self.training and weight_cache.allowed():
             return self._evaluate(x)
-        eager = torch.is_grad_enabled() and not transforming() and not torch._C._is_any_autocast_enabled()
-        asked = None
-        if eager:
-            asked = (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, type(x), self.training)
-            asked += (len(self._buffers), *choice.generation())
-            node = self._answers.get(asked)
-            if node is not None and node.still(self._noted) and (y := node.run(x)) is not None:
-                return y
         tensors, bias = self._tensors(), self.bias
         spread = self._spread(tensors)
         path = self._path(x, spread, None)
         own = tensors if path in OF_WEIGHT else spread
-        if eager and own is tensors and choice.can_measure():
-            self._note_node(asked, path, x, own, bias)
+        if torch.is_grad_enabled() and own is tensors:
+            self._note_node(path, x, own, bias)
         return self._compute(path, x, own, bias, None)
 
-    def _note_node(self, asked: tuple, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
+    def _note_node(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
         """Let one call serve inputs such as x from now on, if the layer on this path can be one; whether it can."""
-        run = self._run(path, x, tensors, bias)
-        if run is None:
+        if transforming() or not choice.can_measure():
             return False
-        places = {name: self._buffers if name == INDEX else self._parameters for name in (*tensors, "bias")}
-        there = {**tensors, "bias": bias} if bias is not None else tensors
+        call = self._call(path, x, tensors, bias)
         # What is no leaf would keep the graph it comes from.
-        if not all(name in place for name, place in places.items()) or not all(t.is_leaf for t in there.values()):
+        if call is None or not all(t is None or t.is_leaf for t in (*tensors.values(), bias)):
             return False
-        facts = [(places[name], name, t, t.requires_grad) for name, t in there.items()]
-        absent = [(place, name) for name, place in places.items() if name not in there]
-        mu = tensors.get("mu")
-        self._note(asked, Node(facts, absent, None if mu is None else (mu, mu.shape), run))
+        return self._note(x, tensors, bias, None, call)
+
+    def _note(
+        self,
+        x: Tensor,
+        tensors: dict[str, Tensor],
+        bias: Tensor | None,
+        watch: direct.Watch | None,
+        call: direct.Call,
+    ) -> bool:
+        """Let a call serve inputs such as x while the layer has these tensors, and nothing that is watched changes;
+        whether it does."""
+        asked = direct.key(x, self.training)
+        if asked is None or not dispatches():
+            return False
+        trained = torch.is_grad_enabled()
+        facts = [direct.serving(), choice.holds()]
+        for name, tensor in (*tensors.items(), ("bias", bias)):
+            place = self._buffers if name == INDEX else self._parameters
+            if name not in place or place[name] is not tensor:
+                return False
+            floating = trained and tensor is not None and name != INDEX
+            facts.append((place, name, tensor, tensor.requires_grad if floating else None))
+        if INDEX not in tensors:
+            facts.append((self._buffers, INDEX, None, None))
+        shape = None if watch else direct.form(tensors.get("mu"))
+        # Those that watch other numbers will not serve again.
+        nodes = direct.Nodes(self._nodes if watch is None else self._nodes.of(watch))
+        if len(nodes) >= ANSWERS:
+            nodes.clear()
+        nodes[asked] = direct.Node(tuple(facts), shape, watch, *call)
+        self._nodes = nodes
         return True
 
-    def _run(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Run | None:
-        """The layer on this path for all inputs such as x, where that is one node of the graph."""
+    def _call(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> direct.Call | None:
+        """The layer on this path for all inputs such as x, where that is one call."""
         if path not in OF_WEIGHT or not self._is_one_node(x, tensors, bias):
             return None
         how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
         if any(part is not None and all(part is not t for t in tensors.values()) for part in parts):
             return None
         of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size)
-        return lambda x: apply_weight(of, x, bias, *parts)
+        return call_of(of, bias, *parts)
 
     def _spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The factors for training, dense μ as nonzeros at all positions where it can be factored so."""
         return tensors
 
     def _evaluate(self, x: Tensor) -> Tensor:
-        """The forward where what is made from the factors may be kept: once it is, little stands before the layer."""
-        asked = (x.shape, x.stride(), x.dtype, x.device, type(x), *choice.generation())
-        ready, parameters = self._cache.ready, self._parameters
-        run = None if ready is None else ready.runs.get(asked)
-        if run is not None and "bias" in parameters and ready.watch.still():
-            y = run(self, x, parameters["bias"])
-            if y is not None:
-                return y
-        node = self._answers.get(asked)
-        if node is not None and node.still(self._noted) and (y := node.run(x)) is not None:
-            return y
+        """The forward where what is made from the factors may be kept, and no node serves."""
         tensors, bias = self._tensors(), self.bias
-        form = INDEX in tensors, *asked
+        form = INDEX in tensors, x.shape, x.stride(), x.dtype, x.device, type(x), *choice.generation()
         if form in self._answers:
             return self._compute(self._answers[form], x, tensors, bias, None)
-        places = [(self._buffers if name == INDEX else self._parameters, name) for name in tensors]
         kept = self._cache.of(list(tensors.values()))
-        tensors, packed = self._packed(tensors, kept)
+        of_layer, (tensors, packed) = tensors, self._packed(tensors, kept)
         path = self._path(x, tensors, packed)
         if not choice.can_measure():
             return self._compute(path, x, tensors, bias, kept)
         if path not in OF_WEIGHT and packed is None:
-            if not self._note_node(asked, path, x, tensors, bias):
-                self._note(form, path)  # whatever the numbers are
-        elif kept is not None and (run := self._kept_run(path, x, tensors, bias, kept)):
-            self._cache.serve(asked, run, kept, places)
-            if (y := run(self, x, bias)) is not None:
+            if not self._note_node(path, x, tensors, bias):
+                self._remember(form, path)  # whatever the numbers are
+        elif kept is not None and (call := self._kept_call(path, x, tensors, bias, kept)):
+            if watch := self._cache.watch(kept):
+                self._note(x, of_layer, bias, watch, call)
+            if (y := call(x)) is not None:
                 return y
         return self._compute(path, x, tensors, bias, kept)
 
-    def _kept_run(
+    def _kept_call(
         self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept: weight_cache.Kept
-    ) -> weight_cache.Run | None:
+    ) -> direct.Call | None:
         """What serves inputs such as x on this path from what is kept for the factors; None where nothing does."""
         if path == "reconstruct":
-            return self._dense_run(self._weight_for(is_channels_last(x), tensors, kept))
-        run = self._run(path, x, tensors, bias)
-        return run and (lambda layer, x, current: run(x) if current is bias else None)
+            return self._dense_call(x, self._weight_for(is_channels_last(x), tensors, kept), bias)
+        return self._call(path, x, tensors, bias)
 
-    def _dense_run(self, weight: Tensor) -> weight_cache.Run:
+    def _dense_call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> direct.Call:
         """What the dense layer computes with this weight."""
-        return lambda layer, x, bias: layer._dense_forward(x, weight, bias)
+        # A layer that its own nodes hold would live until the garbage is collected.
+        layer = weakref.ref(self)
+        return direct.Call(lambda x: layer()._dense_forward(x, weight, bias), (None,), 0)
 
     def _kept_form(
         self, form: Hashable, tensors: dict[str, Tensor], kept: weight_cache.Kept, of: Callable[[Tensor], Tensor]
@@ -437,7 +432,7 @@ class FactorizedLayer(nn.Module):
 
         return kept.value((form, self.spec, self.size), make)
 
-    def _note(self, asked: tuple, answer: str | Node) -> None:
+    def _remember(self, asked: tuple, answer: str) -> None:
         answers = self._answers if len(self._answers) < ANSWERS else {}
         answers[asked] = answer
         self._answers = answers
@@ -446,7 +441,7 @@ class FactorizedLayer(nn.Module):
         """Forget what was made and chosen for other settings."""
         if "_cache" in self.__dict__:
             self._cache.clear()
-            self._answers = {}
+            self._answers, self._nodes = {}, direct.Nodes()
 
     def _operands(self) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
         """What a forward computes from now, and what is kept for it."""
@@ -517,7 +512,7 @@ class FactorizedLayer(nn.Module):
         if path is None:
             path = self._ask(x, tensors, bias, kept, trained)
             if choice.can_measure():
-                self._note(asked, path)
+                self._remember(asked, path)
         return path
 
     def _drops(self) -> bool:
@@ -574,32 +569,29 @@ class FactorizedLayer(nn.Module):
 
         inputs, own, own_bias = alone(x), {name: alone(t) for name, t in tensors.items()}, alone(bias)
         leaves = [t for t in (inputs, *own.values(), own_bias) if t is not None and t.requires_grad]
-        watched = not (trained or self.training) and weight_cache.allowed() and weight_cache.can_watch(own.values())
+        watched = None
+        if not (trained or self.training) and weight_cache.allowed():
+            watched = weight_cache.watch(own.values())
 
         @functools.cache
-        def kept_run(path: str) -> tuple[weight_cache.Watch, weight_cache.Run]:
-            # What is made for a measurement is not kept.
-            trial = weight_cache.Kept(list(own.values()), 0, {})
-            return weight_cache.Watch([(own, name) for name in own]), self._kept_run(path, inputs, own, own_bias, trial)
-
-        @functools.cache
-        def one_call(path: str) -> Run:
-            return self._run(path, inputs, own, own_bias) or (lambda x: self._compute(path, x, own, own_bias, kept))
-
-        def evaluation(path: str) -> None:
-            # As `_evaluate` does once the weight is kept: the factors are looked at, and the weight serves.
-            watch, compute = kept_run(path)
-            watch.still()
-            compute(self, inputs, own_bias)
+        def call(path: str) -> Callable[[Tensor], Tensor | None]:
+            if watched and path in OF_WEIGHT:
+                # What is made for a measurement is not kept.
+                return self._kept_call(path, inputs, own, own_bias, weight_cache.Kept(list(own.values()), 0, {}))
+            one = self._call(path, inputs, own, own_bias)
+            return one or (lambda x: self._compute(path, x, own, own_bias, kept))
 
         def side(path: str):
             def run() -> None:
                 with torch.set_grad_enabled(trained):
+                    # As in evaluation once W is kept: the factors are looked at, and it serves.
                     if watched and path in OF_WEIGHT:
-                        return evaluation(path)
-                    y = one_call(path)(inputs)
+                        direct.still(watched)
+                    y = call(path)(inputs)
                     if trained:
-                        torch.autograd.grad(y, leaves, y.detach(), allow_unused=True)
+                        # `torch.autograd.grad` without its checks, which import for .4 s the first time.
+                        engine = torch.autograd.Variable._execution_engine
+                        engine.run_backward((y,), (y.detach(),), False, False, tuple(leaves), True, False)
 
             return run
 
@@ -705,17 +697,22 @@ class FactorizedLayer(nn.Module):
 
     def train(self, mode: bool = True) -> "FactorizedLayer":
         """As for any module; a kept weight is dropped."""
-        self._cache.clear()
+        self._drop()
         return super().train(mode)
 
-    def _apply(self, *args, **kwargs):
+    def _drop(self) -> None:
+        """Drop what is kept of the factors."""
         self._cache.clear()
+        self._nodes = self._nodes.of(None)
+
+    def _apply(self, *args, **kwargs):
+        self._drop()
         result = super()._apply(*args, **kwargs)
         self._note_positions()
         return result
 
     def __getstate__(self):
-        return {name: value for name, value in super().__getstate__().items() if name not in ("_answers", "_noted")}
+        return {name: value for name, value in super().__getstate__().items() if name not in OF_PROCESS}
 
     def _mark(self) -> None:
         parameter = self._parameters.get(self.spec.sparse_factor)
@@ -753,7 +750,7 @@ class FactorizedLayer(nn.Module):
     def __setstate__(self, state):
         super().__setstate__(state)
         self.__dict__.setdefault("_cache", weight_cache.WeightCache())
-        self._answers = {}
+        self._answers, self._nodes = {}, direct.Nodes()
         self._mark()
         self._note_positions()
 
@@ -923,19 +920,18 @@ class FactorizedConv2d(FactorizedLayer):
             for side, kernel, padding, dilation, stride in zip(x.shape[2:], self.size[2:], *how, strict=True)
         )
 
-    def _kept_run(self, path, x, tensors, bias, kept):
+    def _kept_call(self, path, x, tensors, bias, kept):
         if path == "product":
-            return _pixels_run(x, self._kept_form("columns", tensors, kept, lambda w: _by_columns(w.flatten(1)).t()))
+            weight = self._kept_form("columns", tensors, kept, lambda w: _by_columns(w.flatten(1)))
+            return self._kept_weight_call(direct.PIXELS, weight, bias)
         if path == "reordered":
-            reorder, convolve = _onednn()
+            reorder, _ = _onednn()
             how = [list(self._pair(name)) for name in ("padding", "stride", "dilation")]
             # For the first size that comes; another form would serve others better, but would have to be kept too.
             form = "reordered", *map(tuple, how), self.groups
             weight = self._kept_form(form, tensors, kept, lambda w: reorder(w, *how, self.groups, list(x.shape)))
-            how = *how, self.groups, "none", [], ""
-            # It does not look at the bias.
-            return lambda layer, x, current: convolve(x, weight, bias, *how) if current is bias else None
-        return super()._kept_run(path, x, tensors, bias, kept)
+            return self._kept_weight_call(direct.REORDERED, weight, bias)
+        return super()._kept_call(path, x, tensors, bias, kept)
 
     def _multiplies_pixels(self, x, tensors):
         """Whether there is a path "product" for x."""
@@ -952,14 +948,13 @@ class FactorizedConv2d(FactorizedLayer):
             return "fused" if mapped or self._in_two_parts() else "reconstruct"
         return super()._choose_nominal(x, tensors, trained)
 
-    def _run(self, path, x, tensors, bias):
+    def _call(self, path, x, tensors, bias):
         if path != "factored" or not isinstance(self.spec, Rank1) or self.spec.layout != "spatial" or x.dim() != 4:
-            return super()._run(path, x, tensors, bias)
+            return super()._call(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
-        of = ops.conv.of_factors(self.size, self._convolution())
-        parts = (*_parts(tensors), bias, not self.training and INDEX in tensors)
-        return lambda x: ops.conv.apply_factors(of, x, *parts)
+        of, repeated = ops.conv.of_factors(self.size, self._convolution()), not self.training and INDEX in tensors
+        return ops.conv.call_of_factors(of, *_parts(tensors), bias, repeated)
 
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
@@ -977,11 +972,15 @@ class FactorizedConv2d(FactorizedLayer):
     def _dense_forward(self, x, weight, bias):
         return self._conv_forward(x, weight, bias)
 
-    def _dense_run(self, weight):
-        if self.padding_mode != "zeros" or type(self)._conv_forward is not FactorizedConv2d._conv_forward:
-            return super()._dense_run(weight)
-        how = self.stride, self.padding, self.dilation, self.groups
-        return lambda layer, x, bias: torch.conv2d(x, weight, bias, *how)
+    def _dense_call(self, x, weight, bias):
+        if self._zero_padding() or type(self)._conv_forward is not FactorizedConv2d._conv_forward or x.dim() != 4:
+            return super()._dense_call(x, weight, bias)
+        return self._kept_weight_call(direct.CONVOLUTION, weight, bias)
+
+    def _kept_weight_call(self, kind: int, weight: Tensor, bias: Tensor | None) -> direct.Call:
+        return direct.Call(
+            direct.dense, (direct.settings(kind, 0, False, self.size, self._convolution()), None, weight, bias), 1
+        )
 
     def _convolution(self):
         return Convolution(self._pair("stride"), self._pair("padding"), self._pair("dilation"), self.groups)
@@ -1043,10 +1042,12 @@ class FactorizedConv2d(FactorizedLayer):
             return nn.Conv2d._conv_forward(self, x, weight, bias)
         return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x):
         if self.channels_last and x.dim() == 4 and not torch._C._are_functorch_transforms_active():
-            x = x.contiguous(memory_format=torch.channels_last)
-        return self._forward(x)
+            last = x.contiguous(memory_format=torch.channels_last)
+            if last is not x:
+                return super().forward(last)
+        return super()._forward(x)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"
@@ -1157,22 +1158,20 @@ class FactorizedLinear(FactorizedLayer):
     def _dense_forward(self, x, weight, bias):
         return F.linear(x, weight, bias)
 
-    def _kept_run(self, path, x, tensors, bias, kept):
+    def _dense_call(self, x, weight, bias):
+        return direct.Call(direct.dense, (direct.settings(direct.LINEAR, 0, False, self.size), None, weight, bias), 1)
+
+    def _kept_call(self, path, x, tensors, bias, kept):
         if path != "reconstruct" or x.dim() != 2 or len(x) == 1:
-            return super()._kept_run(path, x, tensors, bias, kept)
-        weight = self._kept_form("columns", tensors, kept, lambda w: _by_columns(w).t())
-        return lambda layer, x, bias: torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+            return super()._kept_call(path, x, tensors, bias, kept)
+        return self._dense_call(x, self._kept_form("columns", tensors, kept, _by_columns), bias)
 
-    def _dense_run(self, weight):
-        return lambda layer, x, bias: F.linear(x, weight, bias)
-
-    def _run(self, path, x, tensors, bias):
+    def _call(self, path, x, tensors, bias):
         if path != "factored" or isinstance(self.spec, LowRank) or x.dim() != 2:
-            return super()._run(path, x, tensors, bias)
+            return super()._call(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
-        of, parts = ops.conv.of_factors(self.size), (*_parts(tensors), bias)
-        return lambda x: ops.conv.apply_factors(of, x, *parts)
+        return ops.conv.call_of_factors(ops.conv.of_factors(self.size), *_parts(tensors), bias)
 
     def _without_weight(self, path, x, tensors, bias):
         if isinstance(self.spec, LowRank):
@@ -1185,9 +1184,6 @@ class FactorizedLinear(FactorizedLayer):
                 if y is not None:
                     return y if x.dim() == 2 else y.view(*x.shape[:-1], self.size[0])
         return ops.factored_linear(x, *parts, bias, size=self.size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._forward(x)
 
     def _rows(self, x):
         return x.numel() / x.shape[-1]
@@ -1208,20 +1204,6 @@ class FactorizedLinear(FactorizedLayer):
 def _by_columns(weight: Tensor) -> Tensor:
     """W [o, i] with its columns one after the other in memory: products of few rows read it along the outputs."""
     return weight.t().contiguous().t()
-
-
-def _pixels_run(x: Tensor, weight: Tensor) -> weight_cache.Run:
-    """`pixels` for inputs of the size and format of x, with W as [i, o]."""
-    (n, i, h, w), o = x.shape, weight.shape[1]
-    rows, size, gap = (n * h * w, i), (n, o, h, w), 1 if h == w == x.stride(3) == 1 else o
-    strides = (h * w * o, 1, w * gap, gap)
-
-    def run(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        x = x.as_strided(rows, (i, 1))
-        y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-        return y.as_strided_(size, strides)
-
-    return run
 
 
 @functools.cache

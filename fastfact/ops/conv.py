@@ -1,7 +1,6 @@
 """Convolution and linear layers computed from their factors, without writing the weight."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,18 +63,17 @@ def _backward(op, clients, settings, needs, grad, x, u, v, mu, index):
     return dx, du, dv, dmu
 
 
-def _gradients(ctx, grad):
-    """What `backward` of a convolution returns."""
-    needed = ctx.needs_input_grad[3:7]
+def _gradients(op, clients, settings, grad, saved, needed):
+    """The gradients of x, u, v, μ, index and the bias, of those that are `needed`, from `saved`: x … index."""
+    *of_parts, _, of_bias = needed
     grads = (None,) * 4
-    if any(needed):
-        needs = sum(1 << bit for bit, need in enumerate(needed) if need)
+    if any(of_parts):
+        needs = sum(1 << bit for bit, need in enumerate(of_parts) if need)
         transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
         backward = _ConvBackward.apply if transformed else _backward
-        out = backward(ctx.op, ctx.clients, ctx.settings, needs, grad, *ctx.saved_tensors)
-        grads = [g if need else None for g, need in zip(out, needed, strict=True)]
-    dbias = grad.sum(-2 if ctx.op == LAYER else (-4, -2, -1)) if ctx.needs_input_grad[8] else None
-    return None, None, None, *grads, None, dbias
+        out = backward(op, clients, settings, needs, grad, *saved)
+        grads = [g if need else None for g, need in zip(out, of_parts, strict=True)]
+    return *grads, None, grad.sum(-2 if op == LAYER else (-4, -2, -1)) if of_bias else None
 
 
 class _EagerConv(torch.autograd.Function):
@@ -91,31 +89,24 @@ class _EagerConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients(ctx, grad)
+        own = ctx.op, ctx.clients, ctx.settings
+        return None, None, None, *_gradients(*own, grad, ctx.saved_tensors, ctx.needs_input_grad[3:])
 
 
-class _DirectConv(torch.autograd.Function):
-    """`_EagerConv` for one client, by `direct` wherever that serves."""
-
-    @staticmethod
-    def forward(ctx, op, of, settings, x, u, v, mu, index, bias):
-        ctx.op, ctx.clients, ctx.settings, ctx.of = op, False, settings, of
-        ctx.save_for_backward(x, u, v, mu, index)
-        y = direct.factored(of, False, x, u, v, mu, index, bias) if direct.serves(x) else None
-        return _forward(op, False, settings, x, u, v, mu, index, bias) if y is None else y
+class _Apart:
+    """A layer from its factors by the ops, for one client, for `direct.Plan`."""
 
     @staticmethod
-    def backward(ctx, grad):
-        transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-        x, u, v, mu, index = ctx.saved_tensors
-        if not transformed and direct.serves(grad, x):
-            _, _, _, nx, nu, nv, nmu, _, nbias = ctx.needs_input_grad
-            needs = nx | nu << 1 | nv << 2 | nmu << 3 | nbias << 4
-            found = direct.factored_backward(ctx.of, needs, grad, x, u, v, mu, index)
-            if found is not None:
-                dx, du, dv, dmu, dbias = found
-                return None, None, None, dx, du, dv, dmu, None, dbias
-        return _gradients(ctx, grad)
+    def forward(ctx, plan, x, u, v, mu, index, bias):
+        ctx.plan = plan
+        ctx.save_for_backward(x, u, v, mu, index, bias)
+        op, settings = plan.own
+        return _forward(op, False, settings, x, u, v, mu, index, bias)
+
+    @staticmethod
+    def backward(ctx, grad, saved):
+        op, settings = ctx.plan.own
+        return None, *_gradients(op, False, settings, grad, saved[:5], ctx.needs_input_grad[1:])
 
 
 class _Conv(torch.autograd.Function):
@@ -135,7 +126,8 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients(ctx, grad)
+        own = ctx.op, ctx.clients, ctx.settings
+        return None, None, None, *_gradients(*own, grad, ctx.saved_tensors, ctx.needs_input_grad[3:])
 
     @staticmethod
     def vmap(info, in_dims, op, clients, settings, *tensors):
@@ -234,32 +226,31 @@ def _checked(op, layout, x, u, v, mu, index, bias, size, stride, padding, dilati
     return size, stride, padding, dilation, groups, clients, (x, u, v, mu, index, bias)
 
 
-class Factored(NamedTuple):
-    """`factored_conv2d` (op `OP`) or `factored_linear` (`LAYER`) with these settings."""
-
-    op: str
-    settings: tuple
-    direct: direct.Layer
-
-
-def of_factors(size: tuple[int, ...], how: Sequence = ()) -> Factored:
-    """`Factored` of a weight of `size`: for a convolution `how` is its stride, padding, dilation and groups."""
+def of_factors(size: tuple[int, ...], how: Sequence = ()) -> direct.Plan:
+    """The plan of a layer that is computed from the factors of a weight of `size`; for a convolution `how` is its
+    stride, padding, dilation and groups."""
     if not how:
-        return Factored(LAYER, (size,), direct.Layer(direct.LINEAR, LINEAR, False, size))
-    return Factored(OP, (size, *how), direct.Layer(direct.CONVOLUTION, SPATIAL, False, size, how))
+        return direct.Plan(direct.settings(direct.LINEAR, LINEAR, False, size), False, _Apart, (LAYER, (size,)))
+    numbers = direct.settings(direct.CONVOLUTION, SPATIAL, False, size, how)
+    return direct.Plan(numbers, False, _Apart, (OP, (size, *how)))
 
 
-def apply_factors(of: Factored, x, u, v, values, index, bias, repeated: bool = False) -> Tensor | None:
+def call_of_factors(plan: direct.Plan, u, v, values, index, bias, repeated: bool = False) -> direct.Call:
     """`factored_conv2d` or `factored_linear` (x [n, i]) without the checks of these functions, for layers: nothing may
-    transform or cast, and all tensors must be plain. None where it is not the CPU library that serves, which checks all
-    it reads.
-    """
-    op, settings, own = of
+    transform or cast, all tensors must be plain, and the CPU library must serve, which checks all it reads."""
+    if torch.is_grad_enabled():
+        return direct.call(plan, u, v, values, index, bias)
+    return direct.Call(direct.factored, (plan.settings, repeated, None, u, v, values, index, bias), 2)
+
+
+def apply_factors(plan: direct.Plan, x, u, v, values, index, bias, repeated: bool = False) -> Tensor | None:
+    """`call_of_factors` for x. None where it is not the CPU library that serves."""
+    op, settings = plan.own
     if not takes_one(op, x):
         return None
     if torch.is_grad_enabled():
-        return _DirectConv.apply(op, own, settings, x, u, v, values, index, bias)
-    y = direct.factored(own, repeated, x, u, v, values, index, bias) if direct.serves(x) else None
+        return direct.apply(plan, x, u, v, values, index, bias)
+    y = direct.factored(plan.settings, repeated, x, u, v, values, index, bias) if direct.serves(x) else None
     if y is None:
         return implementation(f"repeated_{op}" if repeated else op)(x, u, v, values, index, bias, *settings)
     return y

@@ -1,113 +1,202 @@
 """Small layers computed by the CPU library in one call forward and one backward, without PyTorch's dispatcher.
 
-The ops of a small layer, called one by one through the dispatcher, take as long as it computes. These functions are
-called through ctypes, with tensors as `Tensor._cdata` gives them (`csrc/bind_cpu_direct.cpp`). What stands between an
-op and its kernel is passed by, so that nothing may transform, cast, record or dispatch elsewhere, and all tensors must
-be plain ones on the CPU: `serves` asks for what may change from call to call, whoever calls for the rest. Where a
-function returns None, nothing was computed, and the ops serve, which say what does not fit.
+The ops of a small layer, called one by one through the dispatcher, take as long as it computes, and so do the questions
+that a layer asks before it. Both are answered by the library as a module of Python, `fastfact._cpu`
+(`csrc/bind_cpu_module.cpp`): `serve` looks for a `Node` that says what to compute for an input, asks whether all it
+depends on is as it was, and computes. What stands between an op and its kernel is passed by, so that nothing may
+transform, cast, record or dispatch elsewhere, and all tensors must be plain ones on the CPU. `serve` asks for that;
+whoever calls the rest asks `serves`. Where a function returns None nothing was computed, and the ops serve, which say
+what does not fit.
 """
 
-import ctypes
-import functools
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastfact.ops.backends import PLAIN, dispatches, library_file
+from fastfact.ops import backends
+from fastfact.ops.backends import PLAIN, dispatches
 
-LINEAR, PIXELS, CONVOLUTION = range(3)
-"""Kinds of layers: x Wᵀ, a 1×1 convolution as one product of its pixels, any convolution."""
-
-_take = getattr(getattr(torch._C, "_aoti", None), "alloc_tensors_by_stealing_from_void_ptrs", None)
-"""What makes tensors of the handles in capsules, and deletes these: PyTorch's own, for code that its compiler wrote."""
-_LAYER = ctypes.c_int64 * 14
-_POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+LINEAR, PIXELS, CONVOLUTION, REORDERED = range(4)
+"""Kinds of layers: x Wᵀ, a 1×1 convolution as one product of pixels, any convolution, one with W in oneDNN's form."""
 
 
-class Layer:
-    """What a layer is asked for besides tensors: `kind`, layout of the factors (`formats.LAYOUTS`), whether W is laid
-    out channels_last, its size, and the settings of a convolution: stride, padding, dilation, groups."""
-
-    __slots__ = ("numbers",)
-
-    def __init__(self, kind: int, layout: int, channels_last: bool, size: Sequence[int], how: Sequence = ()) -> None:
-        stride, padding, dilation, groups = how or ((1, 1), (0, 0), (1, 1), 1)
-        size = (*size, 1, 1)[:4]
-        self.numbers = _LAYER(kind, layout, channels_last, *size, *stride, *padding, *dilation, groups)
+def settings(kind: int, layout: int, channels_last: bool, size: Sequence[int], how: Sequence = ()) -> bytes:
+    """What a layer is asked for besides tensors: layout of the factors (`formats.LAYOUTS`), whether W is laid out
+    channels_last, its size, and the settings of a convolution: stride, padding, dilation, groups."""
+    stride, padding, dilation, groups = how or ((1, 1), (0, 0), (1, 1), 1)
+    size = (*size, 1, 1)[:4]
+    return struct.pack("=14q", kind, layout, channels_last, *size, *stride, *padding, *dilation, groups)
 
 
-def function(name: str, *types: type) -> Callable[..., int] | None:
-    """A function of the CPU library that takes arguments of these types, None where the library has none of that name.
+class Plan(NamedTuple):
+    """A layer as one node of the graph. makes: W, or y from the factors apart. function: has `forward` (ctx, plan, x,
+    u, v, μ, index, bias) and `backward` (ctx, grad, what was saved), which serve where the library does not: they save
+    what `forward` is given, and W after it if that is made, and put the plan on the context. own: for these."""
 
-    PyTorch's threads may run meanwhile, as in its own ops.
+    settings: bytes
+    makes: bool
+    function: type
+    own: Any
+
+
+class Watch(NamedTuple):
+    """Tensors as they lie in memory. To ask whether they are what they were (`still`) costs little besides reading the
+    numbers: `torch.ops.fastfact.digest` of a small layer takes longer than the layer itself.
+
+    What could change without the numbers at these addresses is looked at too: where and how each tensor lies. `held`
+    keeps that memory from being given to another tensor.
     """
-    file = library_file("cpu")
-    found = getattr(ctypes.CDLL(str(file)), name, None) if file else None
-    if found is not None:
-        found.argtypes, found.restype = types, _FLAG
-    return found
+
+    noted: bytes
+    tensors: tuple[Tensor, ...]
+    held: tuple[Tensor, ...]
 
 
-@functools.cache
-def _functions() -> tuple[Callable[..., int], ...] | None:
-    """(layer, its backward, factored layer, its backward)."""
-    found = (
-        function("fastfact_layer", *[_POINTER] * 8),
-        function("fastfact_layer_backward", _POINTER, _POINTER, _NUMBER, *[_POINTER] * 6),
-        function("fastfact_factored", _POINTER, _POINTER, _FLAG, *[_POINTER] * 6),
-        function("fastfact_factored_backward", _POINTER, _POINTER, _NUMBER, *[_POINTER] * 6),
-    )
-    # A library older than this package, or a PyTorch that has another way.
-    return None if None in found or _take is None else found
+class Call(NamedTuple):
+    """function(*args) with x in the place `at`."""
+
+    function: Callable[..., Tensor | None]
+    args: tuple
+    at: int
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        """The call, for x."""
+        return self.function(*self.args[: self.at], x, *self.args[self.at + 1 :])
 
 
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.argtypes, _capsule.restype = [_POINTER] * 3, ctypes.py_object
-_ONE, _TWO, _FIVE = (_POINTER * n for n in (1, 2, 5))
+Fact = tuple[Mapping[str, Any], str, Any, bool | None]
+"""(A dict, a name, what is there under this name, None for nothing; whether that is trained, where it matters)."""
+
+
+class Node(NamedTuple):
+    """What serves inputs of one kind: a `Call`, while the facts hold, μ has this shape and the watched tensors are what
+    they were."""
+
+    facts: tuple[Fact, ...]
+    form: tuple[Tensor, bytes] | None
+    watch: Watch | None
+    function: Callable[..., Tensor | None]
+    args: tuple
+    at: int
+
+
+class Nodes(dict[bytes, Node]):
+    """Key → node, of one layer. No mere dict: those that a module holds are copied by torch.export with all in them,
+    and a node would be of copies of the layer's dicts."""
+
+    def of(self, watch: Watch | None) -> "Nodes":
+        """Those that watch nothing, or this."""
+        return Nodes((key, node) for key, node in self.items() if node.watch is None or node.watch is watch)
+
+
+def form(mu: Tensor | None) -> tuple[Tensor, bytes] | None:
+    """A tensor with its shape, as `Node` has them."""
+    return None if mu is None else (mu, struct.pack(f"={mu.dim()}q", *mu.shape))
+
+
+class ByOps(torch.autograd.Function):
+    """A plan as one node of the graph, computed by its own functions."""
+
+    @staticmethod
+    def forward(ctx, plan, x, u, v, mu, index, bias):
+        return plan.function.forward(ctx, plan, x, u, v, mu, index, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.plan.function.backward(ctx, grad, ctx.saved_tensors)
+
+
+class Direct(ByOps):
+    """The same, computed by the library: its forward and what PyTorch calls for the backward are set by `load`."""
+
+
+def serve(nodes: Nodes, x: Tensor, training: bool, noted: tuple | None) -> Tensor | None:
+    """The layer with these nodes for x. noted: None, or the positions of μ and the version that they must have."""
+
+
+def key(x: Tensor, training: bool) -> bytes | None:
+    """The key of the node that serves x now. None where nothing may."""
+
+
+def layer(of: bytes, x: Tensor, bias, mu, index, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(y of the dense layer with the weight that u, v and μ make, that weight); μ dense (`index` None), compact, or
+    None."""
+
+
+def factored(of: bytes, repeated: bool, x: Tensor, u, v, values, index, bias) -> Tensor | None:
+    """`factored_conv2d` or `factored_linear` (`repeated_factored_conv2d`)."""
+
+
+def dense(of: bytes, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The layer with this weight."""
+
+
+def watch(tensors: tuple[Tensor, ...]) -> bytes | None:
+    """What a `Watch` notes of tensors without gaps, None where it cannot."""
+
+
+def still(watch: Watch) -> bool:
+    """Whether the tensors, their numbers included, are those they were."""
+    return False
+
+
+_apply = ByOps.apply
+_there = False
+"""Whether there is the library, of this package."""
+_FUNCTIONS = ("serve", "key", "layer", "factored", "dense", "watch", "still")
+
+
+def load() -> None:
+    """Take these functions from the library, where it is; called once, after it was loaded."""
+    global _apply, _there
+    if not backends.loaded("cpu"):
+        return
+    try:
+        library = _library()
+        found = {name: getattr(library, name) for name in _FUNCTIONS}
+    except (ImportError, AttributeError):
+        # Older than this package, or a PyTorch that has another way.
+        return
+    globals().update(found)
+    library.begin(serving())
+    Direct.forward = staticmethod(library.forward)
+    library.compute_backward(Direct._backward_cls)
+    # Without what stands before it in Python, up to PyTorch 2.13, for transforms.
+    _apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, Direct)
+    _there = True
+
+
+def _library() -> ModuleType:
+    """The library as a module of Python."""
+    loader = ExtensionFileLoader("_cpu", str(backends.library_file("cpu")))
+    module = module_from_spec(ModuleSpec(loader.name, loader, origin=loader.path))
+    loader.exec_module(module)
+    return module
+
+
+def serving() -> Fact:
+    """What holds while the dispatcher chooses what serves."""
+    return vars(backends), "_serving", backends._dispatched, None
 
 
 def serves(*tensors: Tensor) -> bool:
     """Whether these functions may be called now, with these tensors."""
-    if torch._C._len_torch_dispatch_stack() or not dispatches() or _functions() is None:
+    if not _there or torch._C._len_torch_dispatch_stack() or not dispatches():
         return False
     return all(type(tensor) in PLAIN and not tensor.is_neg() for tensor in tensors)
 
 
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor._cdata
+def call(plan: Plan, u, v, mu, index, bias) -> Call:
+    """The plan with these tensors, for any x where `serves`."""
+    return Call(_apply, (plan, None, u, v, mu, index, bias), 1)
 
 
-def _taken(handles: ctypes.Array) -> list[Tensor | None]:
-    """The tensors that a function gave out."""
-    tensors = iter(_take([_capsule(handle, None, None) for handle in handles if handle is not None]))
-    return [None if handle is None else next(tensors) for handle in handles]
-
-
-def layer(of: Layer, x: Tensor, bias, mu, index, u: Tensor, v: Tensor) -> list[Tensor] | None:
-    """[y of the dense layer with the weight that u, v and μ make, that weight]; μ dense (`index` None), compact, or
-    None."""
-    out = _TWO()
-    tensors = x._cdata, _at(bias), _at(mu), _at(index), u._cdata, v._cdata
-    return _taken(out) if _functions()[0](out, of.numbers, *tensors) else None
-
-
-def layer_backward(of: Layer, needs: int, grad: Tensor, x: Tensor, w: Tensor, index, u: Tensor, v: Tensor):
-    """The gradients [x, bias, μ, u, v] of `layer`; bits 0–4 of `needs` ask for them, the others are None."""
-    out = _FIVE()
-    tensors = grad._cdata, x._cdata, w._cdata, _at(index), u._cdata, v._cdata
-    return _taken(out) if _functions()[1](out, of.numbers, needs, *tensors) else None
-
-
-def factored(of: Layer, repeated: bool, x: Tensor, u, v, values, index, bias) -> Tensor | None:
-    """`factored_conv2d` or `factored_linear` (`repeated_factored_conv2d`)."""
-    out = _ONE()
-    tensors = x._cdata, _at(u), _at(v), _at(values), _at(index), _at(bias)
-    return _taken(out)[0] if _functions()[2](out, of.numbers, repeated, *tensors) else None
-
-
-def factored_backward(of: Layer, needs: int, grad: Tensor, x: Tensor, u, v, values, index):
-    """The gradients [x, u, v, values, bias] of `factored`; bits 0–4 of `needs` ask for them, the others are None."""
-    out = _FIVE()
-    tensors = grad._cdata, x._cdata, _at(u), _at(v), _at(values), _at(index)
-    return _taken(out) if _functions()[3](out, of.numbers, needs, *tensors) else None
+def apply(plan: Plan, x: Tensor, u, v, mu, index, bias) -> Tensor:
+    """The plan as one node of the graph. Nothing may transform or cast."""
+    return (_apply if serves(x) else ByOps.apply)(plan, x, u, v, mu, index, bias)

@@ -213,17 +213,42 @@ class Applied(NamedTuple):
 
     settings: Convolution | str | None
     how: How
-    direct: direct.Layer | None
+    plan: direct.Plan | None
 
 
 def applied(settings: Convolution | str | None, how: How, size: tuple[int, ...]) -> Applied:
     """`Applied` for a weight of `size`."""
-    of = None
+    plan = None
     if how.op in ("rank1_weight", "compact_weight") and not how.clients:
         kind = direct.LINEAR if settings is None else direct.PIXELS if settings == PIXELS else direct.CONVOLUTION
         own = settings if isinstance(settings, Convolution) else ()
-        of = direct.Layer(kind, how.settings[0], how.channels_last, size, own)
-    return Applied(settings, how, of)
+        numbers = direct.settings(kind, how.settings[0], how.channels_last, size, own)
+        plan = direct.Plan(numbers, True, _Made, (settings, how))
+    return Applied(settings, how, plan)
+
+
+def _layer_gradients(settings, grad, x, made, bias, needed):
+    """The gradients of x, W and the bias, of those that are `needed`, of `_applied`."""
+    nx, nw, nb = needed
+    if settings is None:
+        dx = grad.matmul(made) if nx else None
+        rows, inputs = (grad, x) if x.dim() == 2 else (grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]))
+        return dx, rows.t().mm(inputs) if nw else None, rows.sum(0) if nb else None
+    if settings == PIXELS:
+        rows = _rows(grad)
+        dx = _of_rows(x, rows, made.flatten(1)) if nx else None
+        return dx, rows.t().mm(_rows(x)).view(made.shape) if nw else None, rows.sum(0) if nb else None
+    stride, padding, dilation, groups = settings
+    sizes = None if bias is None else bias.shape
+    how = (sizes, stride, padding, dilation, False, (0, 0), groups, needed)
+    return torch.ops.aten.convolution_backward.default(grad, x, made, *how)
+
+
+def _differentiable(y, inputs, needed, grad):
+    """The gradients of `inputs`, of those that are `needed`, with a graph of their own."""
+    asked = [t for t, need in zip(inputs, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
+    return tuple(next(found) if need else None for need in needed)
 
 
 class _Applied(torch.autograd.Function):
@@ -231,59 +256,67 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, of, x, bias, dense, f1, f2, f3, f4):
-        found = None
-        if of.direct is not None and direct.serves(x):
-            found = direct.layer(of.direct, x, bias, dense if f3 is None else f3, f4, f1, f2)
-        if found is None:
-            made = _forward(of.how, dense, f1, f2, f3, f4)
-            found = _applied(x, made, bias, of.settings), made
-        y, made = found
+        made = _forward(of.how, dense, f1, f2, f3, f4)
         ctx.of = of
         ctx.save_for_backward(x, made, bias, dense, f1, f2, f3, f4)
-        return y
+        return _applied(x, made, bias, of.settings)
 
     @staticmethod
     def backward(ctx, grad):
         x, made, bias, dense, *factors = ctx.saved_tensors
         of, (_, nx, nb, *of_weight) = ctx.of, ctx.needs_input_grad
         if torch.is_grad_enabled():
-            inputs = (x, bias, dense, *factors)
             y = _applied(x, _EagerWeight.apply(of.how, dense, *factors), bias, of.settings)
-            asked = [t for t, need in zip(inputs, ctx.needs_input_grad[1:], strict=True) if need]
-            found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
-            return None, *(next(found) if need else None for need in ctx.needs_input_grad[1:])
-        transformed = torch._C._are_functorch_transforms_active()
-        if of.direct is not None and not transformed and direct.serves(grad, x, made):
-            u, v, _, index = factors
-            n_dense, nu, nv, n_values, _ = of_weight
-            needs = nx | nb << 1 | (n_dense or n_values) << 2 | nu << 3 | nv << 4
-            found = direct.layer_backward(of.direct, needs, grad, x, made, index, u, v)
-            if found is not None:
-                dx, db, dmu, du, dv = found
-                return None, dx, db, dmu if n_dense else None, du, dv, dmu if n_values else None, None
-        nw = any(of_weight)
-        if of.settings is None:
-            dx = grad.matmul(made) if nx else None
-            rows, inputs = (grad, x) if x.dim() == 2 else (grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]))
-            dw = rows.t().mm(inputs) if nw else None
-            db = rows.sum(0) if nb else None
-        elif of.settings == PIXELS:
-            rows = _rows(grad)
-            dx = _of_rows(x, rows, made.flatten(1)) if nx else None
-            dw = rows.t().mm(_rows(x)).view(made.shape) if nw else None
-            db = rows.sum(0) if nb else None
-        else:
-            stride, padding, dilation, groups = of.settings
-            sizes = None if bias is None else bias.shape
-            settings = (sizes, stride, padding, dilation, False, (0, 0), groups, (nx, nw, nb))
-            dx, dw, db = torch.ops.aten.convolution_backward.default(grad, x, made, *settings)
+            return None, *_differentiable(y, (x, bias, dense, *factors), ctx.needs_input_grad[1:], grad)
+        dx, dw, db = _layer_gradients(of.settings, grad, x, made, bias, (nx, any(of_weight), nb))
         return None, dx, db, *_gradients(of.how, of_weight, dw, factors)
 
 
-def apply_weight(of: Applied, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:
-    """A layer with the weight that a weight op makes from these tensors and this bias, for layers in training: nothing
+def _parts(u, v, mu, index):
+    """Factors as the weight ops take them."""
+    return (mu, u, v, None, None) if index is None else (None, u, v, mu, index)
+
+
+class _Made:
+    """`Applied` of u, v and μ by the ops, for `direct.Plan`."""
+
+    @staticmethod
+    def forward(ctx, plan, x, u, v, mu, index, bias):
+        settings, how = plan.own
+        made = _forward(how, *_parts(u, v, mu, index))
+        ctx.plan = plan
+        ctx.save_for_backward(x, u, v, mu, index, bias, made)
+        return _applied(x, made, bias, settings)
+
+    @staticmethod
+    def backward(ctx, grad, saved):
+        x, u, v, mu, index, bias, made = saved
+        (settings, how), (dense, *factors) = ctx.plan.own, _parts(u, v, mu, index)
+        _, nx, nu, nv, nmu, _, nb = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            y = _applied(x, _EagerWeight.apply(how, dense, *factors), bias, settings)
+            return None, *_differentiable(y, saved[:6], ctx.needs_input_grad[1:], grad)
+        dx, dw, db = _layer_gradients(settings, grad, x, made, bias, (nx, nu or nv or nmu, nb))
+        if index is None:
+            dmu, du, dv, *_ = _gradients(how, (nmu, nu, nv, False, False), dw, factors)
+        else:
+            _, du, dv, dmu, _ = _gradients(how, (False, nu, nv, nmu, False), dw, factors)
+        return None, dx, du, dv, dmu, None, db
+
+
+def call_of(of: Applied, bias, dense, f1, f2, f3=None, f4=None) -> direct.Call:
+    """A layer with the weight that a weight op makes of these tensors, and this bias, as one node of the graph. Nothing
     may transform or cast, all tensors must be plain, of one type, on the CPU."""
-    return _Applied.apply(of, x, bias, dense, f1, f2, f3, f4)
+    if of.plan is None:
+        return direct.Call(_Applied.apply, (of, None, bias, dense, f1, f2, f3, f4), 1)
+    return direct.call(of.plan, f1, f2, dense if f4 is None else f3, f4, bias)
+
+
+def apply_weight(of: Applied, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:
+    """`call_of` for x, for layers in training that no node serves."""
+    if of.plan is None:
+        return _Applied.apply(of, x, bias, dense, f1, f2, f3, f4)
+    return direct.apply(of.plan, x, f1, f2, dense if f4 is None else f3, f4, bias)
 
 
 def _layout(op: str, layout: str, allowed: tuple[str, ...]) -> int:

@@ -291,7 +291,7 @@ def test_the_budget_holds_and_a_path_far_behind_or_impossible_is_left_out(monkey
     began = time.perf_counter()
     seconds = choice.times({"slow": side("slow", 0.06), "quick": side("quick", 0.005), "fails": fails})
     assert time.perf_counter() - began < 1.5
-    assert min(seconds, key=seconds.get) == "quick" and set(seconds) == {"slow", "quick"} and runs["slow"] == 1
+    assert min(seconds, key=seconds.get) == "quick" and set(seconds) == {"slow", "quick"} and runs["slow"] == 2
     choice.times({"slower": side("slower", 0.06), "slow": side("slow", 0.06)})
     assert runs["slower"] == 2
     assert choice.times({"fails": fails}) == {}
@@ -311,6 +311,20 @@ def test_short_work_that_was_held_up_is_timed_again(held_up, monkeypatch):
 
     seconds = choice.times({"first": side("first", held_up), "second": side("second", -1)})
     assert seconds["first"] < 0.005 and seconds["second"] < 0.005
+
+
+def test_what_a_process_prepares_once_is_no_time_of_a_path():
+    prepared = []
+
+    def side(seconds):
+        def run():
+            work_for(seconds if prepared else 0.2)
+            prepared.append(True)
+
+        return run
+
+    seconds = choice.times({"first": side(0.001), "second": side(0.003)})
+    assert seconds["first"] < seconds["second"]
 
 
 def test_a_thread_that_waits_for_the_processor_is_not_slow(monkeypatch):
@@ -373,8 +387,8 @@ def test_the_step_is_that_of_the_tensors(monkeypatch):
 def test_a_dense_mu_that_is_mostly_zeros_is_factored_in_evaluation(monkeypatch):
     conv, x = layer(1.0, 8, 8).expand().eval(), torch.randn(16, 8, 6, 6)
     steps = []
-    factored = ff.ops.conv.apply_factors
-    monkeypatch.setattr(ff.ops.conv, "apply_factors", lambda *a: steps.append(len(a[5])) or factored(*a))
+    factored = ff.ops.direct.factored
+    monkeypatch.setattr(ff.ops.direct, "factored", lambda *a: steps.append(len(a[5])) or factored(*a))
     torch.testing.assert_close(conv(x), torch.nn.functional.conv2d(x, conv._weight(None), conv.bias, padding=1))
     assert not steps
     conv.prune_(0.05)

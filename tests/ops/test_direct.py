@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastfact as ff
-from fastfact.ops import direct
+from fastfact.ops import conv as factored
+from fastfact.ops import direct, weights
 
 LAST = torch.channels_last
 
@@ -73,43 +74,65 @@ def step(layer, path, x, grad):
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    """How often each function served."""
-    counts = dict.fromkeys(("layer", "layer_backward", "factored", "factored_backward"), 0)
+def by_ops(monkeypatch):
+    """What the ops computed, and the library did not."""
+    seen = []
 
-    def count(name, function):
-        def counting(*args):
-            out = function(*args)
-            counts[name] += out is not None
-            return out
+    def note(name, function):
+        def noting(*args):
+            seen.append(name)
+            return function(*args)
 
-        return counting
+        return staticmethod(noting)
 
-    for name in counts:
-        monkeypatch.setattr(direct, name, count(name, getattr(direct, name)))
-    return counts
+    for kind in (weights._Made, factored._Apart):
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(kind, name, note(name, getattr(kind, name)))
+    return seen
+
+
+def without_library(monkeypatch):
+    monkeypatch.setattr(direct, "serves", lambda *tensors: False)
+    monkeypatch.setattr(direct, "serve", lambda *args: None)
 
 
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_a_layer_is_what_the_ops_make_it(case, compact, counted, monkeypatch):
+def test_a_layer_is_what_the_ops_make_it(case, compact, by_ops, monkeypatch):
     make, path, x = CASES[case]
     layer = make()
     if "mu" in layer.factors() and (compact or path == "factored"):
         layer.compact(0.3)
     expanded = None if compact else lambda y: torch.ones((), dtype=y.dtype).expand_as(y)
     y, gradients = step(layer, path, x, expanded)
-    kind = "factored" if path == "factored" else "layer"
-    assert counted[kind] == 2 and counted[f"{kind}_backward"] == 1
-    monkeypatch.setattr(direct, "serves", lambda *tensors: False)
+    assert not by_ops and len(layer._nodes) == 1
+    without_library(monkeypatch)
     expected, of_ops = step(layer, path, x, expanded)
-    assert counted[kind] == 2
+    assert by_ops == ["forward", "forward", "backward"]
     close = {"rtol": 0, "atol": 1e-12} if x.dtype == torch.float64 else {}
     torch.testing.assert_close(y, expected, **close)
     assert y.stride() == expected.stride()
     for found, gradient in zip(gradients, of_ops, strict=True):
         torch.testing.assert_close(found, gradient, **close)
         assert found.stride() == gradient.stride() or found.numel() <= 1
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_evaluation_is_the_dense_layer(case, monkeypatch):
+    make, path, x = CASES[case]
+    layer = make().eval()
+    if "mu" in layer.factors():
+        layer.compact(0.3)
+    layer._choose = lambda *_: path
+    layer(x)
+    y = layer(x)
+    assert len(layer._nodes) == 1
+    monkeypatch.setattr(layer, "_forward", lambda x: pytest.fail("no node served"))
+    assert torch.equal(layer(x), y)
+    expected = layer._dense_forward(x, layer.weight, layer.bias)
+    torch.testing.assert_close(y, expected, **({"rtol": 0, "atol": 1e-12} if x.dtype == torch.float64 else {}))
+    assert y.is_contiguous() or y.stride() == expected.stride()
 
 
 def test_only_what_is_asked_for_has_a_gradient():
@@ -138,13 +161,13 @@ def test_what_does_not_fit_is_told_by_the_ops():
 def test_positions_that_do_not_ascend_are_refused():
     layer = linear().compact(0.5)
     index = layer.mu_index.flip(0)
-    of = direct.Layer(direct.LINEAR, 0, False, (9, 13))
+    of = direct.settings(direct.LINEAR, 0, False, (9, 13))
     args = rows(4, 13), layer.u, layer.v, layer.mu, index, layer.bias
     assert direct.factored(of, False, *args) is None
     assert direct.layer(of, args[0], layer.bias, layer.mu, index, layer.u, layer.v) is None
 
 
-def test_a_dispatch_mode_sees_the_ops(counted):
+def test_a_dispatch_mode_sees_the_ops(by_ops):
     class Seen(TorchDispatchMode):
         def __init__(self):
             super().__init__()
@@ -157,13 +180,13 @@ def test_a_dispatch_mode_sees_the_ops(counted):
     layer, x = linear().compact(0.3), rows(4, 13)
     layer.path = "factored"
     layer(x)
-    before = dict(counted)
+    assert not by_ops
     with Seen() as seen:
         layer(x).sum().backward()
-    assert counted == before and {"factored_linear", "factored_linear_backward"} <= seen.ops
+    assert by_ops == ["forward", "backward"] and {"factored_linear", "factored_linear_backward"} <= seen.ops
 
 
-def test_a_negative_view_is_read_as_its_numbers(counted):
+def test_a_negative_view_is_read_as_its_numbers():
     x = torch.complex(rows(4, 13), rows(4, 13)).conj().imag
     assert x.is_neg()
     for path in ("factored", "reconstruct"):
@@ -201,3 +224,89 @@ def test_what_is_given_out_is_freed():
     steps(60)
     # One tensor kept in each step would be 60 MiB.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
+
+
+CHANGES = {
+    "another parameter": lambda layer: setattr(layer, "u", torch.nn.Parameter(2 * layer.u.detach())),
+    "written to": lambda layer: layer.mu.data.mul_(2),
+    "frozen": lambda layer: layer.v.requires_grad_(False),
+    "no bias": lambda layer: setattr(layer, "bias", None),
+    "another support": lambda layer: layer.set_support(layer.mu.detach()[:9] + 1, layer.mu_index[:9].clone()),
+    "a dense μ": lambda layer: layer.expand(),
+    "swapped": lambda layer: torch.utils.swap_tensors(layer.mu, torch.nn.Parameter(layer.mu.detach() + 1)),
+    "evaluation, set by hand": lambda layer: setattr(layer, "training", False),
+    "another type": lambda layer: layer.float().double(),
+    "made from others": lambda layer: torch.nn.utils.parametrizations.weight_norm(layer, "v"),
+}
+
+
+@pytest.mark.parametrize("path", ["factored", "reconstruct"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_a_layer_is_seen(change, path, monkeypatch):
+    layer, x = linear().compact(0.5), rows(4, 13).requires_grad_()
+    monkeypatch.setattr(layer, "_choose", lambda *_: path if layer.can_factor else "reconstruct")
+    for _ in range(2):
+        layer(x)
+    assert len(layer._nodes) == 1
+    CHANGES[change](layer)
+    for _ in range(2):
+        y = layer(x)
+        expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(y, expected)
+        leaves = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+        grad = rows(4, 9) + 1
+        found, of_dense = (torch.autograd.grad(out, leaves, grad) for out in (y, expected))
+        for one, other in zip(found, of_dense, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_positions_written_to_in_place_are_refused():
+    layer, x = linear().compact(0.5), rows(4, 13)
+    layer.path = "factored"
+    layer(x)
+    layer.mu_index[-1] += 1
+    with pytest.raises(RuntimeError, match="in place"):
+        layer(x)
+
+
+def test_another_backend_serves_where_it_is_asked_for(by_ops):
+    layer, x = linear().compact(0.5), rows(4, 13)
+    layer.path = "reconstruct"
+    layer(x)
+    y = layer(x)
+    with ff.use_backend("reference"):
+        y.sum().backward()
+        assert by_ops == ["backward"]
+        layer(x).sum().backward()
+    assert by_ops == ["backward", "forward", "backward"]
+
+
+def test_what_was_saved_is_asked_for_once():
+    from torch.utils.checkpoint import checkpoint
+
+    layer, x = linear().compact(0.5), rows(4, 13).requires_grad_()
+    layer.path = "reconstruct"
+    layer(x)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    for graph in (False, True):
+        y = checkpoint(layer, x, use_reentrant=False).square().sum()
+        torch.testing.assert_close(torch.autograd.grad(y, x, create_graph=graph)[0], expected)
+
+
+def test_layers_in_threads_do_not_meet():
+    from concurrent.futures import ThreadPoolExecutor
+
+    layers = [linear().compact(0.5) for _ in range(4)]
+    x = rows(4, 13)
+
+    def steps(layer):
+        for _ in range(40):
+            layer.zero_grad()
+            layer(x).square().sum().backward()
+        return [parameter.grad for parameter in layer.parameters()]
+
+    expected = steps(layers[0])
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(steps, layers):
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other)

@@ -1,0 +1,492 @@
+// The Python module fastfact._cpu: what is asked before a layer, and the layer, in one call. Used by
+// fastfact/ops/direct.py, which says what the functions are for; limited API of Python 3.10.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "bind_cpu_direct.h"
+
+// PyTorch's, from 2.14 on.
+extern "C" __attribute__((weak)) AOTITorchError torch_tensor_to_pyobject(AtenTensorHandle, void*, void**);
+extern "C" AOTITorchError torch_get_num_threads(uint32_t*);
+
+namespace {
+
+using fastfact::direct::Layer;
+using fastfact::direct::Watched;
+
+// A reference that is given back.
+class Ref {
+ public:
+  Ref(PyObject* object = nullptr) : object_(object) {}
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  ~Ref() { Py_XDECREF(object_); }
+  operator PyObject*() const { return object_; }
+  PyObject* release() {
+    PyObject* out = object_;
+    object_ = nullptr;
+    return out;
+  }
+
+ private:
+  PyObject* object_;
+};
+
+constexpr int kQuestions = 5, kInBackward = 2, kAxes = 8;
+constexpr int64_t kLong = 1 << 16;  // bytes that take longer to read than to let other threads of Python run
+
+PyObject *cdata_, *requires_grad_, *version_, *is_neg_, *saved_tensors_, *needs_input_grad_, *plan_, *to_save_,
+    *forward_, *backward_;
+PyObject *tensor_type, *parameter_type, *questions[kQuestions], *take, *serving;
+
+PyObject* none() { return Py_INCREF(Py_None), Py_None; }
+
+// Other threads of Python run meanwhile.
+template <class F>
+auto released(const F& body) {
+  PyThreadState* state = PyEval_SaveThread();
+  const auto out = body();
+  PyEval_RestoreThread(state);
+  return out;
+}
+
+// Of a tensor, or nullptr for None.
+bool address_of(PyObject* tensor, void** out) {
+  *out = nullptr;
+  if (tensor == Py_None) return true;
+  const Ref found(PyObject_GetAttr(tensor, cdata_));
+  if (!found) return false;
+  *out = PyLong_AsVoidPtr(found);
+  return *out || !PyErr_Occurred();
+}
+
+template <int N>
+bool addresses_of(PyObject* const* tensors, void** out) {
+  for (int n = 0; n < N; ++n) {
+    if (!address_of(tensors[n], out + n)) return false;
+  }
+  return true;
+}
+
+bool is_plain(PyObject* tensor) {
+  const auto type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+  return type == tensor_type || type == parameter_type;
+}
+
+// 1 or 0, −1 with an error set.
+int is_true(PyObject* owned) {
+  const Ref answer(owned);
+  return answer ? PyObject_IsTrue(answer) : -1;
+}
+
+int is_negative(PyObject* tensor) { return is_true(PyObject_CallMethodObjArgs(tensor, is_neg_, nullptr)); }
+
+// The tensors of these handles, which are taken over, None for a null one.
+bool wrap(AtenTensorHandle* handles, int count, PyObject** out) {
+  bool failed = false;
+  std::fill_n(out, count, nullptr);
+  if (torch_tensor_to_pyobject) {
+    for (int n = 0; n < count; ++n) {
+      if (!handles[n]) {
+        out[n] = none();
+        continue;
+      }
+      void* object = nullptr;
+      failed |= torch_tensor_to_pyobject(handles[n], nullptr, &object) != 0;
+      out[n] = static_cast<PyObject*>(object);
+      aoti_torch_delete_tensor_object(handles[n]);
+    }
+  } else {
+    const Ref list(PyList_New(0));
+    for (int n = 0; n < count; ++n) {
+      if (!handles[n]) continue;
+      const Ref capsule(PyCapsule_New(handles[n], nullptr, nullptr));
+      failed |= !capsule || PyList_Append(list, capsule);
+    }
+    // It deletes the handles.
+    const Ref found(failed ? nullptr : PyObject_CallFunctionObjArgs(take, list.operator PyObject*(), nullptr));
+    failed |= !found;
+    for (int n = 0, k = 0; n < count && !failed; ++n) {
+      out[n] = handles[n] ? PySequence_GetItem(found, k++) : none();
+      failed |= !out[n];
+    }
+  }
+  if (!failed) return true;
+  for (int n = 0; n < count; ++n) Py_CLEAR(out[n]);
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "PyTorch made no tensor of a handle");
+  return false;
+}
+
+PyObject* tuple_of(PyObject* const* objects, Py_ssize_t count) {
+  PyObject* const out = PyTuple_New(count);
+  for (Py_ssize_t n = 0; out && n < count; ++n) {
+    Py_INCREF(objects[n]);
+    PyTuple_SetItem(out, n, objects[n]);
+  }
+  return out;
+}
+
+const Layer* layer_of(PyObject* bytes) {
+  if (!PyBytes_Check(bytes) || PyBytes_Size(bytes) != sizeof(Layer)) {
+    PyErr_SetString(PyExc_TypeError, "must be the settings of a layer");
+    return nullptr;
+  }
+  return reinterpret_cast<const Layer*>(PyBytes_AsString(bytes));
+}
+
+bool expects(const char* name, Py_ssize_t given, Py_ssize_t wanted) {
+  if (given == wanted) return true;
+  PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, given);
+  return false;
+}
+
+// Whether PyTorch computes as usual now: nothing casts, transforms, traces or dispatches elsewhere.
+int undisturbed() {
+  for (PyObject* question : questions) {
+    const int answer = is_true(PyObject_CallNoArgs(question));
+    if (answer) return answer < 0 ? -1 : 0;
+  }
+  return 1;
+}
+
+// All that a node depends on besides the tensors of the layer, as bytes. None where there can be no node.
+PyObject* key_of(PyObject* x, PyObject* training) {
+  if (!is_plain(x)) return none();
+  if (const int usual = undisturbed(); usual <= 0) return usual ? nullptr : none();
+  void *address, *data;
+  if (!address_of(x, &address)) return nullptr;
+  const auto handle = reinterpret_cast<AtenTensorHandle>(&address);
+  int32_t type = 0, device = 0;
+  int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
+  uint32_t threads = 0;
+  if (aoti_torch_get_data_ptr(handle, &data) || aoti_torch_get_device_type(handle, &device) ||
+      aoti_torch_get_dim(handle, &dim) || aoti_torch_get_dtype(handle, &type) || aoti_torch_get_sizes(handle, &sizes) ||
+      aoti_torch_get_strides(handle, &strides) || torch_get_num_threads(&threads) || dim > kAxes ||
+      device != aoti_torch_device_type_cpu()) {
+    return none();
+  }
+  if (const int negative = is_negative(x)) return negative < 0 ? nullptr : none();
+  const int trained = is_true(PyObject_GetAttr(x, requires_grad_));
+  if (trained < 0) return nullptr;
+  int64_t facts[4 + 2 * kAxes] = {trained | aoti_torch_grad_mode_is_enabled() << 1 | (training == Py_True) << 2, type,
+                                  threads, dim};
+  std::copy_n(sizes, dim, facts + 4);
+  std::copy_n(strides, dim, facts + 4 + dim);
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(facts), (4 + 2 * dim) * sizeof(int64_t));
+}
+
+PyObject* key(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return expects("key", count, 2) ? key_of(args[0], args[1]) : nullptr;
+}
+
+// Of (dict, name, object, whether it is trained or None): whether the object is in the dict; None means nothing is.
+int holds(PyObject* fact) {
+  PyObject* const object = PyTuple_GetItem(fact, 2);
+  PyObject* const found = PyDict_GetItemWithError(PyTuple_GetItem(fact, 0), PyTuple_GetItem(fact, 1));
+  if (!found && PyErr_Occurred()) return -1;
+  if ((found ? found : Py_None) != object) return 0;
+  PyObject* const trained = PyTuple_GetItem(fact, 3);
+  if (trained == Py_None) return 1;
+  const int is = is_true(PyObject_GetAttr(object, requires_grad_));
+  return is < 0 ? -1 : is == (trained == Py_True);
+}
+
+// Of None or (tensor, its version, …).
+int has_version(PyObject* noted) {
+  if (noted == Py_None) return 1;
+  const Ref version(PyObject_GetAttr(PyTuple_GetItem(noted, 0), version_));
+  return version ? PyObject_RichCompareBool(version, PyTuple_GetItem(noted, 1), Py_EQ) : -1;
+}
+
+// Of None or (tensor, its shape as bytes).
+int has_shape(PyObject* form) {
+  if (form == Py_None) return 1;
+  void* address;
+  int64_t dim = 0, *sizes = nullptr;
+  if (!address_of(PyTuple_GetItem(form, 0), &address)) return -1;
+  const auto handle = reinterpret_cast<AtenTensorHandle>(&address);
+  if (aoti_torch_get_dim(handle, &dim) || aoti_torch_get_sizes(handle, &sizes)) return 0;
+  PyObject* const shape = PyTuple_GetItem(form, 1);
+  return PyBytes_Size(shape) == static_cast<Py_ssize_t>(dim * sizeof(int64_t)) &&
+         !std::memcmp(PyBytes_AsString(shape), sizes, dim * sizeof(int64_t));
+}
+
+// Of None or (Watched as bytes, its tensors, what holds their memory).
+int is_as_watched(PyObject* watch) {
+  if (watch == Py_None) return 1;
+  PyObject *const bytes = PyTuple_GetItem(watch, 0), *const tensors = PyTuple_GetItem(watch, 1);
+  Watched watched;
+  std::memcpy(&watched, PyBytes_AsString(bytes), sizeof watched);
+  for (int64_t n = 0; n < watched.count; ++n) {
+    // What PyTorch computes with may be taken out of a tensor and put into another (`torch.utils.swap_tensors`).
+    void* address;
+    if (!address_of(PyTuple_GetItem(tensors, n), &address)) return -1;
+    if (address != watched.tensors[n]) return 0;
+  }
+  return watched.bytes < kLong ? still(watched) : released([&] { return still(watched); });
+}
+
+PyObject* watch(PyObject*, PyObject* tensors) {
+  const Py_ssize_t count = PyTuple_Size(tensors);
+  if (count < 0) return nullptr;
+  if (count > Watched::kMost) return none();
+  void* addresses[Watched::kMost];
+  for (Py_ssize_t n = 0; n < count; ++n) {
+    if (!address_of(PyTuple_GetItem(tensors, n), addresses + n)) return nullptr;
+  }
+  Watched found = {};
+  if (!released([&] { return fastfact::direct::watch(found, addresses, count); })) return none();
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&found), sizeof found);
+}
+
+PyObject* still_watched(PyObject*, PyObject* watch) {
+  const int is = is_as_watched(watch);
+  return is < 0 ? nullptr : PyBool_FromLong(is);
+}
+
+PyObject* serve(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expects("serve", count, 4)) return nullptr;
+  PyObject *const nodes = args[0], *const x = args[1];
+  if (!PyDict_Size(nodes)) return none();
+  const Ref asked(key_of(x, args[2]));
+  if (!asked) return nullptr;
+  if (asked == Py_None) return none();
+  PyObject* const found = PyDict_GetItemWithError(nodes, asked);
+  if (!found) return PyErr_Occurred() ? nullptr : none();
+  Py_INCREF(found);
+  const Ref node(found);
+  PyObject* const facts = PyTuple_GetItem(node, 0);
+  PyObject* const watch = PyTuple_GetItem(node, 2);
+  // Whoever watches the positions of μ sees them change.
+  int is = watch == Py_None ? has_version(args[3]) : 1;
+  for (Py_ssize_t n = 0, all = PyTuple_Size(facts); is > 0 && n < all; ++n) is = holds(PyTuple_GetItem(facts, n));
+  if (is > 0) is = has_shape(PyTuple_GetItem(node, 1));
+  if (is > 0) is = is_as_watched(watch);
+  if (is <= 0) return is ? nullptr : none();
+  PyObject* const given = PyTuple_GetItem(node, 4);
+  const Py_ssize_t at = PyLong_AsSsize_t(PyTuple_GetItem(node, 5)), size = PyTuple_Size(given);
+  const Ref arguments(PyTuple_New(size));
+  if (!arguments) return nullptr;
+  for (Py_ssize_t n = 0; n < size; ++n) {
+    PyObject* const one = n == at ? x : PyTuple_GetItem(given, n);
+    Py_INCREF(one);
+    PyTuple_SetItem(arguments, n, one);
+  }
+  return PyObject_CallObject(PyTuple_GetItem(node, 3), arguments);
+}
+
+// (out …) of a function of `direct`, None where it refuses.
+template <int N, class F>
+PyObject* given_out(bool alone, const F& body) {
+  AtenTensorHandle handles[N];
+  if (!released([&] { return body(handles); })) return none();
+  PyObject* out[N];
+  if (!wrap(handles, N, out)) return nullptr;
+  if (alone) return out[0];
+  PyObject* const tuple = PyTuple_New(N);
+  for (int n = 0; n < N; ++n) PyTuple_SetItem(tuple, n, out[n]);
+  return tuple;
+}
+
+PyObject* layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  void* t[6];  // x, bias, μ, index, u, v
+  const Layer* of;
+  if (!expects("layer", count, 7) || !(of = layer_of(args[0])) || !addresses_of<6>(args + 1, t)) return nullptr;
+  return given_out<2>(false, [&](AtenTensorHandle* out) {
+    return fastfact::direct::layer(out, *of, t[0], t[1], t[2], t[3], t[4], t[5]);
+  });
+}
+
+PyObject* factored(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  void* t[6];  // x, u, v, values, index, bias
+  const Layer* of;
+  if (!expects("factored", count, 8) || !(of = layer_of(args[0])) || !addresses_of<6>(args + 2, t)) return nullptr;
+  const bool repeated = args[1] == Py_True;
+  return given_out<1>(true, [&](AtenTensorHandle* out) {
+    return fastfact::direct::factored(out, *of, repeated, t[0], t[1], t[2], t[3], t[4], t[5]);
+  });
+}
+
+PyObject* dense(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  void* t[3];  // x, W, bias
+  const Layer* of;
+  if (!expects("dense", count, 4) || !(of = layer_of(args[0])) || !addresses_of<3>(args + 1, t)) return nullptr;
+  return given_out<1>(true, [&](AtenTensorHandle* out) { return fastfact::direct::dense(out, *of, t[0], t[1], t[2]); });
+}
+
+// What a Function is asked for: `Plan` of fastfact/ops/direct.py.
+struct Plan {
+  const Layer* settings;
+  bool makes;  // W is made, and saved
+  PyObject* function;
+
+  bool read(PyObject* plan) {
+    if (PyTuple_Size(plan) < 3 || !(settings = layer_of(PyTuple_GetItem(plan, 0)))) return false;
+    makes = PyTuple_GetItem(plan, 1) == Py_True, function = PyTuple_GetItem(plan, 2);
+    return true;
+  }
+};
+
+enum { kX, kU, kV, kMu, kIndex, kBias, kGiven, kW = kGiven };
+
+// forward(ctx, plan, x, u, v, μ, index, bias) → y
+PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expects("forward", count, 2 + kGiven)) return nullptr;
+  Plan plan;
+  void* t[kGiven];
+  if (!plan.read(args[1]) || !addresses_of<kGiven>(args + 2, t)) return nullptr;
+  AtenTensorHandle handles[2];
+  const bool computed = released([&] {
+    using namespace fastfact::direct;
+    if (plan.makes) return layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
+    return factored(handles, *plan.settings, false, t[kX], t[kU], t[kV], t[kMu], t[kIndex], t[kBias]);
+  });
+  if (!computed) {
+    const Ref function(PyObject_GetAttr(plan.function, forward_)), given(tuple_of(args, count));
+    return function && given ? PyObject_CallObject(function, given) : nullptr;
+  }
+  PyObject* out[2];
+  if (!wrap(handles, 1 + plan.makes, out)) return nullptr;
+  Ref y(out[0]);
+  const Ref saved(PyTuple_New(kGiven + plan.makes));
+  if (!saved) return nullptr;
+  for (int n = 0; n < kGiven; ++n) {
+    Py_INCREF(args[2 + n]);
+    PyTuple_SetItem(saved, n, args[2 + n]);
+  }
+  if (plan.makes) PyTuple_SetItem(saved, kW, out[1]);
+  if (PyObject_SetAttr(args[0], plan_, args[1]) || PyObject_SetAttr(args[0], to_save_, saved)) return nullptr;
+  return y.release();
+}
+
+// Whether what `forward` saved may be computed with here.
+int can_be_direct(PyObject* grad, PyObject* saved, bool makes) {
+  if (aoti_torch_grad_mode_is_enabled() || !is_plain(grad)) return 0;
+  for (int n = 0; n < kInBackward; ++n) {
+    const int answer = is_true(PyObject_CallNoArgs(questions[n]));
+    if (answer) return answer < 0 ? -1 : 0;
+  }
+  for (int n = 0; n < kGiven + makes; ++n) {
+    PyObject* const one = PyTuple_GetItem(saved, n);
+    if (one != Py_None && !is_plain(one)) return 0;
+  }
+  PyObject* const read[3] = {grad, PyTuple_GetItem(saved, kX), makes ? PyTuple_GetItem(saved, kW) : nullptr};
+  for (int n = 0; n < 2 + makes; ++n) {
+    if (const int negative = is_negative(read[n])) return negative < 0 ? -1 : 0;
+  }
+  return holds(serving);
+}
+
+// apply(ctx, grad) → the gradients of what `forward` was given, as PyTorch calls the backward of a Function.
+PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
+  if (!expects("apply", count, 1)) return nullptr;
+  PyObject* const grad = args[0];
+  // To be asked for once: hooks that recompute what was saved do so once.
+  const Ref how(PyObject_GetAttr(ctx, plan_)), saved(PyObject_GetAttr(ctx, saved_tensors_)),
+      needed(PyObject_GetAttr(ctx, needs_input_grad_));
+  Plan plan;
+  if (!how || !saved || !needed || !plan.read(how)) return nullptr;
+  const int direct = can_be_direct(grad, saved, plan.makes);
+  if (direct < 0) return nullptr;
+  if (direct) {
+    void *t[kGiven + 1], *by;
+    if (!address_of(grad, &by)) return nullptr;
+    for (int n = 0; n < kGiven + plan.makes; ++n) {
+      if (!address_of(PyTuple_GetItem(saved, n), t + n)) return nullptr;
+    }
+    // The order of the gradients.
+    static constexpr int made[5] = {kX, kBias, kMu, kU, kV}, apart[5] = {kX, kU, kV, kMu, kBias};
+    const int* const order = plan.makes ? made : apart;
+    int64_t needs = 0;
+    for (int n = 0; n < 5; ++n) needs |= int64_t{PyTuple_GetItem(needed, 1 + order[n]) == Py_True} << n;
+    AtenTensorHandle handles[5];
+    const bool computed = released([&] {
+      using namespace fastfact::direct;
+      if (plan.makes) return layer_backward(handles, *plan.settings, needs, by, t[kX], t[kW], t[kIndex], t[kU], t[kV]);
+      return factored_backward(handles, *plan.settings, needs, by, t[kX], t[kU], t[kV], t[kMu], t[kIndex]);
+    });
+    if (computed) {
+      PyObject* found[5];
+      if (!wrap(handles, 5, found)) return nullptr;
+      PyObject* const out = PyTuple_New(1 + kGiven);
+      for (int n : {0, 1 + kIndex}) PyTuple_SetItem(out, n, none());
+      for (int n = 0; n < 5; ++n) PyTuple_SetItem(out, 1 + order[n], found[n]);
+      return out;
+    }
+  }
+  const Ref function(PyObject_GetAttr(plan.function, backward_));
+  return function ? PyObject_CallFunctionObjArgs(function, ctx, grad, (PyObject*)saved, nullptr) : nullptr;
+}
+
+PyMethodDef of_context[] = {{"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(backward)),
+                             METH_FASTCALL, "The backward of a Function, from the gradient of its output."}};
+
+// The class of a Function's context has its backward computed here.
+PyObject* compute_backward(PyObject*, PyObject* context) {
+  const Ref method(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(context), of_context));
+  return method && !PyObject_SetAttrString(context, "apply", method) ? none() : nullptr;
+}
+
+// begin(what holds while the CPU library serves): see `holds`.
+PyObject* begin(PyObject*, PyObject* fact) {
+  Py_INCREF(fact);
+  Py_XDECREF(serving);
+  serving = fact;
+  return none();
+}
+
+#define FAST(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, nullptr}
+
+PyMethodDef functions[] = {FAST(key),
+                           FAST(serve),
+                           FAST(layer),
+                           FAST(factored),
+                           FAST(dense),
+                           FAST(forward),
+                           {"watch", watch, METH_O, nullptr},
+                           {"still", still_watched, METH_O, nullptr},
+                           {"compute_backward", compute_backward, METH_O, nullptr},
+                           {"begin", begin, METH_O, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fastfact._cpu", nullptr, -1, functions};
+
+bool find() {
+  const struct {
+    PyObject*& at;
+    const char* name;
+  } names[] = {{cdata_, "_cdata"},
+               {requires_grad_, "requires_grad"},
+               {version_, "_version"},
+               {is_neg_, "is_neg"},
+               {saved_tensors_, "saved_tensors"},
+               {needs_input_grad_, "needs_input_grad"},
+               {plan_, "plan"},
+               {to_save_, "to_save"},
+               {forward_, "forward"},
+               {backward_, "backward"}};
+  for (const auto& [at, name] : names) {
+    if (!(at = PyUnicode_InternFromString(name))) return false;
+  }
+  const Ref torch(PyImport_ImportModule("torch")), inner(PyImport_ImportModule("torch._C")),
+      parameters(PyImport_ImportModule("torch.nn.parameter"));
+  if (!torch || !inner || !parameters) return false;
+  tensor_type = PyObject_GetAttrString(torch, "Tensor");
+  parameter_type = PyObject_GetAttrString(parameters, "Parameter");
+  if (!tensor_type || !parameter_type) return false;
+  const char* const asked[kQuestions] = {"_are_functorch_transforms_active", "_len_torch_dispatch_stack",
+                                         "_len_torch_function_stack", "_is_tracing", "_is_any_autocast_enabled"};
+  for (int n = 0; n < kQuestions; ++n) {
+    if (!(questions[n] = PyObject_GetAttrString(inner, asked[n]))) return false;
+  }
+  if (torch_tensor_to_pyobject) return true;
+  const Ref aoti(PyObject_GetAttrString(inner, "_aoti"));
+  return aoti && (take = PyObject_GetAttrString(aoti, "alloc_tensors_by_stealing_from_void_ptrs"));
+}
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__cpu() { return find() ? PyModule_Create(&definition) : nullptr; }
