@@ -8,42 +8,54 @@ namespace {
 
 using namespace fastfact::bind;
 
-// A tensor [clients, samples, heads, rows, columns] whose last axis is dense, by its steps; those of one element are 0.
+// A tensor [(clients,) samples, heads, rows, columns] whose last axis is dense, by its steps; those of one element are
+// 0.
 fastfact::Heads heads(const Tensor& t) {
-  auto step = [&](int64_t axis) { return t.size(axis) > 1 ? t.stride(axis) : 0; };
-  return {t.data_ptr(), step(0), step(1), step(2), step(3)};
+  const int64_t axes = t.dim() - 4;
+  auto step = [&](int64_t axis) { return axis >= 0 && t.size(axis) > 1 ? t.stride(axis) : 0; };
+  return {t.data_ptr(), step(axes - 1), step(axes), step(axes + 1), step(axes + 2)};
 }
 
 Tensor with_dense_rows(const Tensor& t) {
-  return t.stride(4) == 1 || t.size(4) == 1 ? t : torch::stable::contiguous(t);
+  const int64_t last = t.dim() - 1;
+  return last < 0 || t.stride(last) == 1 || t.size(last) == 1 ? t : torch::stable::contiguous(t);
 }
 
 fastfact::Attention describe(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                              const OptionalTensor& mask, bool causal, double scale) {
-  expect_dim(op, "q", q, 5), expect_dim(op, "k", k, 5);
+  if (q.dim() != 4) expect_dim(op, "q", q, 5);
+  expect_dim(op, "k", k, q.dim());
+  const int64_t axes = q.dim() - 4;
+  Shape shape = shape_of(q);
   fastfact::Attention out{};
-  out.type = type_of<fastfact::Type>(op, q), out.clients = q.size(0), out.samples = q.size(1), out.heads = q.size(2);
-  out.queries = q.size(3), out.keys = k.size(3), out.depth = q.size(4);
-  expect(op, "k", k, {out.clients, out.samples, out.heads, out.keys, out.depth}, q);
-  expect(op, "v", v, shape_of(k), q);
+  out.type = type_of<fastfact::Type>(op, q), out.clients = axes ? shape[0] : 1, out.samples = shape[axes];
+  out.heads = shape[axes + 1], out.queries = shape[axes + 2], out.keys = k.size(axes + 2), out.depth = shape[axes + 3];
+  shape[axes + 2] = out.keys;
+  expect(op, "k", k, shape, q), expect(op, "v", v, shape, q);
   out.causal = causal, out.scale = scale;
   out.q = heads(q), out.k = heads(k), out.v = heads(v);
   if (mask) {
-    expect_dim(op, "mask", *mask, 5);
-    Shape shape = {out.clients, out.samples, out.heads, out.queries, out.keys};
-    for (int64_t d = 0; d < 5; ++d) shape[d] = mask->size(d) == 1 ? 1 : shape[d];
+    expect_dim(op, "mask", *mask, q.dim());
+    shape[axes + 2] = out.queries, shape[axes + 3] = out.keys;
+    for (int64_t d = 0; d < q.dim(); ++d) shape[d] = mask->size(d) == 1 ? 1 : shape[d];
     expect(op, "mask", *mask, shape, q);
-    out.mask = heads(*mask), out.mask_column = mask->size(4) > 1 ? mask->stride(4) : 0;
+    out.mask = heads(*mask), out.mask_column = mask->size(axes + 3) > 1 ? mask->stride(axes + 3) : 0;
   }
   out.threads = torch::stable::get_num_threads();
   return out;
 }
 
+Shape without_depth(const Tensor& q) {
+  Shape shape = shape_of(q);
+  shape.pop_back();
+  return shape;
+}
+
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, OptionalTensor mask, bool causal, double scale) {
   q = with_dense_rows(q), k = with_dense_rows(k), v = with_dense_rows(v);
   fastfact::Attention op = describe("attention", q, k, v, mask, causal, scale);
-  Tensor out = empty(q, shape_of(q), {0, 1, 3, 2, 4});
-  Tensor sums = empty(q, {op.clients, op.samples, op.heads, op.queries});
+  Tensor out = empty(q, shape_of(q), q.dim() == 5 ? Shape{0, 1, 3, 2, 4} : Shape{0, 2, 1, 3});
+  Tensor sums = empty(q, without_depth(q));
   op.out = heads(out), op.sums = sums.data_ptr();
   fastfact::attention(op, parallel_for);
   return {out, sums};
@@ -55,12 +67,13 @@ void attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, OptionalTenso
   q = with_dense_rows(q), k = with_dense_rows(k), v = with_dense_rows(v);
   grad = with_dense_rows(grad), out = with_dense_rows(out);
   fastfact::Attention op = describe(name, q, k, v, mask, causal, scale);
+  const Shape shape = shape_of(k);
   expect(name, "grad", grad, shape_of(q), q), expect(name, "out", out, shape_of(q), q);
-  expect(name, "sums", sums, {op.clients, op.samples, op.heads, op.queries}, q);
-  expect(name, "dq", dq, shape_of(q), q), expect(name, "dk", dk, shape_of(k), q),
-      expect(name, "dv", dv, shape_of(k), q);
+  expect(name, "sums", sums, without_depth(q), q), expect(name, "dq", dq, shape_of(q), q);
+  expect(name, "dk", dk, shape, q), expect(name, "dv", dv, shape, q);
   for (const Tensor* t : {&dq, &dk, &dv}) {
-    require(t->size(4) == 1 || t->stride(4) == 1, name, "the last axes of dq, dk and dv must be dense");
+    const int64_t last = t->dim() - 1;
+    require(t->size(last) == 1 || t->stride(last) == 1, name, "the last axes of dq, dk and dv must be dense");
   }
   if (!is_dense(sums, 0)) sums = torch::stable::contiguous(sums);
   op.out = heads(out), op.sums = sums.data_ptr();

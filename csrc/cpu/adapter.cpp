@@ -31,11 +31,11 @@ struct Block {
 // How work is handed out: items of `together` clients or `parts` items of a client, times groups of columns. No sum
 // depends on `together` and `groups`, which follow the threads; `parts` follows from the shape alone.
 struct Cut {
-  int64_t clients, rows, together, parts, groups, most_rows;
+  int64_t clients, rows, tile, together, parts, groups, most_rows;
 
   Cut(int64_t clients, int64_t rows, int64_t depth, int64_t columns, int64_t rank, int64_t element, int64_t tile,
       int64_t threads)
-      : clients(clients), rows(rows) {
+      : clients(clients), rows(rows), tile(tile) {
     const int64_t slice = ceil_div(std::max<int64_t>(depth, 1), ceil_div(std::max<int64_t>(depth, 1), kDepth));
     most_rows = std::max(std::min(kSecond / (slice * element), kMostRows) / tile, int64_t(1)) * tile;
     parts = std::clamp<int64_t>(rows / kLeastRows, 1, std::max<int64_t>(kParts / std::max<int64_t>(clients, 1), 1));
@@ -59,9 +59,12 @@ struct Cut {
   Block block(int64_t item) const {
     const int64_t at = item / groups;
     if (parts == 1) return {at * together, std::min(together, clients - at * together), 0, rows};
-    const int64_t size = ceil_div(rows, parts), first = std::min(rows, at % parts * size);
-    return {at / parts, 1, first, std::min(size, rows - first)};
+    return {at / parts, 1, begin(at % parts), begin(at % parts + 1) - begin(at % parts)};
   }
+
+  // The first row of a part: parts are whole tiles but for the last row's.
+  int64_t begin(int64_t part) const { return std::min(rows, ceil_div(ceil_div(rows, tile) * part, parts) * tile); }
+  int64_t rows_of_part() const { return std::min(rows, ceil_div(ceil_div(rows, tile), parts) * tile); }
 
   int64_t most_clients() const { return parts > 1 ? 1 : together; }
 };
@@ -302,7 +305,7 @@ struct Work {
         sums(op.rank * Factor<T, B>::N) {}
 
   static int64_t most_rows(const Cut& cut) {
-    return cut.parts > 1 ? std::min(cut.most_rows, ceil_div(cut.rows, cut.parts)) : cut.together * cut.rows;
+    return cut.parts > 1 ? std::min(cut.most_rows, cut.rows_of_part()) : cut.together * cut.rows;
   }
 
   // h of the rows of a block, one client after another. Of one register of columns two tiles at a time, so that there

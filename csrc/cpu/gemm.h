@@ -54,10 +54,21 @@ struct PackPanels {
       const int64_t first = item % panels * width, count = std::min<int64_t>(width, rows - first);
       C* to = out + item * width * depth;
       if (count == width && consecutive(row + first, width)) {
-        for (int64_t d = 0; d < depth; ++d) {
-          __builtin_prefetch(data + row[first] + at[std::min(d + kPackAhead, depth - 1)]);
-          copy<B>(data + row[first] + at[d], width, to + d * width);
+        // Neighbouring panels together: what lies side by side in memory is read at once.
+        int64_t together = 1;
+        while (together < kPackTogether && item + together < end && (item + together) % panels &&
+               first + (together + 1) * width <= rows && consecutive(row + first, (together + 1) * width)) {
+          ++together;
         }
+        for (int64_t d = 0; d < depth; ++d) {
+          const T *from = data + row[first] + at[d],
+                  *later = data + row[first] + at[std::min(d + kPackAhead, depth - 1)];
+          for (int64_t p = 0; p < together; ++p) {
+            __builtin_prefetch(later + p * width);
+            copy<B>(from + p * width, width, to + (p * depth + d) * width);
+          }
+        }
+        item += together - 1;
         continue;
       }
       for (int64_t d0 = 0; d0 < depth; d0 += kPackDepth) {
@@ -133,6 +144,7 @@ struct PackPanels {
   }
 
   static constexpr int64_t kPackDepth = 64;  // keeps the part of a panel being written in the first cache
+  static constexpr int64_t kPackTogether = 4;
   static constexpr int64_t kPackAhead = 16;  // rows that are fetched before they are copied
 
   FF_INLINE static bool consecutive(const int64_t* offsets, int64_t n) {

@@ -65,13 +65,17 @@ def attention(
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
         mask = mask[(None,) * (4 - mask.dim())]
-    kernel, whole = pays(query, key), None
-    if kernel and torch.is_grad_enabled():
-        whole, packed = _whole(query, key, value)
-    how = _How(False, causal, 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale), kernel, None)
+    how = _How(False, causal, 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale), pays(query, key), None)
+    transforms = torch._C._are_functorch_transforms_active()
+    if not torch.is_grad_enabled() and not transforms:
+        return _forward(how, mask, query, key, value)[0]
+    whole, packed = _whole(query, key, value) if how.kernel else (None, None)
+    function = _Attention if transforms else _EagerAttention
     if whole is None:
-        return _Attention.apply(how, mask, query, key, value)[0]
-    return _Attention.apply(how._replace(packed=packed), mask, whole)[0]
+        out = function.apply(how, mask, query, key, value)
+    else:
+        out = function.apply(how._replace(packed=packed), mask, whole)
+    return out[0] if transforms else out
 
 
 class _Packed(NamedTuple):
@@ -155,9 +159,7 @@ def _packed(shape: tuple[int, ...], strides: tuple[int, ...], places: tuple[int,
 def _forward(how: _How, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     tensors = (query, key, value, mask)
     if how.kernel:
-        tensors = tensors if how.clients else [t if t is None else t.unsqueeze(0) for t in tensors]
-        out = implementation(OP)(*tensors, how.causal, how.scale)
-        return out if how.clients else tuple(t.squeeze(0) for t in out)
+        return implementation(OP)(*tensors, how.causal, how.scale)
     query, key, value, mask = _without_clients(how, *tensors)
     out = _flash(query, key, value, 0.0, how.causal, attn_mask=mask, scale=how.scale)
     return tuple(_with_clients(how, tensors[0], *out))
@@ -175,9 +177,7 @@ def _backward(how: _How, grad, mask, out, sums, *tensors) -> tuple[Tensor, ...]:
     else:
         found = (torch.empty_like(tensors[0], memory_format=torch.contiguous_format),)
         gradients = how.parts(found)
-    given = [grad, query, key, value, mask, out, sums, *gradients]
-    given = given if how.clients else [t if t is None else t.unsqueeze(0) for t in given]
-    implementation(BACKWARD)(*given, how.causal, how.scale)
+    implementation(BACKWARD)(grad, query, key, value, mask, out, sums, *gradients, how.causal, how.scale)
     return found
 
 
@@ -215,6 +215,23 @@ def _plain(how: _How, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(unseen, -torch.inf)
     return torch.ops.aten._safe_softmax(scores, -1) @ value
+
+
+class _EagerAttention(torch.autograd.Function):
+    """`_Attention` where nothing transforms it: a Function without `setup_context` has a third of the overhead."""
+
+    @staticmethod
+    def forward(ctx, how, mask, *tensors):
+        out, sums = _forward(how, mask, *how.parts(tensors))
+        ctx.how = how
+        ctx.save_for_backward(mask, out, sums, *tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        transformed = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        backward = _AttentionBackward.apply if transformed else _backward
+        return None, None, *backward(ctx.how, grad, *ctx.saved_tensors)
 
 
 class _Attention(torch.autograd.Function):

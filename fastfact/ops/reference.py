@@ -217,12 +217,11 @@ def lowrank_linear_backward(
 
 
 def _fake_attention(q, k, v, mask, causal, scale):
-    return torch.empty_like(q.transpose(2, 3), memory_format=torch.contiguous_format).transpose(2, 3), q.new_empty(
-        q.shape[:-1]
-    )
+    out = torch.empty_like(q.transpose(-2, -3), memory_format=torch.contiguous_format)
+    return out.transpose(-2, -3), q.new_empty(q.shape[:-1])
 
 
-@op(_fake_attention, kernels=("cpu",))
+@op(_fake_attention, kernels=("cpu",), one_client=True)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -230,13 +229,14 @@ def attention(
     logarithms of what the softmax divides by.
 
     q [k, n, h, l, d], k and v [k, n, h, m, d]; mask [k, n, h, l, m], each of these axes or 1. causal: the query at l
-    sees the keys up to place l. A query that sees none has zeros. `out` lies in memory as [k, n, l, h, d].
+    sees the keys up to place l. A query that sees none has zeros. `out` lies in memory as [k, n, l, h, d]. The function
+    itself and the CPU library also take all of them without the client axis.
     """
     scores = _scores(q, k, mask, causal, scale)
     sums = scores.logsumexp(-1)
     sums = sums.masked_fill(sums == -torch.inf, 0)
     out = torch.exp(scores - sums.unsqueeze(-1)) @ v
-    return out.transpose(2, 3).contiguous().transpose(2, 3), sums
+    return out.transpose(-2, -3).contiguous().transpose(-2, -3), sums
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -249,7 +249,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
     return scores
 
 
-@op(lambda *_: None, kernels=("cpu",), mutates=("dq", "dk", "dv"))
+@op(lambda *_: None, kernels=("cpu",), mutates=("dq", "dk", "dv"), one_client=True)
 def attention_backward(
     grad: Tensor,
     q: Tensor,
