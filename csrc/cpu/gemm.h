@@ -174,17 +174,26 @@ struct MultiplyTiles {
 
   // sum[m] = Σ_d a[d][m] · b[d]
   FF_INLINE static void multiply(const C* a, const C* b, int64_t depth, V (&sum)[MR][2]) {
+    terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[d * MR + m]; });
+  }
+
+  // sum[m] = Σ_d a[m][d] · b[d]
+  FF_INLINE static void multiply_rows(const C* const (&a)[MR], const C* b, int64_t depth, V (&sum)[MR][2]) {
+    terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[m][d]; });
+  }
+
+  template <class Left>
+  FF_INLINE static void terms(int64_t depth, const C* b, V (&sum)[MR][2], const Left& left) {
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) sum[m][0] = sum[m][1] = V{};
     for (int64_t d = 0; d < depth; ++d) {
-      const V b0 = load<B>(b), b1 = load<B>(b + L);
+      const V b0 = load<B>(b + d * NR), b1 = load<B>(b + d * NR + L);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; ++m) {
-        sum[m][0] += b0 * a[m];
-        sum[m][1] += b1 * a[m];
+        const C a = left(d, m);
+        sum[m][0] += b0 * a;
+        sum[m][1] += b1 * a;
       }
-      a += MR;
-      b += NR;
     }
   }
 

@@ -17,6 +17,7 @@ constexpr int64_t kGroup = 128;       // columns of W made together; a multiple 
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
 constexpr int64_t kItems = 16;        // wanted of work, for the threads
+constexpr int64_t kNarrow = 384;      // columns of W so few that rows read again for each panel need no packing
 constexpr int64_t kLeastRows = 2 * kPass;
 constexpr int64_t kOutputs = 252, kInputs = 768, kLeastOutputs = 96;  // of a block of dW
 constexpr int64_t kLeastSum = 4 * kSlice;                             // rows of a part of dW
@@ -35,9 +36,16 @@ struct RowsProduct {
   Weight<T> w;
   bool turned;
   int64_t n, depth, columns, slice, group, groups, range;  // rows and columns of an item
-  const float *packed, *bias;                              // x [tile][depth][tile's height]; bias padded, or null
+  const float *packed, *bias;  // x [tile][depth][tile's height], or null: it is read where it is; bias padded, or null
+  const T* x;
   T* y;
 };
+
+// Whether rows can be read where they are: of a tile of AVX-512 there are more than registers for their addresses.
+template <class T>
+constexpr bool reads_rows(int bytes) {
+  return std::is_same_v<T, float> && bytes == 32;
+}
 
 template <class T, int B>
 struct RunProduct {
@@ -78,7 +86,7 @@ struct RunProduct {
   // A panel of W times a slice of some rows: sums to `kept`, [tile][row][column], and of the last slice to y.
   FF_INLINE static void multiply(const RowsProduct<T>& p, int64_t row, int64_t rows, int64_t column, int64_t d,
                                  int64_t terms, const float* right, float* kept) {
-    const float* left = p.packed + (row / MR * p.depth + d) * MR;
+    const float* left = p.packed ? p.packed + (row / MR * p.depth + d) * MR : nullptr;
     const int64_t last = row + rows, count = std::min<int64_t>(NR, p.columns - column), step = p.depth * MR;
     const bool ends = d + terms == p.depth;
     V bias[2]{};
@@ -86,7 +94,15 @@ struct RunProduct {
     T* y = p.y + row * p.columns + column;
     for (; row < last; row += MR, left += step, kept += MR * NR, y += MR * p.columns) {
       V sum[MR][2];
-      MultiplyTiles<float, B>::multiply(left, right, terms, sum);
+      if constexpr (reads_rows<T>(B)) {
+        if (!p.packed) {
+          const T* rows_of_x[MR];
+#pragma GCC unroll 16
+          for (int m = 0; m < MR; ++m) rows_of_x[m] = p.x + std::min(row + m, last - 1) * p.depth + d;
+          MultiplyTiles<float, B>::multiply_rows(rows_of_x, right, terms, sum);
+        }
+      }
+      if (p.packed) MultiplyTiles<float, B>::multiply(left, right, terms, sum);
       if (d) {
 #pragma GCC unroll 16
         for (int m = 0; m < MR; ++m) sum[m][0] += load<B>(kept + m * NR), sum[m][1] += load<B>(kept + m * NR + L);
@@ -213,14 +229,18 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
                    ParallelFor parallel_for) {
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
   const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / kLeastRows, 1) * kLeastRows;
-  const Scratch<float> packed(ceil_div(std::min(n, most), mr) * mr * depth + 16);
+  const bool packs = !reads_rows<T>(register_bytes()) || columns > kNarrow;
+  const Scratch<float> packed(packs ? ceil_div(std::min(n, most), mr) * mr * depth + 16 : 0);
   for (int64_t first = 0; first < n; first += most) {
     const int64_t rows = std::min(most, n - first);
-    const Operand from{{x + first * depth, 0}, steps(rows, depth), steps(depth, 1)};
-    parallel(parallel_for, ceil_div(rows, mr), ceil_div(16384, mr * depth),
-             [&](int64_t begin, int64_t end) { dispatch<PackPanels, T>(from, 0, int(mr), packed.get(), begin, end); });
-    RowsProduct<T> p{w,      turned, rows, depth,        columns, slice_of(depth),
-                     kGroup, 0,      0,    packed.get(), bias,    y + first * columns};
+    if (packs) {
+      const Operand from{{x + first * depth, 0}, steps(rows, depth), steps(depth, 1)};
+      parallel(parallel_for, ceil_div(rows, mr), ceil_div(16384, mr * depth), [&](int64_t begin, int64_t end) {
+        dispatch<PackPanels, T>(from, 0, int(mr), packed.get(), begin, end);
+      });
+    }
+    RowsProduct<T> p{w, turned, rows, depth, columns, slice_of(depth), kGroup};
+    p.packed = packs ? packed.get() : nullptr, p.bias = bias, p.x = x + first * depth, p.y = y + first * columns;
     if (rows > kPass) p.group = std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, kGroup);
     p.groups = ceil_div(columns, p.group);
     const int64_t ranges = std::clamp<int64_t>(ceil_div(kItems, p.groups), 1, ceil_div(rows, kLeastRows));
@@ -246,6 +266,7 @@ struct Gradient {
 template <class T, int B>
 struct RunGradient {
   static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
+  static constexpr int64_t kAhead = 12;  // rows of dy that are fetched before they are copied
 
   struct Block {
     int64_t o, outputs, i, inputs, tiles, panels;
@@ -278,7 +299,9 @@ struct RunGradient {
         const int64_t terms = std::min(kSlice, last - row);
         outline<B>([&]() FF_INLINE_LAMBDA {
           for (int64_t t = 0; t < terms; ++t) {
-            copy_row(g.dy + (row + t) * g.w.o + block.o, block.outputs, step, left.get() + t * MR);
+            const T* const from = g.dy + (row + t) * g.w.o + block.o;
+            if (row + t + kAhead < last) fetch(from + kAhead * g.w.o, block.outputs);
+            copy_row(from, block.outputs, step, left.get() + t * MR);
           }
         });
         for (int64_t panel = 0; panel < block.panels; ++panel) {
@@ -405,11 +428,13 @@ void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dv
   Gradient<T> g{w, n, x, dy};
   g.column_blocks = ceil_div(w.i, kInputs);
   g.inputs = ceil_div(ceil_div(w.i, g.column_blocks), 64) * 64, g.column_blocks = ceil_div(w.i, g.inputs);
-  g.row_blocks = std::clamp<int64_t>(ceil_div(kItems / 2, g.column_blocks), ceil_div(w.o, kOutputs),
-                                     std::max(ceil_div(w.o, kLeastOutputs), ceil_div(w.o, kOutputs)));
+  // Items of work are parts of the rows or, where these are few, smaller blocks.
+  const int64_t wanted = kItems / 2, parts = std::clamp<int64_t>(n / kLeastSum, 1, wanted);
+  const int64_t most = ceil_div(w.o, kOutputs), least = std::max(ceil_div(w.o, kLeastOutputs), most);
+  g.row_blocks = std::clamp<int64_t>(ceil_div(wanted, g.column_blocks * parts), most, least);
   g.outputs = ceil_div(ceil_div(w.o, g.row_blocks), mr) * mr, g.row_blocks = ceil_div(w.o, g.outputs);
   const int64_t blocks = g.row_blocks * g.column_blocks;
-  g.parts = std::clamp<int64_t>(ceil_div(kItems / 2, blocks), 1, std::max<int64_t>(n / kLeastSum, 1));
+  g.parts = std::min(parts, ceil_div(wanted, blocks));
   g.rows = ceil_div(ceil_div(n, g.parts), kSlice) * kSlice, g.parts = ceil_div(n, g.rows);
   g.size = (ceil_div(g.outputs, mr) * mr + 1) * nr * ceil_div(g.inputs, nr);
   const Scratch<float> sums(g.parts > 1 ? blocks * g.parts * g.size : 0);
