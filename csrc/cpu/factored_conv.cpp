@@ -122,17 +122,18 @@ std::vector<int64_t> numbers_of(const Prepared<C>& p, int64_t taps) {
   return out;
 }
 
+// The starts of the plan, and the offsets.
 template <class T>
 Orders::Order order_of(const Prepared<T>& p, const FactoredConv& op, ParallelFor parallel_for) {
   static Orders& orders = *new Orders(kOrderBytes);  // never destroyed: threads may outlive main
   const int64_t taps = op.conv.kh * op.conv.kw;
   std::vector<int64_t> numbers;
-  if (op.repeated && op.mu.count) {
+  if (op.repeated) {
     numbers = numbers_of(p, taps);
     if (auto found = orders.find(numbers, op.mu.index, op.mu.count)) return found;
   }
-  std::vector<int32_t> order(p.plan.size());
-  find_order(p.plan, p.s, p.slab, op.mu, taps, false, order.data(), parallel_for);
+  std::vector<int32_t> order(p.plan.keys + op.mu.count);
+  find_order(p.plan, p.s, p.slab, op.mu, taps, order.data(), order.data() + p.plan.keys, parallel_for);
   if (numbers.empty()) return std::make_shared<const std::vector<int32_t>>(std::move(order));
   return orders.add(std::move(numbers), op.mu.index, op.mu.count, std::move(order));
 }
@@ -143,8 +144,7 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   const Conv& c = op.conv;
   const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), taps = c.kh * c.kw, outputs = c.groups * c.o;
   Prepared<T> p = prepare<T>(op);
-  const Orders::Order order = order_of(p, op, parallel_for);
-  p.plan.use(order->data());
+  const Orders::Order order = op.mu.count ? order_of(p, op, parallel_for) : nullptr;
   const Scratch<C> u(op.rank * taps), v(outputs * op.rank * c.i), bias(op.bias ? outputs * lanes : 0);
   const Scratch<Nonzero<C>> nonzeros(op.mu.count);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
@@ -156,8 +156,8 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
   if (op.mu.count) {
-    sort_nonzeros<T>(p.plan, op.mu, nonzeros.get(), parallel_for);
-    p.nonzeros = nonzeros.get();
+    p.plan.starts = order->data(), p.nonzeros = nonzeros.get();
+    sort_nonzeros<T>(p.plan, p.s, op.mu, taps, order->data() + p.plan.keys, nonzeros.get(), parallel_for);
   }
   p.u = u.get(), p.v = v.get(), p.bias = op.bias ? bias.get() : nullptr;
   parallel(parallel_for, p.grid.units() * c.groups, 1,

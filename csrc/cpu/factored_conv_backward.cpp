@@ -20,10 +20,11 @@ struct Prepared {
   Images<T> dx;
   const C *u, *v;  // v [rank][group]: o → i
   const Nonzero<C>* back_nonzeros;
+  const int32_t* offsets;        // of the nonzeros in x
   std::vector<const C*> back_u;  // of each phase
   bool needs_x, needs_u, needs_v;
   C *du, *dv, *dvalues;  // partial sums [part][…]
-  int64_t nonzeros, dv_row;
+  int64_t dv_row;
   int64_t dv_size() const { return s.o * dv_row; }
 };
 
@@ -68,7 +69,7 @@ struct Run {
       const int64_t group = item / p.parts, part = item % p.parts;
       const int64_t first = part * g.units() / p.parts, last = (part + 1) * g.units() / p.parts;
       C* dv = p.needs_v ? p.dv + (part * s.groups + group) * p.dv_size() : nullptr;
-      C* dvalues = p.dvalues ? p.dvalues + part * p.nonzeros : nullptr;
+      C* dvalues = p.dvalues ? p.dvalues + part * p.plan.count : nullptr;
       if (dv) std::memset(static_cast<void*>(dv), 0, p.dv_size() * sizeof(C));
       if (dvalues) {
         const int64_t from = p.plan.start(0, group, 0)[0], to = p.plan.start(0, group, p.plan.blocks - 1)[s.o];
@@ -101,8 +102,8 @@ struct Run {
           };
           auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
             if (!dvalues) return;
-            Ops::sampled(p.plan, p.plan.start(0, group, k), slab.get(), dy.get() + own_first, flat_channel, registers,
-                         dvalues);
+            Ops::sampled(p.plan, p.plan.start(0, group, k), slab.get(), p.offsets, dy.get() + own_first, flat_channel,
+                         registers, dvalues);
           };
           Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], reads, p.x_slab, group * s.i, s.i, turned.get(),
                             x_block, slab.get(), take, take_block);
@@ -172,7 +173,8 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   }
   Prepared<T> p{};
   p.s = forward_geometry(c), p.back = transposed_geometry(c), p.rank = op.rank;
-  p.needs_x = op.dx, p.needs_u = du && op.rank, p.needs_v = dv && op.rank, p.nonzeros = dvalues ? op.mu.count : 0;
+  p.needs_x = op.dx, p.needs_u = du && op.rank, p.needs_v = dv && op.rank;
+  const int64_t count = dvalues ? op.mu.count : 0;
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.dy = {static_cast<const T*>(op.dy), c.n, outputs, c.oh, c.ow, c.y_channels_last};
   p.dx = {static_cast<T*>(op.dx), c.n, c.groups * c.i, c.h, c.w, op.dx_channels_last};
@@ -195,18 +197,21 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.dx_band = make_band(g.segments, p.back.ow, g.rows, lanes);
   p.dv_row = ceil_div(depth, lanes) * lanes;
   // The number of partial sums depends on the shape only, so that results repeat.
-  const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + p.nonzeros + 1), 8, 64);
-  p.parts = std::min(p.needs_u || p.needs_v || p.nonzeros ? most : INT64_MAX, g.units());
+  const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + count + 1), 8, 64);
+  p.parts = std::min(p.needs_u || p.needs_v || count ? most : INT64_MAX, g.units());
 
-  const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * p.nonzeros);
+  const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * count);
   const Scratch<C> du_parts(p.parts * c.groups * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
   const Scratch<Nonzero<C>> back_nonzeros(p.needs_x ? op.mu.count : 0);
-  p.plan = make_plan(p.s, p.x_slab, p.nonzeros, tile);
+  p.plan = make_plan(p.s, p.x_slab, count, tile);
   p.back_plan = make_plan(p.back, p.back_slab, p.needs_x ? op.mu.count : 0, tile);
-  const Scratch<int32_t> order(p.plan.size()), back_order(p.back_plan.size());
-  if (p.nonzeros) find_order(p.plan, p.s, p.x_slab, op.mu, taps, false, order.get(), parallel_for);
-  p.plan.use(order.get());
+  const Scratch<int32_t> starts(p.plan.keys), offsets(count), back_starts(p.back_plan.keys);
+  if (count) {
+    find_order(p.plan, p.s, p.x_slab, op.mu, taps, starts.get(), offsets.get(), parallel_for);
+    p.plan.starts = starts.get();
+    p.offsets = offsets.get();
+  }
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
   C* next_u = back_u.get();
   for (int64_t phase = 0; phase < phases && p.needs_x; ++phase) {
@@ -216,9 +221,9 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     }
   }
   if (p.needs_x && op.mu.count) {
-    find_order(p.back_plan, p.back, p.back_slab, op.mu, taps, true, back_order.get(), parallel_for);
-    p.back_plan.use(back_order.get());
-    sort_nonzeros<T>(p.back_plan, op.mu, back_nonzeros.get(), parallel_for);
+    transpose_nonzeros<T>(p.back_plan, p.back, p.back_slab, op.mu, taps, back_starts.get(), back_nonzeros.get(),
+                          parallel_for);
+    p.back_plan.starts = back_starts.get();
     p.back_nonzeros = back_nonzeros.get();
   }
   for (int64_t r = 0; r < op.rank; ++r) {
@@ -226,17 +231,19 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
            v.get() + r * outputs * c.i, parallel_for);
   }
   p.u = u.get(), p.v = v.get();
-  p.du = du_parts.get(), p.dv = dv_parts.get(), p.dvalues = p.nonzeros ? values.get() : nullptr;
+  p.du = du_parts.get(), p.dv = dv_parts.get(), p.dvalues = count ? values.get() : nullptr;
   parallel(parallel_for, c.groups * p.parts, 1, [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });
 
   add_parts(p.parts, c.groups, op.rank, c.o, c.i, taps, p.dv_row, p.du, p.needs_u ? du : nullptr, p.dv,
             p.needs_v ? dv : nullptr, parallel_for);
-  parallel(parallel_for, p.nonzeros, 16384, [&](int64_t begin, int64_t end) {
-    for (int64_t nz = begin; nz < end; ++nz) {
-      C sum = 0;
-      for (int64_t part = 0; part < p.parts; ++part) sum += p.dvalues[part * p.nonzeros + nz];
-      dvalues[p.plan.source[nz]] = from_compute<T>(sum);
+  if (!count) return;
+  parallel(parallel_for, count, 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t part = 1; part < p.parts; ++part) {
+      for (int64_t j = begin; j < end; ++j) p.dvalues[j] += p.dvalues[part * count + j];
     }
+  });
+  each_run(p.plan, p.s, op.mu, taps, parallel_for, [&](int64_t nz, int64_t first, int64_t n) {
+    for (int64_t j = 0; j < n; ++j) dvalues[nz + j] = from_compute<T>(p.dvalues[first + j]);
   });
 }
 

@@ -22,14 +22,12 @@ FF_INLINE V sums_of_rows(Row& row, int first) {
   }
 }
 
-// Nonzeros of μ in the order in which the kernels take them: [phase of the geometry][group][block of input channels]
-// [output channel]. Offsets are from the first channel of the block on, and stay within what the first cache holds of a
-// tile's input.
+// The order in which the kernels take the nonzeros of μ: [phase of the geometry][group][block of input channels][output
+// channel]. Offsets are from the first channel of the block on, and stay within what the first cache holds of a tile's
+// input.
 struct Plan {
   int64_t outputs, groups, block, blocks, keys, count;  // input channels of a block, blocks of a group
-  const int32_t *starts, *offsets, *source;             // starts [phases][groups][blocks][o + 1], source: which nonzero
-  int64_t size() const { return keys + 2 * count; }
-  void use(const int32_t* order) { starts = order, offsets = starts + keys, source = offsets + count; }
+  const int32_t* starts;                                // [phases][groups][blocks][o + 1]: `keys` numbers
   const int32_t* start(int64_t phase, int64_t group, int64_t k) const {
     return starts + ((phase * groups + group) * blocks + k) * (outputs + 1);
   }
@@ -364,11 +362,11 @@ struct Tiles {
     for (int n = 0; n < held; ++n) grads[nz - held + n] += sum_lanes(waiting(n));
   }
 
-  FF_INLINE static void sampled(const Plan& plan, const int32_t* starts, const C* x, const C* y, int64_t y_channel,
-                                int64_t registers, C* grads) {
+  FF_INLINE static void sampled(const Plan& plan, const int32_t* starts, const C* x, const int32_t* offsets, const C* y,
+                                int64_t y_channel, int64_t registers, C* grads) {
     pieces<kTile>(0, registers, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA {
-        sampled_tile<N>(x + first * L, plan.offsets, starts, plan.outputs, y + first * L, y_channel, grads);
+        sampled_tile<N>(x + first * L, offsets, starts, plan.outputs, y + first * L, y_channel, grads);
       });
     });
   }
@@ -377,7 +375,7 @@ struct Tiles {
 // For so many nonzeros, whose order is still to be given.
 template <class C>
 Plan make_plan(const Geometry& s, const Slab<C>& slab, int64_t count, int64_t tile) {
-  Plan plan{s.o, s.groups, 0, 0, 0, count, nullptr, nullptr, nullptr};
+  Plan plan{s.o, s.groups, 0, 0, 0, count, nullptr};
   if (!count) return plan;
   const int64_t halo = ceil_div(s.reach[0], s.stride[0]) * slab.row;
   const int64_t bytes = slab.places.size() * slab.phases * (tile + halo) * sizeof(C);
@@ -389,70 +387,122 @@ Plan make_plan(const Geometry& s, const Slab<C>& slab, int64_t count, int64_t ti
   return plan;
 }
 
-// The order of the nonzeros, plan.size() numbers. `kernel` is the number of taps of μ. With `swapped`, s goes from the
-// output channels of μ to its input channels.
+// Calls take(row, nz) for each row of μ, the output channels of s, with its first nonzero; it returns that of the next.
+template <class Take>
+void each_row(const Geometry& s, const Sparse& mu, int64_t taps, ParallelFor parallel_for, const Take& take) {
+  const int64_t rows = s.groups * s.o;
+  parallel(parallel_for, rows, ceil_div(8192 * rows, mu.count), [&](int64_t begin, int64_t end) {
+    int64_t nz = std::lower_bound(mu.index, mu.index + mu.count, begin * s.i * taps) - mu.index;
+    for (int64_t row = begin; row < end; ++row) nz = take(row, nz);
+  });
+}
+
+// The start of the first block of a row of μ in a plan; from block to block it is `outputs` + 1 further.
+inline int64_t row_of_starts(const Plan& plan, int64_t row) {
+  return row / plan.outputs * plan.blocks * (plan.outputs + 1) + row % plan.outputs;
+}
+
+inline void sum_starts(const Plan& plan, int32_t* starts) {
+  int32_t sum = 0;
+  for (int64_t at = 0; at < plan.keys; ++at) sum += std::exchange(starts[at], sum);
+}
+
+// The order of the nonzeros of μ, of `taps` taps, for s from the input channels of μ to its output channels: the plan's
+// `starts` and, in that order, the offset of each. A row of μ has the nonzeros of a block one after the other.
 template <class C>
-void find_order(const Plan& plan, const Geometry& s, const Slab<C>& slab, const Sparse& mu, int64_t kernel,
-                bool swapped, int32_t* order, ParallelFor parallel_for) {
-  if (!mu.count) return;
-  const int64_t rows = swapped ? s.i : s.o, inner = swapped ? s.o : s.i, columns = inner * kernel;
-  const int64_t phase_keys = plan.keys / s.phases.size();
-  int32_t *const starts = order, *const offsets = starts + plan.keys, *const source = offsets + mu.count;
+void find_order(const Plan& plan, const Geometry& s, const Slab<C>& slab, const Sparse& mu, int64_t taps,
+                int32_t* starts, int32_t* offsets, ParallelFor parallel_for) {
+  const int64_t columns = s.i * taps;
+  const Scratch<int32_t> of(columns);
+  for (int64_t k = 0; k < columns; ++k) {
+    of.get()[k] = int32_t(slab.offset[0][k % taps] + k / taps % plan.block * slab.channel);
+  }
   std::memset(starts, 0, plan.keys * sizeof(int32_t));
-  // For each column of a row of μ: its offset and key, without the part that depends on the row.
-  const std::unique_ptr<int32_t[]> offset(new int32_t[columns]), key(new int32_t[columns]),
-      cursor(new int32_t[plan.keys]);
+  each_row(s, mu, taps, parallel_for, [&](int64_t row, int64_t nz) {
+    int32_t* at = starts + row_of_starts(plan, row);
+    for (int64_t k = 0; k < plan.blocks; ++k, at += plan.outputs + 1) {
+      const int64_t first = nz, stop = row * columns + std::min((k + 1) * plan.block, s.i) * taps;
+      while (nz < mu.count && mu.index[nz] < stop) ++nz;
+      *at = int32_t(nz - first);
+    }
+    return nz;
+  });
+  sum_starts(plan, starts);
+  each_row(s, mu, taps, parallel_for, [&](int64_t row, int64_t nz) {
+    const int32_t* at = starts + row_of_starts(plan, row);
+    for (int64_t k = 0; k < plan.blocks; ++k, at += plan.outputs + 1) {
+      for (int32_t j = at[0]; j < at[1]; ++j) offsets[j] = of.get()[mu.index[nz++] - row * columns];
+    }
+    return nz;
+  });
+}
+
+// Calls run(nz, j, n) for the nonzeros nz … nz + n that are j … j + n of a plan from find_order.
+template <class Run>
+void each_run(const Plan& plan, const Geometry& s, const Sparse& mu, int64_t taps, ParallelFor parallel_for,
+              const Run& run) {
+  each_row(s, mu, taps, parallel_for, [&](int64_t row, int64_t nz) {
+    const int32_t* at = plan.starts + row_of_starts(plan, row);
+    for (int64_t k = 0; k < plan.blocks; ++k, at += plan.outputs + 1) {
+      run(nz, at[0], at[1] - at[0]);
+      nz += at[1] - at[0];
+    }
+    return nz;
+  });
+}
+
+// The nonzeros of μ in the order that find_order found.
+template <class T>
+void sort_nonzeros(const Plan& plan, const Geometry& s, const Sparse& mu, int64_t taps, const int32_t* offsets,
+                   Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
+  const T* const values = static_cast<const T*>(mu.values);
+  each_run(plan, s, mu, taps, parallel_for, [&](int64_t nz, int64_t first, int64_t n) {
+    for (int64_t j = 0; j < n; ++j) to[first + j] = {to_compute(values[nz + j]), offsets[first + j]};
+  });
+}
+
+// The nonzeros of μ in the order of the plan, for s from the output channels of μ to its input channels.
+template <class T>
+void transpose_nonzeros(const Plan& plan, const Geometry& s, const Slab<Compute<T>>& slab, const Sparse& mu,
+                        int64_t taps, int32_t* starts, Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
+  struct Column {
+    int32_t key, offset;
+  };
+  const T* const values = static_cast<const T*>(mu.values);
+  const int64_t rows = s.i, columns = s.o * taps, pieces = s.groups * plan.blocks;
+  const Scratch<Column> of(columns);
   for (size_t phase = 0; phase < s.phases.size(); ++phase) {
-    const Taps& taps = s.phases[phase];
-    for (size_t tap = 0; tap < taps.tap.size(); ++tap) {
-      for (int64_t i = 0, k = taps.tap[tap]; i < inner; ++i, k += kernel) {
-        offset[k] = int32_t(slab.offset[phase][tap] + (swapped ? 0 : i % plan.block * slab.channel));
-        key[k] = int32_t(phase * phase_keys + (swapped ? i : i / plan.block * (s.o + 1)));
+    const std::vector<int64_t>& tap = s.phases[phase].tap;
+    for (size_t n = 0; n < tap.size(); ++n) {
+      for (int64_t o = 0; o < s.o; ++o) {
+        of.get()[o * taps + tap[n]] = {int32_t(phase * (plan.keys / s.phases.size()) + o),
+                                       int32_t(slab.offset[phase][n])};
       }
     }
   }
-  // Pieces of μ that share no key: rows, or where they are the inner channels, blocks of them.
-  const int64_t pieces = s.groups * (swapped ? plan.blocks : rows);
-  auto row_of = [&](int64_t piece) {
-    return swapped ? piece / plan.blocks * rows + std::min(piece % plan.blocks * plan.block, rows) : piece;
-  };
+  // Blocks of rows share no key.
   auto each = [&](auto&& take) {
     parallel(parallel_for, pieces, ceil_div(8192 * pieces, mu.count), [&](int64_t begin, int64_t end) {
-      const int64_t last = row_of(end);
-      int64_t row = row_of(begin), nz = std::lower_bound(mu.index, mu.index + mu.count, row * columns) - mu.index;
-      for (; row < last; ++row) {
-        const int64_t group = row / rows, r = row % rows, first = row * columns;
-        const int64_t key_of_row =
-            (group * plan.blocks + (swapped ? r / plan.block : 0)) * (s.o + 1) + (swapped ? 0 : r);
-        const int64_t offset_of_row = swapped ? r % plan.block * slab.channel : 0;
-        for (; nz < mu.count && mu.index[nz] < first + columns; ++nz) {
-          const int64_t k = mu.index[nz] - first;
-          take(nz, key_of_row + key[k], offset_of_row + offset[k]);
+      for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t first = piece % plan.blocks * plan.block, count = std::min(plan.block, rows - first);
+        int64_t position = (piece / plan.blocks * rows + first) * columns;
+        int64_t nz = std::lower_bound(mu.index, mu.index + mu.count, position) - mu.index;
+        for (int64_t row = 0; row < count; ++row, position += columns) {
+          for (; nz < mu.count && mu.index[nz] < position + columns; ++nz) {
+            const Column& column = of.get()[mu.index[nz] - position];
+            take(nz, piece * (s.o + 1) + column.key, row * slab.channel + column.offset);
+          }
         }
       }
     });
   };
-  each([&](int64_t, int64_t at, int64_t) { ++starts[at]; });
-  int32_t sum = 0;
-  for (int64_t at = 0; at < plan.keys; ++at) {
-    const int32_t n = starts[at];
-    starts[at] = cursor[at] = sum;
-    sum += n;
-  }
-  each([&](int64_t nz, int64_t at, int64_t place) {
-    const int32_t to = cursor[at]++;
-    offsets[to] = int32_t(place), source[to] = int32_t(nz);
-  });
-}
-
-// The nonzeros of μ in the order of the plan.
-template <class T>
-void sort_nonzeros(const Plan& plan, const Sparse& mu, Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
-  parallel(parallel_for, mu.count, 16384, [&](int64_t begin, int64_t end) {
-    for (int64_t nz = begin; nz < end; ++nz) {
-      to[nz] = {to_compute(static_cast<const T*>(mu.values)[plan.source[nz]]), plan.offsets[nz]};
-    }
-  });
+  std::memset(starts, 0, plan.keys * sizeof(int32_t));
+  each([&](int64_t, int64_t key, int64_t) FF_INLINE_LAMBDA { ++starts[key]; });
+  sum_starts(plan, starts);
+  const Scratch<int32_t> next(plan.keys);
+  std::copy(starts, starts + plan.keys, next.get());
+  each([&](int64_t nz, int64_t key, int64_t offset)
+           FF_INLINE_LAMBDA { to[next.get()[key]++] = {to_compute(values[nz]), int32_t(offset)}; });
 }
 
 // v [rank, groups·o, i] for Tiles::multiply, from `inputs` to `outputs` channels: [group][outputs / width][rank ·
