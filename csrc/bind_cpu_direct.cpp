@@ -3,6 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <array>
+#include <cmath>
 
 #include "bind_cpu.h"
 #include "cpu/kernels.h"
@@ -289,6 +290,75 @@ uint64_t numbers_of(const Part* parts, int64_t count) {
 }
 
 }  // namespace
+
+namespace {
+
+// A tensor as it lies in memory.
+struct Form {
+  int32_t type, device;
+  int64_t dim, numel, *sizes, *strides;
+  void* data;
+
+  bool read(void* tensor) {
+    const auto handle = reinterpret_cast<AtenTensorHandle>(&tensor);
+    return !aoti_torch_get_data_ptr(handle, &data) && !aoti_torch_get_dim(handle, &dim) &&
+           !aoti_torch_get_numel(handle, &numel) && !aoti_torch_get_sizes(handle, &sizes) &&
+           !aoti_torch_get_strides(handle, &strides) && !aoti_torch_get_dtype(handle, &type) &&
+           !aoti_torch_get_device_type(handle, &device) && dim <= Watched::kAxes && (data || !numel);
+  }
+
+  bool is_like(const Form& other) const {
+    if (type != other.type || device != other.device || dim != other.dim) return false;
+    for (int64_t d = 0; d < dim; ++d) {
+      if (sizes[d] != other.sizes[d] || (sizes[d] > 1 && strides[d] != other.strides[d])) return false;
+    }
+    return true;
+  }
+
+  // Whether the elements fill one stretch of memory, in whatever order.
+  bool fills_memory() const {
+    int64_t expected = 1;
+    for (int64_t found = 0, axes = 0; axes < dim; axes += found, found = 0) {
+      for (int64_t d = dim; d-- > 0;) {
+        if (sizes[d] > 1 && strides[d] == expected) {
+          expected *= sizes[d], found = 1;
+          break;
+        }
+      }
+      if (!found) return expected == numel;
+    }
+    return expected == numel;
+  }
+
+  std::optional<fastfact::Type> kind() const {
+    const int32_t known[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float64(), aoti_torch_dtype_bfloat16(),
+                             aoti_torch_dtype_float16()};
+    for (int n = 0; n < 4; ++n) {
+      if (type == known[n]) return fastfact::Type(n);
+    }
+    return std::nullopt;
+  }
+};
+
+}  // namespace
+
+bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void* const* grads, void* const* momenta,
+                   const double* l1) noexcept try {
+  std::vector<fastfact::Step> steps(count);
+  for (int64_t n = 0; n < count; ++n) {
+    Form param, grad, momentum;
+    if (!param.read(params[n]) || !grad.read(grads[n]) || !param.fills_memory() || !grad.is_like(param)) return false;
+    if (momenta && (!momentum.read(momenta[n]) || !momentum.is_like(param))) return false;
+    const auto type = param.kind();
+    if (!type || param.device != aoti_torch_device_type_cpu() || !(l1[n] >= 0 && std::isfinite(l1[n]))) return false;
+    steps[n] = {*type, param.numel, param.data, grad.data, momenta ? momentum.data : nullptr, l1[n]};
+  }
+  fastfact::prox_sgd_step({group.lr, group.momentum, group.weight_decay, group.proximal}, steps.data(), count,
+                          parallel_for);
+  return true;
+} catch (...) {
+  return false;
+}
 
 bool watch(Watched& out, void* const* tensors, int64_t count) noexcept try {
   Part parts[Watched::kMost];

@@ -35,6 +35,16 @@ bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, 
 // out: y of the dense layer with the weight w, which for kReordered is in oneDNN's form.
 bool dense(AtenTensorHandle out[1], const Layer& of, void* x, void* w, void* bias);
 
+// `prox_sgd_step` where all tensors are of one stretch of memory each, those of a parameter of one form. momenta: null
+// where momentum is 0.
+struct Group {
+  double lr, momentum, weight_decay;
+  bool proximal;
+};
+
+bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void* const* grads, void* const* momenta,
+                   const double* l1) noexcept;
+
 // Tensors of a layer as they lie in memory, to be looked at again.
 struct Watched {
   static constexpr int64_t kMost = 16, kAxes = 8;

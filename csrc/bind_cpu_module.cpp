@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "bind_cpu_direct.h"
 
@@ -143,10 +144,10 @@ bool expects(const char* name, Py_ssize_t given, Py_ssize_t wanted) {
   return false;
 }
 
-// Whether PyTorch computes as usual now: nothing casts, transforms, traces or dispatches elsewhere.
-int undisturbed() {
-  for (PyObject* question : questions) {
-    const int answer = is_true(PyObject_CallNoArgs(question));
+// Whether PyTorch computes as usual now: nothing transforms, dispatches elsewhere and, asked for all, traces or casts.
+int undisturbed(int asked = kQuestions) {
+  for (int n = 0; n < asked; ++n) {
+    const int answer = is_true(PyObject_CallNoArgs(questions[n]));
     if (answer) return answer < 0 ? -1 : 0;
   }
   return 1;
@@ -227,6 +228,43 @@ int is_as_watched(PyObject* watch) {
     if (address != watched.tensors[n]) return 0;
   }
   return watched.bytes < kLong ? still(watched) : released([&] { return still(watched); });
+}
+
+// The addresses of plain tensors in a list, and no more than `count`; false with no error set where some are others.
+bool addresses_in(PyObject* list, Py_ssize_t count, std::vector<void*>& out) {
+  if (!PyList_Check(list) || PyList_Size(list) != count) return false;
+  out.resize(count);
+  for (Py_ssize_t n = 0; n < count; ++n) {
+    PyObject* const one = PyList_GetItem(list, n);
+    if (!is_plain(one) || !address_of(one, &out[n])) return false;
+  }
+  return true;
+}
+
+// (params, grads, momenta, l1, lr, momentum, weight decay, proximal) → whether the step was made
+PyObject* prox_sgd_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expects("prox_sgd_step", count, 8)) return nullptr;
+  const Py_ssize_t params = PyList_Check(args[0]) ? PyList_Size(args[0]) : -1;
+  const fastfact::direct::Group group = {PyFloat_AsDouble(args[4]), PyFloat_AsDouble(args[5]),
+                                         PyFloat_AsDouble(args[6]), args[7] == Py_True};
+  std::vector<void*> tensors[3];
+  const bool moves = group.momentum != 0;
+  bool fits = params >= 0 && !PyErr_Occurred() && holds(serving) == 1 && undisturbed(kInBackward) == 1;
+  for (int n = 0; n < 2 + moves; ++n) fits = fits && addresses_in(args[n], params, tensors[n]);
+  fits = fits && PyList_Check(args[3]) && PyList_Size(args[3]) == params;
+  std::vector<double> l1(fits ? params : 0);
+  for (Py_ssize_t n = 0; fits && n < params; ++n) l1[n] = PyFloat_AsDouble(PyList_GetItem(args[3], n));
+  if (PyErr_Occurred()) {
+    // Who asks says what is wrong.
+    PyErr_Clear();
+    fits = false;
+  }
+  const bool done =
+      fits && released([&] {
+        void* const* const momenta = moves ? tensors[2].data() : nullptr;
+        return fastfact::direct::prox_sgd_step(group, params, tensors[0].data(), tensors[1].data(), momenta, l1.data());
+      });
+  return PyBool_FromLong(done);
 }
 
 PyObject* watch(PyObject*, PyObject* tensors) {
@@ -365,10 +403,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // Whether what `forward` saved may be computed with here.
 int can_be_direct(PyObject* grad, PyObject* saved, bool makes) {
   if (aoti_torch_grad_mode_is_enabled() || !is_plain(grad)) return 0;
-  for (int n = 0; n < kInBackward; ++n) {
-    const int answer = is_true(PyObject_CallNoArgs(questions[n]));
-    if (answer) return answer < 0 ? -1 : 0;
-  }
+  if (const int usual = undisturbed(kInBackward); usual <= 0) return usual;
   for (int n = 0; n < kGiven + makes; ++n) {
     PyObject* const one = PyTuple_GetItem(saved, n);
     if (one != Py_None && !is_plain(one)) return 0;
@@ -446,6 +481,7 @@ PyMethodDef functions[] = {FAST(key),
                            FAST(factored),
                            FAST(dense),
                            FAST(forward),
+                           FAST(prox_sgd_step),
                            {"watch", watch, METH_O, nullptr},
                            {"still", still_watched, METH_O, nullptr},
                            {"compute_backward", compute_backward, METH_O, nullptr},

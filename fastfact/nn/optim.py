@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from fastfact import ops
 from fastfact.nn import sparsity
+from fastfact.ops.backends import PLAIN
 
 METHODS = ("proximal", "subgradient")
 
@@ -82,7 +83,7 @@ class ProxSGD(Optimizer):
 
 def _local(tensors: list[Tensor]) -> list[Tensor]:
     """What of sharded tensors (of FSDP) lies here: the step is one of each number by itself."""
-    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return [t.to_local() if type(t) not in PLAIN and hasattr(t, "to_local") else t for t in tensors]
 
 
 class ProxAdamW(torch.optim.AdamW):

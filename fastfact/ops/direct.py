@@ -137,6 +137,11 @@ def dense(of: bytes, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     """The layer with this weight."""
 
 
+def prox_sgd_step(params, grads, momenta, l1, lr: float, momentum: float, weight_decay: float, proximal: bool) -> bool:
+    """`ops.prox_sgd_step` of plain tensors that lie alike in memory; whether they do, and it was made."""
+    return False
+
+
 def watch(tensors: tuple[Tensor, ...]) -> bytes | None:
     """What a `Watch` notes of tensors without gaps, None where it cannot."""
 
@@ -149,7 +154,7 @@ def still(watch: Watch) -> bool:
 _apply = ByOps.apply
 _there = False
 """Whether there is the library, of this package."""
-_FUNCTIONS = ("serve", "key", "layer", "factored", "dense", "watch", "still")
+_FUNCTIONS = ("serve", "key", "layer", "factored", "dense", "prox_sgd_step", "watch", "still")
 
 
 def load() -> None:
@@ -160,8 +165,9 @@ def load() -> None:
     try:
         library = _library()
         found = {name: getattr(library, name) for name in _FUNCTIONS}
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
         # Older than this package, or a PyTorch that has another way.
+        backends.log.warning("fastfact computes small layers by single ops, slower: %s", error)
         return
     globals().update(found)
     library.begin(serving())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fastfact.base.formats import FLOATING, VALUE_TYPES
+from fastfact.ops import direct
 from fastfact.ops.backends import implementation
 from fastfact.ops.common import check_floating, check_size, check_tensor, flag, number, sequence, whole, with_clients
 
@@ -41,6 +42,11 @@ def prox_sgd_step(
             f"{op}: {len(params)} params, {len(grads)} grads, {len(l1)} l1, {len(momenta)} momenta:"
             " must be as many of each (no momenta when momentum is 0)"
         )
+    proximal = flag(op, "proximal", proximal)
+    settings = lr, momentum, weight_decay, proximal
+    if not torch.compiler.is_compiling() and direct.prox_sgd_step(params, grads, momenta, l1, *settings):
+        torch.autograd.graph.increment_version([*params, *momenta])
+        return
     for j, param in enumerate(params):
         if not isinstance(param, Tensor) or param.dtype not in FLOATING or param.device != params[0].device:
             check_tensor(op, f"params[{j}]", param)
@@ -55,7 +61,7 @@ def prox_sgd_step(
     for j, penalty in enumerate(l1):
         if not isinstance(penalty, int | float) or not 0 <= penalty < math.inf:
             l1[j] = number(op, f"l1[{j}]", penalty, 0)
-    implementation(op)(params, grads, momenta, l1, lr, momentum, weight_decay, flag(op, "proximal", proximal))
+    implementation(op)(params, grads, momenta, l1, lr, momentum, weight_decay, proximal)
     torch.autograd.graph.increment_version([*params, *momenta])
 
 

@@ -1,5 +1,6 @@
 """Layers computed without the dispatcher give what the ops give, and refuse what these refuse."""
 
+import copy
 import resource
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastfact as ff
+from fastfact import ops
 from fastfact.ops import conv as factored
-from fastfact.ops import direct, weights
+from fastfact.ops import direct, reference, weights
 
 LAST = torch.channels_last
 
@@ -310,3 +312,31 @@ def test_layers_in_threads_do_not_meet():
         for found in pool.map(steps, layers):
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_step_is_that_of_the_op(momentum, dtype, monkeypatch):
+    seen, step = [], direct.prox_sgd_step
+
+    def note(*args):
+        seen.append(step(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(direct, "prox_sgd_step", note)
+    last = torch.channels_last
+    alike = [[rows(7), rows(3, 5), rows(1)[0], rows(2, 3, 4, 5).to(memory_format=last)] for _ in range(3)]
+    # One that has gaps, and gradients that lie otherwise than their parameters.
+    others = [[rows(4, 6)[:, ::2], rows(3, 4)], [rows(4, 3), rows(4, 3).t()], [rows(4, 3), rows(3, 4)]]
+    for tensors in (alike, others):
+        tensors = [[t.to(dtype) for t in group] for group in tensors]
+        tensors = tensors if momentum else [*tensors[:2], []]
+        params, grads, momenta = copy.deepcopy(tensors)
+        penalties, versions = [0.1 * n for n in range(len(params))], [t._version for t in params]
+        how = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.01}
+        ops.prox_sgd_step(params, grads, momenta, penalties, **how)
+        assert all(t._version > version for t, version in zip(params, versions, strict=True))
+        reference.prox_sgd_step(*tensors, penalties, *how.values(), True)
+        for one, other in zip([*params, *momenta], [*tensors[0], *tensors[2]], strict=True):
+            torch.testing.assert_close(one, other)
+    assert seen == [True, False]
