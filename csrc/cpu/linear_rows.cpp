@@ -7,7 +7,7 @@ namespace fastfact {
 namespace {
 
 constexpr int64_t kRowsOfW = 4;        // taken together
-constexpr int64_t kFirst = 4096;       // numbers of x that stay in the first cache
+constexpr int64_t kOfX = 1 << 15;      // numbers of x that stay in the second cache
 constexpr int64_t kLeastOutputs = 64;  // of an item
 constexpr int64_t kLeastInputs = 256;  // of an item, backward
 constexpr int64_t kMostInputs = 512;   // backward, so that x and dx stay in the first two caches
@@ -85,12 +85,13 @@ struct RunFew {
         continue;
       }
       const T* from = w.values + w.support.start(o + k, c);
-      if (o + k + kRowsOfW < w.o) fetch(w.values + w.support.start(o + k + kRowsOfW, c), width);
+      const T* ahead = o + k + kRowsOfW < w.o ? w.values + w.support.start(o + k + kRowsOfW, c) : from;
       const uint8_t* const bits = w.support.bytes(o + k, c);
       for (int64_t j = 0; j < width; j += 8) {
         const unsigned byte = bits[j / 8];
         store<32>(to + j, spread(byte, from, last));
-        from += __builtin_popcount(byte);
+        __builtin_prefetch(ahead);
+        from += __builtin_popcount(byte), ahead += __builtin_popcount(byte);
       }
     }
   }
@@ -167,6 +168,7 @@ struct RunFewBackward {
     const uint8_t* bits[4];
     const T *from[4], *stop[4];
     T* to[4];
+    int64_t ahead[4];  // from a row to the one that comes next
     const int64_t next = c + g.inputs;
     for (int k = 0; k < 4; ++k) {
       const bool there = o + k < w.o;
@@ -176,10 +178,7 @@ struct RunFewBackward {
         to[k] = g.dvalues + at;
         stop[k] = g.dvalues + (next < w.i ? w.support.start(o + k, next) : w.support.start(o + k + 1, 0));
       }
-      if (o + k + 4 >= w.o) continue;
-      const int64_t ahead = w.support.start(o + k + 4, c);
-      if (kInput) fetch(w.values + ahead, width);
-      if (kValues) fetch(g.dvalues + ahead, width);
+      ahead[k] = o + k + 4 < w.o ? w.support.start(o + k + 4, c) - at : 0;
     }
     const int64_t n = g.n, row = g.row;
     const float* const dy = g.dy + o * n;
@@ -191,6 +190,7 @@ struct RunFewBackward {
         bytes[k] = bits[k][j / 8];
         if constexpr (kInput) {
           weights[k] = spread(bytes[k], from[k], last);
+          __builtin_prefetch(from[k] + ahead[k]);
           from[k] += __builtin_popcount(bytes[k]);
         }
       }
@@ -211,7 +211,8 @@ struct RunFewBackward {
       if constexpr (kValues) {
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
-          gather(bytes[k], grads[k], to[k], const_cast<const T*>(stop[k]));
+          gather(bytes[k], grads[k], to[k], stop[k]);
+          __builtin_prefetch(to[k] + ahead[k], 1);
           to[k] += __builtin_popcount(bytes[k]);
         }
       }
@@ -268,7 +269,7 @@ void multiply_few(const TiledWeight<T>& w, const FactoredLinear& op, ParallelFor
   const Scratch<float> hidden(op.n * w.rank);
   make_dots<T>(x.data.get(), x.row, op.n, w.u, w.u_row, w.rank, w.i, hidden.get());
   Forward<T> f{w, op.n, x.row};
-  f.chunk = std::clamp<int64_t>(kFirst / op.n, 512, 2048) / 64 * 64;
+  f.chunk = std::clamp<int64_t>(kOfX / op.n, 512, 2048) / 64 * 64;
   f.outputs = std::max(ceil_div(ceil_div(w.o, kItems), kRowsOfW) * kRowsOfW, kLeastOutputs);
   f.x = x.data.get(), f.hidden = hidden.get(), f.bias = op.bias ? bias.data.get() : nullptr;
   f.y = static_cast<T*>(op.y.data);
