@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cmath>
+#include <cstring>
 
 #include "bind_cpu.h"
 #include "cpu/kernels.h"
@@ -61,8 +62,20 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
 }
 
+constexpr int64_t kSmall = 1 << 18;  // bytes
+
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const OptionalTensor& bias) {
   if (!bias) return multiply(out, a, b);
+  const int64_t rows = out.size(0), width = out.size(1), bytes = width * bias->element_size();
+  const bool fits = bias->dim() == 1 && bias->size(0) == width && bias->scalar_type() == out.scalar_type();
+  if (fits && rows * bytes <= kSmall && is_dense(*bias, 0) && is_dense(out, 0)) {
+    // As PyTorch does, for whose copies a few rows are too short.
+    for (int64_t n = 0; n < rows; ++n) {
+      std::memcpy(static_cast<char*>(out.data_ptr()) + n * bytes, bias->data_ptr(), bytes);
+    }
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1));
+    return;
+  }
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), bias->get(), a.get(), b.get(), 1, 1));
 }
 
