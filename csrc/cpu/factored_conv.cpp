@@ -36,13 +36,12 @@ struct Run {
     const Slab<C>& slab = p.slab;
     const bool sparse = p.nonzeros;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, quads = p.band.quads(L);
-    const int64_t reads = (g.rows - 1) * s.stride[0] + s.reach[0] + 1;
-    const int64_t block = sparse ? p.plan.block : kTogether;
+    const int64_t together = p.x.channels_last ? L : kTogether, block = sparse ? p.plan.block : together;
     const Zeros<C> slabs(block * slab.channel + slab.slack);
     const Scratch<C> t(Ops::size(depth, quads)), band(Ops::size(s.o, quads));
-    const Scratch<C> single(p.pairs ? Ops::size(kTogether, quads) : 0);
+    const Scratch<C> single(p.pairs ? Ops::size(together, quads) : 0);
     const Stride of_t = Ops::tiles(depth / (p.pairs ? 2 : 1)), of_band = Ops::tiles(s.o);
-    const Scratch<C> turned(p.x.channels_last ? Pack::transposed_size(p.x, g, reads, s.i) : 0);
+    const Scratch<int64_t> places(Pack::places_size(p.x, slab));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / s.groups, group = item % s.groups;
       const C* start = p.bias ? p.bias + group * s.o * L : nullptr;
@@ -50,9 +49,9 @@ struct Run {
         for (int64_t r = 0; r < p.rank; ++r) {
           C* to = t.get() + (r * s.i + i) / (p.pairs ? 2 : 1) * of_t.channel;
           Ops::depthwise(x, slab.channel, count, slab.offset[0].data(), p.u + r * taps, taps, quads, false,
-                         p.pairs ? single.get() : to, p.pairs ? Ops::tiles(kTogether) : of_t);
+                         p.pairs ? single.get() : to, p.pairs ? Ops::tiles(together) : of_t);
           if constexpr (std::is_same_v<T, BFloat16>) {
-            const Stride of_single = Ops::tiles(kTogether);
+            const Stride of_single = Ops::tiles(together);
             for (int64_t k = 0; p.pairs && k < ceil_div(kQuad * quads, Ops::kTile); ++k) {
               make_pairs<B>(single.get() + k * of_single.tile, of_single.channel, count, Ops::kTile * L,
                             to + k * of_t.tile, of_t.channel);
@@ -65,7 +64,7 @@ struct Run {
         Ops::sparse(p.plan, p.plan.start(0, group, k), slabs.get(), p.nonzeros, kQuad * quads, k == 0, start,
                     band.get(), of_band);
       };
-      Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], reads, slab, group * s.i, s.i, turned.get(), block,
+      Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], slab, group * s.i, s.i, places.get(), block,
                         slabs.get(), take, take_block);
       if (!sparse && !p.rank) Ops::fill(start, s.o, kQuad * quads, band.get(), of_band);
       if (p.rank) {
@@ -91,12 +90,11 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.y = {static_cast<T*>(op.y), c.n, outputs, c.oh, c.ow, c.y_channels_last};
   p.grid = make_grid(c.n, c.oh, c.ow, lanes, c.groups, [&](int64_t segments) {
-    const int64_t turned = c.x_channels_last ? c.stride[0] * c.stride[1] : 0;
-    return ceil_div(segments * c.ow, lanes) * lanes * (c.i * (turned + op.rank) + c.o);
+    return ceil_div(segments * c.ow, lanes) * lanes * (c.i * op.rank + c.o);
   });
   p.slab = make_slab<C>(p.s, p.grid.segments, p.grid.rows, c.w, lanes);
   p.band = make_band(p.grid.segments, c.ow, p.grid.rows, lanes);
-  p.plan = make_plan(p.s, p.slab, op.mu.count, sparse_registers(bytes) * lanes);
+  p.plan = make_plan(p.s, p.slab, op.mu.count, sparse_registers(bytes) * lanes, c.x_channels_last ? lanes : kTogether);
   return p;
 }
 

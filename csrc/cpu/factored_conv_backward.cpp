@@ -40,13 +40,14 @@ struct Run {
     const Geometry& s = p.s;
     const Grid& g = p.grid;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, own_first = -p.flat_low * p.flat.row;
-    const int64_t reads = (g.rows - 1) * s.stride[0] + s.reach[0] + 1, phases = p.back.phases.size();
+    const int64_t phases = p.back.phases.size();
     const int64_t flat_channel = p.flat.channel, dx_phase = Ops::size(s.i, p.dx_band.quads(L));
     const Stride of_flat = Ops::rows(flat_channel), of_t = Ops::tiles(depth), of_dx = Ops::tiles(s.i);
     const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_nonzeros;
     const bool needs_s = p.rank && (p.needs_x || p.needs_u);
     const Zeros<C> dy(s.o * flat_channel), back(needs_s ? depth * flat_channel : 0);
-    const int64_t x_block = p.dvalues ? p.plan.block : kTogether, dy_block = sparse_dx ? p.back_plan.block : kTogether;
+    const int64_t together = p.x.channels_last ? L : kTogether;
+    const int64_t x_block = p.dvalues ? p.plan.block : together, dy_block = sparse_dx ? p.back_plan.block : kTogether;
     // Of x first, then of s and dy.
     const Zeros<C> slab(
         std::max(needs_weights ? x_block * p.x_slab.channel + p.x_slab.slack : 0,
@@ -54,8 +55,7 @@ struct Run {
     const Scratch<C> t(p.needs_v ? Ops::size(depth, p.own.quads(L)) : 0),
         panels(p.needs_v ? p.dv_row * p.own.pixels : 0);
     const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L);
-    const Scratch<C> turned(std::max(p.dy.channels_last ? Pack::transposed_size(p.dy, g, p.flat_rows, s.o) : 0,
-                                     p.x.channels_last ? Pack::transposed_size(p.x, g, reads, s.i) : 0));
+    const Scratch<int64_t> places(std::max(Pack::places_size(p.dy, p.flat_slab), Pack::places_size(p.x, p.x_slab)));
     // Rows of dy or s as the input of the transposed convolution.
     Planes<C> flat{nullptr, 0, flat_channel, p.flat.row, {}, {}, 0, 0};
     const int64_t before = p.back.origin[0] + p.flat_low;
@@ -78,8 +78,8 @@ struct Run {
       std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
       for (int64_t unit = first; unit < last; ++unit) {
         const int64_t registers = g.own(unit % g.bands) * p.own.row / L;
-        Pack::pack_images(p.dy, g, unit, 1, p.flat_low, p.flat_rows, p.flat_slab, group * s.o, s.o, turned.get(), s.o,
-                          dy.get(), nothing, nothing);
+        Pack::pack_images(p.dy, g, unit, 1, p.flat_low, p.flat_slab, group * s.o, s.o, places.get(), s.o, dy.get(),
+                          nothing, nothing);
         for (int64_t r = 0; r < p.rank && needs_s; ++r) {
           Ops::multiply(p.v + (r * s.groups + group) * s.i * s.o, s.i, s.o, dy.get(), of_flat, p.flat.quads(L), false,
                         nullptr, back.get() + r * s.i * flat_channel, of_flat,
@@ -105,8 +105,8 @@ struct Run {
             Ops::sampled(p.plan, p.plan.start(0, group, k), slab.get(), p.offsets, dy.get() + own_first, flat_channel,
                          registers, dvalues);
           };
-          Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], reads, p.x_slab, group * s.i, s.i, turned.get(),
-                            x_block, slab.get(), take, take_block);
+          Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], p.x_slab, group * s.i, s.i, places.get(), x_block,
+                            slab.get(), take, take_block);
         }
         if (dv) {
           Ops::transpose_panels(t.get(), of_t, depth, registers, panels.get());
@@ -204,8 +204,8 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> du_parts(p.parts * c.groups * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
   const Scratch<Nonzero<C>> back_nonzeros(p.needs_x ? op.mu.count : 0);
-  p.plan = make_plan(p.s, p.x_slab, count, tile);
-  p.back_plan = make_plan(p.back, p.back_slab, p.needs_x ? op.mu.count : 0, tile);
+  p.plan = make_plan(p.s, p.x_slab, count, tile, c.x_channels_last ? lanes : kTogether);
+  p.back_plan = make_plan(p.back, p.back_slab, p.needs_x ? op.mu.count : 0, tile, kTogether);
   const Scratch<int32_t> starts(p.plan.keys), offsets(count), back_starts(p.back_plan.keys);
   if (count) {
     find_order(p.plan, p.s, p.x_slab, op.mu, taps, starts.get(), offsets.get(), parallel_for);

@@ -25,7 +25,7 @@ void with_conv_type(Type type, const F& f) {
 }
 
 constexpr int64_t kQuad = 4;      // registers in which the kernels take outputs
-constexpr int64_t kTogether = 4;  // channels packed at a time
+constexpr int64_t kTogether = 4;  // channels packed at a time, of contiguous images
 
 // Images [n, channels, h, w] in memory.
 template <class T>
@@ -303,21 +303,27 @@ struct Packing {
     });
   }
 
-  // The first `channels` channels, each few handed to take(first, count, packed) and each block of them, packed at
-  // `to`, to take_block(number).
-  template <class S, class Take, class TakeBlock>
-  FF_INLINE static void pack_blocks(const Slab<C>& slab, const Planes<S>& planes, int64_t channels, int64_t block,
-                                    C* to, const Take& take, const TakeBlock& take_block) {
+  // The first `channels` channels by fill(first, count, packed), `together` at a time, each few handed to take(first,
+  // count, packed) and each block of them, packed at `to`, to take_block(number).
+  template <class Fill, class Take, class TakeBlock>
+  FF_INLINE static void pack_blocks(const Slab<C>& slab, int64_t channels, int64_t block, int64_t together, C* to,
+                                    const Fill& fill, const Take& take, const TakeBlock& take_block) {
     for (int64_t first = 0; first < channels; first += block) {
       const int64_t last = std::min(first + block, channels);
-      for (int64_t c = first; c < last; c += kTogether) {
-        const int64_t count = std::min<int64_t>(kTogether, last - c);
+      for (int64_t c = first; c < last; c += together) {
+        const int64_t count = std::min(together, last - c);
         C* packed = to + (c - first) * slab.channel;
-        pack(slab, planes, c, count, packed);
+        fill(c, count, packed);
         take(c, count, packed);
       }
       take_block(first / block);
     }
+  }
+  template <class S, class Take, class TakeBlock>
+  FF_INLINE static void pack_blocks(const Slab<C>& slab, const Planes<S>& planes, int64_t channels, int64_t block,
+                                    C* to, const Take& take, const TakeBlock& take_block) {
+    auto fill = [&](int64_t c, int64_t count, C* packed) FF_INLINE_LAMBDA { pack(slab, planes, c, count, packed); };
+    pack_blocks(slab, channels, block, kTogether, to, fill, take, take_block);
   }
 
   // W bytes at a time. Stride 0 stands for any, and for channels at the ends of what may be read.
@@ -369,42 +375,78 @@ struct Packing {
     out.plan(slab, L);
   }
 
-  // The same of channels_last images, whose rows are transposed into `to` first: [channel][segment][row].
-  FF_INLINE static void find(const Images<const T>& x, const Grid& g, int64_t unit, int64_t stride, int64_t first,
-                             int64_t rows, const Slab<C>& slab, int64_t channel, int64_t channels, C* to,
-                             Planes<C>& out) {
-    const int64_t segment = rows * x.w;
-    out.data = to, out.channel = (ceil_div(g.segments * segment, L) | 1) * L, out.size = channels * out.channel;
-    out.pitch = x.w;
-    out.segments.resize(g.segments);
-    for (int64_t k = 0; k < g.segments; ++k) {
-      const int64_t image = g.image(unit, k), top = g.first_row(unit, k) * stride + first;
-      const int64_t low = std::max<int64_t>(0, -top), high = image < 0 ? low : std::min(rows, x.h - top);
-      out.segments[k] = {k * segment, low, high};
-      if (high > low) {
-        from_channels_last(x.data + (image * x.h + top + low) * x.w * x.channels + channel, x.channels,
-                           (high - low) * x.w, channels, to + k * segment + low * x.w, out.channel);
+  // The same of channels_last images: where each element of a channel of the slab is for channel 0, −1 outside.
+  static void find(const Images<const T>& x, const Grid& g, int64_t unit, int64_t stride, int64_t first,
+                   const Slab<C>& slab, int64_t* places) {
+    for (int64_t place : slab.places) {
+      for (int64_t y : slab.source) {
+        std::fill(places, places + slab.row, -1);
+        for (int64_t k = 0; k < g.segments; ++k) {
+          const int64_t image = g.image(unit, k), row = g.first_row(unit, k) * stride + first + y;
+          if (image < 0 || row < 0 || row >= x.h) continue;
+          for (int64_t j = 0; j < slab.columns; ++j) {
+            const int64_t column = j * slab.stride + place;
+            if (column < 0 || column >= x.w) continue;
+            places[k * slab.columns + j] = ((image * x.h + row) * x.w + column) * x.channels;
+          }
+        }
+        places += slab.row;
       }
     }
-    out.plan(slab, L);
   }
-  // pack_blocks for the rows that `find` finds, of `channels` channels from `channel` on.
+
+  // All copies of the channels [channel, channel + count), count ≤ L, of `channels` at x: a square of pixels and
+  // channels at a time.
+  FF_INLINE static void pack_pixels(const Slab<C>& slab, const T* x, const int64_t* places, int64_t channels,
+                                    int64_t channel, int64_t count, C* to) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      const int64_t elements = slab.places.size() * slab.copy, from = std::min(channel, channels - L);
+      if (from < 0) {
+        for (int64_t p = 0; p < elements; ++p) {
+          for (int64_t c = 0; c < count; ++c) {
+            to[c * slab.channel + p] = places[p] < 0 ? C(0) : to_compute(x[places[p] + channel + c]);
+          }
+        }
+        return;
+      }
+      const T zeros[L]{};
+      for (int64_t p = 0; p < elements; p += L) {
+        V lines[L];
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) lines[l] = load<B>(places[p + l] < 0 ? zeros : x + places[p + l] + from);
+        transpose_from<1, L>(lines);
+        if (count == L) {
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) store<B>(to + l * slab.channel + p, lines[l]);
+        } else {
+          const V* line = lines + (channel - from);
+          for (int64_t c = 0; c < count; ++c) store<B>(to + c * slab.channel + p, line[c]);
+        }
+      }
+    });
+  }
+
+  // pack_blocks for the rows that `find` finds, of `channels` channels from `channel` on; `places` for those of
+  // channels_last images.
   template <class Take, class TakeBlock>
   FF_INLINE static void pack_images(const Images<const T>& images, const Grid& g, int64_t unit, int64_t stride,
-                                    int64_t first, int64_t rows, const Slab<C>& slab, int64_t channel, int64_t channels,
-                                    C* turned, int64_t block, C* to, const Take& take, const TakeBlock& take_block) {
+                                    int64_t first, const Slab<C>& slab, int64_t channel, int64_t channels,
+                                    int64_t* places, int64_t block, C* to, const Take& take,
+                                    const TakeBlock& take_block) {
     if (images.channels_last) {
-      Planes<C> planes;
-      find(images, g, unit, stride, first, rows, slab, channel, channels, turned, planes);
-      pack_blocks(slab, planes, channels, block, to, take, take_block);
+      find(images, g, unit, stride, first, slab, places);
+      auto fill = [&](int64_t c, int64_t count, C* packed) FF_INLINE_LAMBDA {
+        pack_pixels(slab, images.data + channel, places, channels, c, count, packed);
+      };
+      pack_blocks(slab, channels, block, L, to, fill, take, take_block);
     } else {
       Planes<T> planes;
       find(images, g, unit, stride, first, slab, channel, planes);
       pack_blocks(slab, planes, channels, block, to, take, take_block);
     }
   }
-  static int64_t transposed_size(const Images<const T>& x, const Grid& g, int64_t rows, int64_t channels) {
-    return channels * (ceil_div(g.segments * rows * x.w, L) | 1) * L;
+  static int64_t places_size(const Images<const T>& x, const Slab<C>& slab) {
+    return x.channels_last ? slab.places.size() * slab.copy : 0;
   }
 
   // to[c][p] = from[p][c]

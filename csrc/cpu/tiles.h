@@ -372,16 +372,16 @@ struct Tiles {
   }
 };
 
-// For so many nonzeros, whose order is still to be given.
+// For so many nonzeros, whose order is still to be given, and channels that are packed `together`.
 template <class C>
-Plan make_plan(const Geometry& s, const Slab<C>& slab, int64_t count, int64_t tile) {
+Plan make_plan(const Geometry& s, const Slab<C>& slab, int64_t count, int64_t tile, int64_t together) {
   Plan plan{s.o, s.groups, 0, 0, 0, count, nullptr};
   if (!count) return plan;
   const int64_t halo = ceil_div(s.reach[0], s.stride[0]) * slab.row;
   const int64_t bytes = slab.places.size() * slab.phases * (tile + halo) * sizeof(C);
   const double per_channel = double(count) / (s.groups * s.o * s.i);
   plan.block = std::max<int64_t>({1, 32768 / bytes, std::min<int64_t>(81920 / bytes, int64_t(8 / per_channel))});
-  plan.block = std::min(std::max<int64_t>(plan.block / kTogether, 1) * kTogether, s.i);
+  plan.block = std::min(std::max<int64_t>(plan.block / together, 1) * together, s.i);
   plan.blocks = ceil_div(s.i, plan.block);
   plan.keys = s.phases.size() * s.groups * plan.blocks * (s.o + 1);
   return plan;
