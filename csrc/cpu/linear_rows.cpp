@@ -168,12 +168,14 @@ struct RunFewBackward {
     const uint8_t* bits[4];
     const T *from[4], *stop[4];
     T* to[4];
+    T none_there[8];   // for rows beyond the last
     int64_t ahead[4];  // from a row to the one that comes next
     const int64_t next = c + g.inputs;
     for (int k = 0; k < 4; ++k) {
       const bool there = o + k < w.o;
       const int64_t at = there ? w.support.start(o + k, c) : 0;
-      bits[k] = there ? w.support.bytes(o + k, c) : none, from[k] = w.values + at, to[k] = nullptr, stop[k] = nullptr;
+      bits[k] = there ? w.support.bytes(o + k, c) : none, from[k] = w.values + at, to[k] = none_there,
+      stop[k] = none_there + 8;
       if (kValues && there) {
         to[k] = g.dvalues + at;
         stop[k] = g.dvalues + (next < w.i ? w.support.start(o + k, next) : w.support.start(o + k + 1, 0));
