@@ -33,22 +33,26 @@ struct Left {
   int64_t row, term;
 };
 
-// The rows that the next head reads, fetched some at a time while this one is worked on: they lie far apart.
+// The rows that the next head reads and writes, fetched some at a time while this one is worked on: they lie far apart.
 class Ahead {
  public:
   explicit Ahead(int64_t bytes)
       : bytes_(bytes), at_once_(std::max<int64_t>(kFetched / std::max<int64_t>(bytes, 1), 1)) {}
 
   void begin() { count_ = left_ = 0; }
-  void add(const void* data, int64_t step, int64_t rows) {
+  void add(const void* data, int64_t step, int64_t rows, bool written) {
     if (!rows) return;
-    rows_[count_++] = {static_cast<const char*>(data), step, rows};
+    rows_[count_++] = {static_cast<const char*>(data), step, rows, written};
     left_ += rows;
   }
   void fetch() {
     for (int64_t n = std::min(left_, at_once_); n > 0; --n, --left_) {
       Rows& rows = rows_[count_ - 1];
-      for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(rows.data + byte, 0, 2);
+      if (rows.written) {
+        for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(rows.data + byte, 1, 2);
+      } else {
+        for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(rows.data + byte, 0, 2);
+      }
       rows.data += rows.step;
       if (--rows.left == 0) --count_;
     }
@@ -58,10 +62,11 @@ class Ahead {
   struct Rows {
     const char* data;
     int64_t step, left;
+    bool written;
   };
   const int64_t bytes_, at_once_;
   int64_t count_ = 0, left_ = 0;
-  Rows rows_[5];
+  Rows rows_[8];
 };
 
 template <class C, int B>
@@ -144,8 +149,8 @@ T* head_of(const Attention& op, const Heads& heads, int64_t item) {
 }
 
 template <class T>
-void add_head(const Attention& op, const Heads& heads, int64_t item, int64_t rows, Ahead& ahead) {
-  ahead.add(head_of<T>(op, heads, item), heads.row * sizeof(T), rows);
+void add_head(const Attention& op, const Heads& heads, int64_t item, int64_t rows, Ahead& ahead, bool written = false) {
+  ahead.add(head_of<T>(op, heads, item), heads.row * sizeof(T), rows, written);
 }
 
 template <class T, int B>
@@ -383,6 +388,7 @@ struct RunAttention {
         T* out = head_of<T>(op, op.out, item);
         ahead.begin();
         if (item + 1 < items) {
+          add_head<T>(op, op.out, item + 1, op.queries, ahead, true);
           add_head<T>(op, op.q, item + 1, op.queries, ahead);
           for (const Heads& some : {op.v, op.k}) add_head<T>(op, some, item + 1, op.keys, ahead);
         }
@@ -437,6 +443,8 @@ struct RunAttentionBackward {
         const T* sums = static_cast<const T*>(op.sums) + item * op.queries;
         ahead.begin();
         if (item + 1 < items) {
+          for (const Heads& some : {to.dv, to.dk}) add_head<T>(op, some, item + 1, op.keys, ahead, true);
+          add_head<T>(op, to.dq, item + 1, op.queries, ahead, true);
           for (const Heads& some : {op.out, to.grad, op.q}) add_head<T>(op, some, item + 1, op.queries, ahead);
           for (const Heads& some : {op.v, op.k}) add_head<T>(op, some, item + 1, op.keys, ahead);
         }
