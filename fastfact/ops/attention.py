@@ -12,8 +12,8 @@ from fastfact.ops.backends import implementation, kernel_serves
 from fastfact.ops.common import recording
 
 OP, BACKWARD = "attention", "attention_backward"
-SHORT = 256
-"""Up to so many queries and keys the kernel is no slower than PyTorch's, as measured: the second cache has a head."""
+SHORT = 1 << 14
+"""Up to so many numbers of a head's keys the kernel is no slower than PyTorch's, as measured."""
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -40,7 +40,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bo
 
 def pays(query: Tensor, key: Tensor) -> bool:
     """Whether the kernel serves such tensors, and is no slower than PyTorch's."""
-    return kernel_serves(OP, query) and max(query.shape[-2], key.shape[-2]) <= SHORT
+    return kernel_serves(OP, query) and key.shape[-2] * key.shape[-1] <= SHORT
 
 
 def attention(
