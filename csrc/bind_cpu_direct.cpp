@@ -330,6 +330,7 @@ struct Form {
 
   // Whether the elements fill one stretch of memory, in whatever order.
   bool fills_memory() const {
+    if (numel == 0) return true;
     int64_t expected = 1;
     for (int64_t found = 0, axes = 0; axes < dim; axes += found, found = 0) {
       for (int64_t d = dim; d-- > 0;) {
@@ -368,6 +369,24 @@ bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void*
   }
   fastfact::prox_sgd_step({group.lr, group.momentum, group.weight_decay, group.proximal}, steps.data(), count,
                           parallel_for);
+  return true;
+} catch (...) {
+  return false;
+}
+
+bool adam_threshold(int64_t count, void* const* params, void* const* seconds, const double* how) noexcept try {
+  std::vector<fastfact::Threshold> parts(count);
+  for (int64_t n = 0; n < count; ++n) {
+    Form param, second;
+    if (!param.read(params[n]) || !second.read(seconds[n]) || !param.fills_memory() || !second.is_like(param))
+      return false;
+    const auto type = param.kind();
+    if (!type || (*type != fastfact::Type::f32 && *type != fastfact::Type::f64) ||
+        param.device != aoti_torch_device_type_cpu())
+      return false;
+    parts[n] = {*type, param.numel, param.data, second.data, how[3 * n], how[3 * n + 1], how[3 * n + 2]};
+  }
+  fastfact::adam_threshold(parts.data(), count, parallel_for);
   return true;
 } catch (...) {
   return false;

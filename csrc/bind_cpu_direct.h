@@ -45,6 +45,9 @@ struct Group {
 bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void* const* grads, void* const* momenta,
                    const double* l1) noexcept;
 
+// `fastfact::adam_threshold` of tensors as for `prox_sgd_step`. how: (correction, scale, eps) of each.
+bool adam_threshold(int64_t count, void* const* params, void* const* seconds, const double* how) noexcept;
+
 // Tensors of a layer as they lie in memory, to be looked at again.
 struct Watched {
   static constexpr int64_t kMost = 16, kAxes = 8;

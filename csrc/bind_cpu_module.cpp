@@ -267,6 +267,23 @@ PyObject* prox_sgd_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyBool_FromLong(done);
 }
 
+// (params, second moments, [correction, scale, eps, …]) → whether the thresholds were applied
+PyObject* adam_threshold(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expects("adam_threshold", count, 3)) return nullptr;
+  const Py_ssize_t params = PyList_Check(args[0]) ? PyList_Size(args[0]) : -1;
+  std::vector<void*> tensors[2];
+  bool fits = params >= 0 && holds(serving) == 1 && undisturbed(kInBackward) == 1 && PyList_Check(args[2]) &&
+              PyList_Size(args[2]) == 3 * params;
+  for (int n = 0; n < 2; ++n) fits = fits && addresses_in(args[n], params, tensors[n]);
+  std::vector<double> how(fits ? 3 * params : 0);
+  for (size_t n = 0; n < how.size(); ++n) how[n] = PyFloat_AsDouble(PyList_GetItem(args[2], n));
+  if (PyErr_Occurred()) return nullptr;
+  const bool done = fits && released([&] {
+                      return fastfact::direct::adam_threshold(params, tensors[0].data(), tensors[1].data(), how.data());
+                    });
+  return PyBool_FromLong(done);
+}
+
 PyObject* watch(PyObject*, PyObject* tensors) {
   const Py_ssize_t count = PyTuple_Size(tensors);
   if (count < 0) return nullptr;
@@ -482,6 +499,7 @@ PyMethodDef functions[] = {FAST(key),
                            FAST(dense),
                            FAST(forward),
                            FAST(prox_sgd_step),
+                           FAST(adam_threshold),
                            {"watch", watch, METH_O, nullptr},
                            {"still", still_watched, METH_O, nullptr},
                            {"compute_backward", compute_backward, METH_O, nullptr},

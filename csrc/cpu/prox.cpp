@@ -1,5 +1,6 @@
 // SGD with momentum and the soft threshold, over all tensors of a group in one parallel region.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -71,20 +72,52 @@ struct StepRange {
   }
 };
 
+template <class T, int B>
+struct ThresholdRange {
+  FF_INLINE static void run(const Threshold& of, int64_t begin, int64_t end) {
+    T* const param = static_cast<T*>(of.param);
+    const T* const second = static_cast<const T*>(of.second);
+    const T correction = of.correction, scale = of.scale, eps = of.eps;
+    for (int64_t j = begin; j < end; ++j) {
+      const T by = scale / (std::sqrt(second[j] / correction) + eps), p = param[j];
+      // NaN stays NaN.
+      param[j] = p - (p > by ? by : p < -by ? -by : p);
+    }
+  }
+};
+
+// Calls body(n, begin, end) for parts of tensors of so many numbers each.
+template <class Body>
+void over_tensors(int64_t count, const std::vector<int64_t>& ends, ParallelFor parallel_for, const Body& body) {
+  parallel(parallel_for, count ? ends[count - 1] : 0, 16384, [&](int64_t begin, int64_t end) {
+    int64_t n = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    for (; begin < end; ++n) {
+      const int64_t start = n ? ends[n - 1] : 0, stop = std::min(end, ends[n]);
+      body(n, begin - start, stop - start);
+      begin = stop;
+    }
+  });
+}
+
 }  // namespace
+
+void adam_threshold(const Threshold* parts, int64_t count, ParallelFor parallel_for) {
+  std::vector<int64_t> ends(count);
+  for (int64_t n = 0, total = 0; n < count; ++n) ends[n] = total += parts[n].numel;
+  over_tensors(count, ends, parallel_for, [&](int64_t n, int64_t begin, int64_t end) {
+    if (parts[n].type == Type::f64) {
+      dispatch<ThresholdRange, double>(parts[n], begin, end);
+    } else {
+      dispatch<ThresholdRange, float>(parts[n], begin, end);
+    }
+  });
+}
 
 void prox_sgd_step(const ProxSgd& op, const Step* steps, int64_t count, ParallelFor parallel_for) {
   std::vector<int64_t> ends(count);
-  int64_t total = 0;
-  for (int64_t n = 0; n < count; ++n) ends[n] = total += steps[n].numel;
-  parallel(parallel_for, total, 16384, [&](int64_t begin, int64_t end) {
-    int64_t n = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
-    for (; begin < end; ++n) {
-      const int64_t start = ends[n] - steps[n].numel, stop = std::min(end, ends[n]);
-      with_type(steps[n].type,
-                [&](auto type) { dispatch<StepRange, decltype(type)>(steps[n], op, begin - start, stop - start); });
-      begin = stop;
-    }
+  for (int64_t n = 0, total = 0; n < count; ++n) ends[n] = total += steps[n].numel;
+  over_tensors(count, ends, parallel_for, [&](int64_t n, int64_t begin, int64_t end) {
+    with_type(steps[n].type, [&](auto type) { dispatch<StepRange, decltype(type)>(steps[n], op, begin, end); });
   });
 }
 

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from fastfact import ops
 from fastfact.nn import sparsity
+from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
 
 METHODS = ("proximal", "subgradient")
@@ -127,12 +128,26 @@ class ProxAdamW(torch.optim.AdamW):
             if state and state.get("support", support) != support:
                 state.clear()
         super().step()
-        for group, param in sparse:
+        for _, param in sparse:
             self.state[param]["support"] = sparsity.support_version(param)
-            if group["l1"]:
-                threshold = group["lr"] * group["l1"] / self._metric(group, self.state[param])
-                param.sub_(torch.clamp(param, -threshold, threshold))
+        self._shrink([(group, param) for group, param in sparse if group["l1"]])
         return loss
+
+    def _shrink(self, sparse) -> None:
+        """The soft threshold on these parameters, each with its group."""
+        params, seconds, how = [param for _, param in sparse], [], []
+        if not torch.compiler.is_compiling() and all(type(t) in PLAIN and t.is_cpu for t in params):
+            for group, param in sparse:
+                state = self.state[param]
+                seconds.append(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
+                correction = 1 - float(group["betas"][1]) ** state["step"].item()
+                how += [correction, float(group["lr"]) * group["l1"], float(group["eps"])]
+            if direct.adam_threshold(params, seconds, how):
+                torch.autograd.graph.increment_version(params)
+                return
+        for group, param in sparse:
+            threshold = group["lr"] * group["l1"] / self._metric(group, self.state[param])
+            param.sub_(torch.clamp(param, -threshold, threshold))
 
     def load_state_dict(self, state_dict) -> None:
         """As for any optimizer; the moments loaded are taken for those of the present supports."""

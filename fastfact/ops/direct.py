@@ -142,6 +142,12 @@ def prox_sgd_step(params, grads, momenta, l1, lr: float, momentum: float, weight
     return False
 
 
+def adam_threshold(params: list[Tensor], seconds: list[Tensor], how: list[float]) -> bool:
+    """The soft threshold of `ProxAdamW` on plain float32 or float64 tensors that lie alike in memory: each by scale /
+    (√(second / correction) + eps), with three numbers of `how`: correction, scale, eps. Whether it was applied."""
+    return False
+
+
 def watch(tensors: tuple[Tensor, ...]) -> bytes | None:
     """What a `Watch` notes of tensors without gaps, None where it cannot."""
 
@@ -154,7 +160,7 @@ def still(watch: Watch) -> bool:
 _apply = ByOps.apply
 _there = False
 """Whether there is the library, of this package."""
-_FUNCTIONS = ("serve", "key", "layer", "factored", "dense", "prox_sgd_step", "watch", "still")
+_FUNCTIONS = ("serve", "key", "layer", "factored", "dense", "prox_sgd_step", "adam_threshold", "watch", "still")
 
 
 def load() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fastfact as ff
+from fastfact.ops import direct
 
 
 def model():
@@ -269,3 +270,31 @@ def test_bad_settings_of_prox_adamw(setting):
         ff.optim.ProxAdamW(model().parameters(), **setting)
     with pytest.raises(ValueError, match="ProxAdamW"):
         ff.optim.ProxAdamW([{"params": model().parameters(), "l1": -2.0}])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_thresholds_in_one_call_are_those_of_pytorch(dtype, monkeypatch):
+    torch.manual_seed(0)
+    layers = [ff.nn.FactorizedLinear(i, o, dtype=dtype) for i, o in ((300, 200), (3, 2), (1, 1), (40, 60))]
+    torch.nn.init.normal_(layers[3].mu)
+    # That of zeros has no numbers then.
+    layers[2].compact(), layers[3].compact(0.3)
+    layers[0].mu.data[5, 7] = torch.nan
+    net, seen, apply = torch.nn.ModuleList(layers), [], direct.adam_threshold
+    monkeypatch.setattr(direct, "adam_threshold", lambda *args: seen.append(apply(*args)) or seen[-1])
+    other = copy.deepcopy(net)
+    for one in (net, other):
+        optimizer = ff.optim.ProxAdamW(one.parameters(), lr=0.01, l1=1.0)
+        for turn in range(2):
+            for n, parameter in enumerate(one.parameters()):
+                generator = torch.Generator().manual_seed(10 * turn + n)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+            version = layers[0].mu._version
+            optimizer.step()
+        if one is net:
+            assert layers[0].mu._version > version
+            monkeypatch.setattr(direct, "adam_threshold", lambda *args: False)
+    assert seen == [dtype != torch.bfloat16] * 2
+    for mine, its in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, equal_nan=True)
+    assert net[0].mu.isnan().sum() == 1 and (net[0].mu == 0).any()
