@@ -39,6 +39,10 @@ struct RowsProduct {
   const float *packed, *bias;  // x [tile][depth][tile's height], or null: it is read where it is; bias padded, or null
   const T* x;
   T* y;
+  // Factors of more ranks than are added to W's panels one by one, w.rank being 0: [slice][tile of terms][rank][tile's
+  // height] and [panel of columns][rank][its width].
+  int64_t rank;
+  const float *of_terms, *of_columns;
 };
 
 // Whether rows can be read where they are: of a tile of AVX-512 there are more than registers for their addresses.
@@ -71,6 +75,7 @@ struct RunProduct {
             } else {
               make(p.w, column, panels, d, terms, right);
             }
+            if (p.rank) add_factors(p, column, panels, d, terms, right);
           }
           for (int64_t panel = 0; panel < panels; ++panel) {
             outline<B>([&]() FF_INLINE_LAMBDA {
@@ -80,6 +85,26 @@ struct RunProduct {
           }
         }
       }
+    }
+  }
+
+  // To panels of W.
+  FF_INLINE static void add_factors(const RowsProduct<T>& p, int64_t column, int64_t panels, int64_t d, int64_t terms,
+                                    float* to) {
+    const float* const left = p.of_terms + d / p.slice * ceil_div(p.slice, MR) * MR * p.rank;
+    for (int64_t panel = 0; panel < panels; ++panel, to += terms * NR) {
+      const float* const right = p.of_columns + (column / NR + panel) * p.rank * NR;
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        int64_t t = 0;
+        for (; t + MR <= terms; t += MR) {
+          MultiplyTiles<float, B>::accumulate(left + t * p.rank, right, p.rank, to + t * NR);
+        }
+        if (t == terms) return;
+        alignas(64) float rest[MR * NR] = {};
+        std::memcpy(rest, to + t * NR, (terms - t) * NR * sizeof(float));
+        MultiplyTiles<float, B>::accumulate(left + t * p.rank, right, p.rank, rest);
+        std::memcpy(to + t * NR, rest, (terms - t) * NR * sizeof(float));
+      });
     }
   }
 
@@ -229,6 +254,21 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
                    ParallelFor parallel_for) {
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
   const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / kLeastRows, 1) * kLeastRows;
+  const int64_t slice = slice_of(depth), nr = register_bytes() / 2, rank = w.rank > kFewRanks ? w.rank : 0;
+  const int64_t of_slice = ceil_div(slice, mr) * mr * rank;
+  const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice), of_columns(ceil_div(columns, nr) * nr * rank);
+  auto pack = [&](const float* from, int64_t row, int64_t count, int64_t width, float* to) {
+    const Operand factor{{from, 0}, steps(count, 1), steps(rank, row)};
+    dispatch<PackPanels, float>(factor, int64_t(0), int(width), to, int64_t(0), ceil_div(count, width));
+  };
+  if (rank) {
+    const float *const terms = turned ? w.u : w.v, *const across = turned ? w.v : w.u;
+    const int64_t terms_row = turned ? w.u_row : w.v_row, across_row = turned ? w.v_row : w.u_row;
+    for (int64_t d = 0; d < depth; d += slice) {
+      pack(terms + d, terms_row, std::min(slice, depth - d), mr, of_terms.get() + d / slice * of_slice);
+    }
+    pack(across, across_row, columns, nr, of_columns.get());
+  }
   const bool packs = !reads_rows<T>(register_bytes()) || columns > kNarrow;
   const Scratch<float> packed(packs ? ceil_div(std::min(n, most), mr) * mr * depth + 16 : 0);
   for (int64_t first = 0; first < n; first += most) {
@@ -239,7 +279,8 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
         dispatch<PackPanels, T>(from, 0, int(mr), packed.get(), begin, end);
       });
     }
-    RowsProduct<T> p{w, turned, rows, depth, columns, slice_of(depth), kGroup};
+    RowsProduct<T> p{w, turned, rows, depth, columns, slice, kGroup};
+    if (rank) p.w.rank = 0, p.rank = rank, p.of_terms = of_terms.get(), p.of_columns = of_columns.get();
     p.packed = packs ? packed.get() : nullptr, p.bias = bias, p.x = x + first * depth, p.y = y + first * columns;
     if (rows > kPass) p.group = std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, kGroup);
     p.groups = ceil_div(columns, p.group);
