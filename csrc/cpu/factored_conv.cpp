@@ -36,12 +36,12 @@ struct Run {
     const Slab<C>& slab = p.slab;
     const bool sparse = p.nonzeros;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, quads = p.band.quads(L);
-    const int64_t together = p.x.channels_last ? L : kTogether, block = sparse ? p.plan.block : together;
+    const int64_t together = p.x.channels_last ? Pack::kLine : kTogether, block = sparse ? p.plan.block : together;
     const Zeros<C> slabs(block * slab.channel + slab.slack);
     const Scratch<C> t(Ops::size(depth, quads)), band(Ops::size(s.o, quads));
     const Scratch<C> single(p.pairs ? Ops::size(together, quads) : 0);
     const Stride of_t = Ops::tiles(depth / (p.pairs ? 2 : 1)), of_band = Ops::tiles(s.o);
-    const Scratch<int64_t> places(Pack::places_size(p.x, slab));
+    const typename Pack::Pixels pixels(p.x, s.i, slab.places.size() * slab.copy);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / s.groups, group = item % s.groups;
       const C* start = p.bias ? p.bias + group * s.o * L : nullptr;
@@ -64,8 +64,8 @@ struct Run {
         Ops::sparse(p.plan, p.plan.start(0, group, k), slabs.get(), p.nonzeros, kQuad * quads, k == 0, start,
                     band.get(), of_band);
       };
-      Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], slab, group * s.i, s.i, places.get(), block,
-                        slabs.get(), take, take_block);
+      Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], slab, group * s.i, s.i, pixels, block, slabs.get(),
+                        take, take_block);
       if (!sparse && !p.rank) Ops::fill(start, s.o, kQuad * quads, band.get(), of_band);
       if (p.rank) {
         with_operand<T, B>(p.pairs, [&](auto operand, int64_t factors) FF_INLINE_LAMBDA {

@@ -46,7 +46,7 @@ struct Run {
     const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_nonzeros;
     const bool needs_s = p.rank && (p.needs_x || p.needs_u);
     const Zeros<C> dy(s.o * flat_channel), back(needs_s ? depth * flat_channel : 0);
-    const int64_t together = p.x.channels_last ? L : kTogether;
+    const int64_t together = p.x.channels_last ? Pack::kLine : kTogether;
     const int64_t x_block = p.dvalues ? p.plan.block : together, dy_block = sparse_dx ? p.back_plan.block : kTogether;
     // Of x first, then of s and dy.
     const Zeros<C> slab(
@@ -55,7 +55,8 @@ struct Run {
     const Scratch<C> t(p.needs_v ? Ops::size(depth, p.own.quads(L)) : 0),
         panels(p.needs_v ? p.dv_row * p.own.pixels : 0);
     const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L);
-    const Scratch<int64_t> places(std::max(Pack::places_size(p.dy, p.flat_slab), Pack::places_size(p.x, p.x_slab)));
+    const typename Pack::Pixels x_pixels(p.x, s.i, p.x_slab.places.size() * p.x_slab.copy);
+    const typename Pack::Pixels dy_pixels(p.dy, s.o, p.flat_slab.copy);
     // Rows of dy or s as the input of the transposed convolution.
     Planes<C> flat{nullptr, 0, flat_channel, p.flat.row, {}, {}, 0, 0};
     const int64_t before = p.back.origin[0] + p.flat_low;
@@ -78,7 +79,7 @@ struct Run {
       std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
       for (int64_t unit = first; unit < last; ++unit) {
         const int64_t registers = g.own(unit % g.bands) * p.own.row / L;
-        Pack::pack_images(p.dy, g, unit, 1, p.flat_low, p.flat_slab, group * s.o, s.o, places.get(), s.o, dy.get(),
+        Pack::pack_images(p.dy, g, unit, 1, p.flat_low, p.flat_slab, group * s.o, s.o, dy_pixels, s.o, dy.get(),
                           nothing, nothing);
         for (int64_t r = 0; r < p.rank && needs_s; ++r) {
           Ops::multiply(p.v + (r * s.groups + group) * s.i * s.o, s.i, s.o, dy.get(), of_flat, p.flat.quads(L), false,
@@ -105,7 +106,7 @@ struct Run {
             Ops::sampled(p.plan, p.plan.start(0, group, k), slab.get(), p.offsets, dy.get() + own_first, flat_channel,
                          registers, dvalues);
           };
-          Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], p.x_slab, group * s.i, s.i, places.get(), x_block,
+          Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], p.x_slab, group * s.i, s.i, x_pixels, x_block,
                             slab.get(), take, take_block);
         }
         if (dv) {
@@ -127,7 +128,7 @@ struct Run {
               }
             }
           };
-          Pack::pack_blocks(p.back_slab, flat, depth, kTogether, slab.get(), take, nothing);
+          Pack::pack_blocks(p.back_slab, flat, depth, kTogether, kTogether, slab.get(), take, nothing);
         }
         if (!needs_s) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
         if (sparse_dx) {
@@ -138,7 +139,7 @@ struct Run {
                           kQuad * p.dx_band.quads(L), false, nullptr, dx.get() + phase * dx_phase, of_dx);
             }
           };
-          Pack::pack_blocks(p.back_slab, flat, s.o, dy_block, slab.get(), nothing, take_block);
+          Pack::pack_blocks(p.back_slab, flat, s.o, dy_block, kTogether, slab.get(), nothing, take_block);
         }
         Pack::unpack(p.back, g, p.dx_band, unit, dx.get(), of_dx.channel, dx_phase, group * s.i, p.dx);
       }

@@ -303,27 +303,21 @@ struct Packing {
     });
   }
 
-  // The first `channels` channels by fill(first, count, packed), `together` at a time, each few handed to take(first,
-  // count, packed) and each block of them, packed at `to`, to take_block(number).
-  template <class Fill, class Take, class TakeBlock>
-  FF_INLINE static void pack_blocks(const Slab<C>& slab, int64_t channels, int64_t block, int64_t together, C* to,
-                                    const Fill& fill, const Take& take, const TakeBlock& take_block) {
+  // The first `channels` channels, `together` at a time, each few handed to take(first, count, packed) and each block
+  // of them, packed at `to`, to take_block(number).
+  template <class From, class Take, class TakeBlock>
+  FF_INLINE static void pack_blocks(const Slab<C>& slab, const From& from, int64_t channels, int64_t block,
+                                    int64_t together, C* to, const Take& take, const TakeBlock& take_block) {
     for (int64_t first = 0; first < channels; first += block) {
       const int64_t last = std::min(first + block, channels);
       for (int64_t c = first; c < last; c += together) {
         const int64_t count = std::min(together, last - c);
         C* packed = to + (c - first) * slab.channel;
-        fill(c, count, packed);
+        pack(slab, from, c, count, packed);
         take(c, count, packed);
       }
       take_block(first / block);
     }
-  }
-  template <class S, class Take, class TakeBlock>
-  FF_INLINE static void pack_blocks(const Slab<C>& slab, const Planes<S>& planes, int64_t channels, int64_t block,
-                                    C* to, const Take& take, const TakeBlock& take_block) {
-    auto fill = [&](int64_t c, int64_t count, C* packed) FF_INLINE_LAMBDA { pack(slab, planes, c, count, packed); };
-    pack_blocks(slab, channels, block, kTogether, to, fill, take, take_block);
   }
 
   // W bytes at a time. Stride 0 stands for any, and for channels at the ends of what may be read.
@@ -375,78 +369,89 @@ struct Packing {
     out.plan(slab, L);
   }
 
-  // The same of channels_last images: where each element of a channel of the slab is for channel 0, −1 outside.
-  static void find(const Images<const T>& x, const Grid& g, int64_t unit, int64_t stride, int64_t first,
-                   const Slab<C>& slab, int64_t* places) {
-    for (int64_t place : slab.places) {
-      for (int64_t y : slab.source) {
-        std::fill(places, places + slab.row, -1);
-        for (int64_t k = 0; k < g.segments; ++k) {
-          const int64_t image = g.image(unit, k), row = g.first_row(unit, k) * stride + first + y;
-          if (image < 0 || row < 0 || row >= x.h) continue;
-          for (int64_t j = 0; j < slab.columns; ++j) {
-            const int64_t column = j * slab.stride + place;
-            if (column < 0 || column >= x.w) continue;
-            places[k * slab.columns + j] = ((image * x.h + row) * x.w + column) * x.channels;
+  static constexpr int64_t kLine = 64 / sizeof(C);
+
+  // Where each element of the slab's first channel is in channels_last images. Whole lines of the channels after it may
+  // be read there: outside the images of zeros, and at their end, beyond which nothing may be read, of a copy.
+  struct Pixels {
+    int64_t channels, line;  // of a group; in whole lines
+    Scratch<const T*> at;
+    Scratch<T> zeros, tail;
+
+    Pixels(const Images<const T>& x, int64_t group_channels, int64_t elements)
+        : channels(group_channels),
+          line(ceil_div(group_channels, kLine) * kLine),
+          at(x.channels_last ? elements : 0),
+          zeros(x.channels_last ? line : 0),
+          tail(x.channels_last ? 2 * line + x.channels : 0) {
+      if (x.channels_last) std::memset(static_cast<void*>(zeros.get()), 0, line * sizeof(T));
+    }
+
+    // From channel `channel` on, of the rows that a unit reads; see the other `find`.
+    void find(const Images<const T>& x, const Grid& g, int64_t unit, int64_t stride, int64_t first, const Slab<C>& slab,
+              int64_t channel) const {
+      const T* const data = x.data + channel;
+      const int64_t size = x.n * x.h * x.w * x.channels - channel;
+      const int64_t safe = std::max<int64_t>(0, size - line) / x.channels * x.channels;  // pixels up to this one
+      std::memset(static_cast<void*>(tail.get()), 0, (2 * line + x.channels) * sizeof(T));
+      std::copy(data + safe, data + size, tail.get());
+      const T** to = at.get();
+      for (int64_t place : slab.places) {
+        for (int64_t y : slab.source) {
+          std::fill(to, to + slab.row, zeros.get());
+          for (int64_t k = 0; k < g.segments; ++k) {
+            const int64_t image = g.image(unit, k), row = g.first_row(unit, k) * stride + first + y;
+            if (image < 0 || row < 0 || row >= x.h) continue;
+            const int64_t begin = place < 0 ? ceil_div(-place, slab.stride) : 0, step = slab.stride * x.channels;
+            const int64_t end = std::min(slab.columns, ceil_div(std::max<int64_t>(0, x.w - place), slab.stride));
+            int64_t from = ((image * x.h + row) * x.w + place + begin * slab.stride) * x.channels;
+            for (int64_t j = begin; j < end; ++j, from += step) {
+              to[k * slab.columns + j] = from > safe ? tail.get() + (from - safe) : data + from;
+            }
           }
+          to += slab.row;
         }
-        places += slab.row;
       }
     }
-  }
+  };
 
-  // All copies of the channels [channel, channel + count), count ≤ L, of `channels` at x: a square of pixels and
-  // channels at a time.
-  FF_INLINE static void pack_pixels(const Slab<C>& slab, const T* x, const int64_t* places, int64_t channels,
-                                    int64_t channel, int64_t count, C* to) {
+  // All copies of the channels [channel, channel + count), count ≤ kLine: a square of pixels and channels at a time.
+  FF_INLINE static void pack(const Slab<C>& slab, const Pixels& pixels, int64_t channel, int64_t count, C* to) {
     outline<B>([&]() FF_INLINE_LAMBDA {
-      const int64_t elements = slab.places.size() * slab.copy, from = std::min(channel, channels - L);
-      if (from < 0) {
-        for (int64_t p = 0; p < elements; ++p) {
-          for (int64_t c = 0; c < count; ++c) {
-            to[c * slab.channel + p] = places[p] < 0 ? C(0) : to_compute(x[places[p] + channel + c]);
+      for (int64_t p = 0; p < slab.copy; p += L) {
+        for (size_t copy = 0; copy < slab.places.size(); ++copy) {
+          const int64_t first = copy * slab.copy + p;
+          const T* const* at = pixels.at.get() + first;
+          for (int64_t c = 0; c < count; c += L) {
+            V lines[L];
+#pragma GCC unroll 16
+            for (int l = 0; l < L; ++l) lines[l] = load<B>(at[l] + channel + c);
+            transpose_from<1, L>(lines);
+            C* line = to + c * slab.channel + first;
+#pragma GCC unroll 16
+            for (int l = 0; l < L; ++l) {
+              if (c + l < count) store<B>(line + l * slab.channel, lines[l]);
+            }
           }
-        }
-        return;
-      }
-      const T zeros[L]{};
-      for (int64_t p = 0; p < elements; p += L) {
-        V lines[L];
-#pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) lines[l] = load<B>(places[p + l] < 0 ? zeros : x + places[p + l] + from);
-        transpose_from<1, L>(lines);
-        if (count == L) {
-#pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) store<B>(to + l * slab.channel + p, lines[l]);
-        } else {
-          const V* line = lines + (channel - from);
-          for (int64_t c = 0; c < count; ++c) store<B>(to + c * slab.channel + p, line[c]);
         }
       }
     });
   }
 
-  // pack_blocks for the rows that `find` finds, of `channels` channels from `channel` on; `places` for those of
-  // channels_last images.
+  // pack_blocks for the rows that `find` finds, of `channels` channels from `channel` on.
   template <class Take, class TakeBlock>
   FF_INLINE static void pack_images(const Images<const T>& images, const Grid& g, int64_t unit, int64_t stride,
                                     int64_t first, const Slab<C>& slab, int64_t channel, int64_t channels,
-                                    int64_t* places, int64_t block, C* to, const Take& take,
+                                    const Pixels& pixels, int64_t block, C* to, const Take& take,
                                     const TakeBlock& take_block) {
     if (images.channels_last) {
-      find(images, g, unit, stride, first, slab, places);
-      auto fill = [&](int64_t c, int64_t count, C* packed) FF_INLINE_LAMBDA {
-        pack_pixels(slab, images.data + channel, places, channels, c, count, packed);
-      };
-      pack_blocks(slab, channels, block, L, to, fill, take, take_block);
+      pixels.find(images, g, unit, stride, first, slab, channel);
+      pack_blocks(slab, pixels, channels, block, kLine, to, take, take_block);
     } else {
       Planes<T> planes;
       find(images, g, unit, stride, first, slab, channel, planes);
-      pack_blocks(slab, planes, channels, block, to, take, take_block);
+      pack_blocks(slab, planes, channels, block, kTogether, to, take, take_block);
     }
-  }
-  static int64_t places_size(const Images<const T>& x, const Slab<C>& slab) {
-    return x.channels_last ? slab.places.size() * slab.copy : 0;
   }
 
   // to[c][p] = from[p][c]
