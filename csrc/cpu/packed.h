@@ -392,9 +392,9 @@ struct Packing {
               int64_t channel) const {
       const T* const data = x.data + channel;
       const int64_t size = x.n * x.h * x.w * x.channels - channel;
-      const int64_t safe = std::max<int64_t>(0, size - line) / x.channels * x.channels;  // pixels up to this one
+      const int64_t safe = size < line ? 0 : ((size - line) / x.channels + 1) * x.channels;  // pixels before this one
       std::memset(static_cast<void*>(tail.get()), 0, (2 * line + x.channels) * sizeof(T));
-      std::copy(data + safe, data + size, tail.get());
+      if (safe < size) std::copy(data + safe, data + size, tail.get());
       const T** to = at.get();
       for (int64_t place : slab.places) {
         for (int64_t y : slab.source) {
@@ -406,7 +406,7 @@ struct Packing {
             const int64_t end = std::min(slab.columns, ceil_div(std::max<int64_t>(0, x.w - place), slab.stride));
             int64_t from = ((image * x.h + row) * x.w + place + begin * slab.stride) * x.channels;
             for (int64_t j = begin; j < end; ++j, from += step) {
-              to[k * slab.columns + j] = from > safe ? tail.get() + (from - safe) : data + from;
+              to[k * slab.columns + j] = from < safe ? data + from : tail.get() + (from - safe);
             }
           }
           to += slab.row;
