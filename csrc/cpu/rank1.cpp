@@ -34,17 +34,6 @@ FF_INLINE V sums_of_rows(Row& row, int first) {
   }
 }
 
-template <class V, class I>
-FF_INLINE V permute(V x, I index) {
-#ifdef __clang__
-  V out;
-  for (int lane = 0; lane < int(sizeof(V) / sizeof(x[0])); ++lane) out[lane] = x[index[lane]];
-  return out;
-#else
-  return __builtin_shuffle(x, index);
-#endif
-}
-
 // How one client's contiguous or channels_last weight is read: as rows of `columns` elements, or (fine) as [p, q].
 struct Plan {
   enum { kRows, kFine, kViewChannelsLast } kind;

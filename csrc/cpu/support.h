@@ -54,17 +54,6 @@ inline constexpr SpreadTable kGather = [] {
 using Eight = VecOf<float, 32>::Type;
 using EightLanes = VecOf<uint32_t, 32>::Type;
 
-// Only the lowest three bits of a lane are looked at.
-FF_INLINE Eight permute(Eight x, EightLanes lanes) {
-#ifdef __clang__
-  Eight out;
-  for (int lane = 0; lane < 8; ++lane) out[lane] = x[lanes[lane] & 7];
-  return out;
-#else
-  return __builtin_shuffle(x, lanes);
-#endif
-}
-
 FF_INLINE EightLanes lanes_of(const SpreadTable& table, unsigned byte) {
   return (EightLanes{} + table[byte]) >> EightLanes{0, 4, 8, 12, 16, 20, 24, 28};
 }

@@ -234,6 +234,19 @@ FF_INLINE V shuffle(V a, V b) {
 #endif
 }
 
+// Lane l of the result is lane index[l] of x, modulo the number of lanes.
+template <class V, class I>
+FF_INLINE V permute(V x, I index) {
+#ifdef __clang__
+  constexpr int n = sizeof(V) / sizeof(x[0]);
+  V out;
+  for (int lane = 0; lane < n; ++lane) out[lane] = x[index[lane] & (n - 1)];
+  return out;
+#else
+  return __builtin_shuffle(x, index);
+#endif
+}
+
 template <class V>
 FF_INLINE auto sum_lanes(V x) {
   if constexpr (std::is_arithmetic_v<V>) {
