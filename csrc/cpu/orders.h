@@ -1,54 +1,38 @@
 // Orders of nonzeros that were found, for calls that repeat the same μ.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <list>
 #include <memory>
-#include <mutex>
+#include <utility>
 #include <vector>
+
+#include "recent.h"
 
 namespace fastfact {
 
 // An order depends on the positions of the nonzeros and on some numbers, the plan. It is given out only where both are
-// equal, number by number, to what it was found for, so that no caller can hold a wrong one. Kept are the orders used
-// last, up to `limit` bytes. A lock that is taken (by another thread, or one that a fork left behind) is not waited
-// for: the order is then found anew.
+// equal, number by number, to what it was found for, so that no caller can hold a wrong one.
 class Orders {
  public:
   using Order = std::shared_ptr<const std::vector<int32_t>>;
 
-  explicit Orders(int64_t limit) : limit_(limit) {}
+  explicit Orders(int64_t limit) : recent_(limit) {}
 
   Order find(const std::vector<int64_t>& plan, const int32_t* index, int64_t count) {
-    std::vector<std::shared_ptr<const Entry>> alike;
-    if (const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock); lock) {
-      for (const auto& entry : entries_) {
-        if (entry->sample == sample(index, count) && entry->plan == plan) alike.push_back(entry);
-      }
-    }
-    for (const auto& entry : alike) {
-      if (int64_t(entry->index.size()) != count || std::memcmp(entry->index.data(), index, count * sizeof(int32_t))) {
-        continue;
-      }
-      if (const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock); lock) {
-        const auto at = std::find(entries_.begin(), entries_.end(), entry);
-        if (at != entries_.end()) entries_.splice(entries_.begin(), entries_, at);
-      }
-      return Order(entry, &entry->order);
-    }
-    return nullptr;
+    const uint64_t sampled = sample(index, count);
+    const auto alike = [&](const Entry& e) {
+      return e.sample == sampled && e.plan == plan && int64_t(e.index.size()) == count;
+    };
+    const auto same = [&](const Entry& e) { return !std::memcmp(e.index.data(), index, count * sizeof(int32_t)); };
+    const auto entry = recent_.find(alike, same);
+    return entry ? Order(entry, &entry->order) : nullptr;
   }
 
   Order add(std::vector<int64_t> plan, const int32_t* index, int64_t count, std::vector<int32_t> order) {
-    auto entry = std::make_shared<Entry>();
-    entry->sample = sample(index, count), entry->plan = std::move(plan);
-    entry->index.assign(index, index + count), entry->order = std::move(order);
-    if (const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock); lock && entry->bytes() <= limit_) {
-      entries_.push_front(entry);
-      for (bytes_ += entry->bytes(); bytes_ > limit_; entries_.pop_back()) bytes_ -= entries_.back()->bytes();
-    }
+    const auto entry = std::make_shared<const Entry>(
+        Entry{sample(index, count), std::move(plan), {index, index + count}, std::move(order)});
+    recent_.add(entry);
     return Order(entry, &entry->order);
   }
 
@@ -67,10 +51,7 @@ class Orders {
     return out;
   }
 
-  const int64_t limit_;
-  int64_t bytes_ = 0;
-  std::mutex mutex_;
-  std::list<std::shared_ptr<const Entry>> entries_;  // the one used last is the first
+  Recent<Entry> recent_;
 };
 
 }  // namespace fastfact

@@ -1,9 +1,9 @@
 #include "support.h"
 
 #include <algorithm>
-#include <list>
-#include <mutex>
 #include <vector>
+
+#include "recent.h"
 
 namespace fastfact {
 namespace {
@@ -59,40 +59,11 @@ struct FindBits {
   }
 };
 
-class Kept {
- public:
-  using Found = std::shared_ptr<const OwnBits>;
-
-  // A lock that is taken (by another thread, or one that a fork left behind) is not waited for.
-  Found find(uint64_t digest, int64_t rows, int64_t columns, int64_t count) {
-    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-    if (!lock) return nullptr;
-    for (auto at = entries_.begin(); at != entries_.end(); ++at) {
-      if (at->digest == digest && at->count == count && at->bits->rows == rows && at->bits->columns == columns) {
-        entries_.splice(entries_.begin(), entries_, at);
-        return at->bits;
-      }
-    }
-    return nullptr;
-  }
-
-  void add(uint64_t digest, int64_t count, const Found& bits) {
-    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-    if (!lock || bits->bytes() > kLimit) return;
-    entries_.push_front({digest, count, bits});
-    for (bytes_ += bits->bytes(); bytes_ > kLimit; entries_.pop_back()) bytes_ -= entries_.back().bits->bytes();
-  }
-
- private:
-  static constexpr int64_t kLimit = int64_t(1) << 27;
-  struct Entry {
-    uint64_t digest;
-    int64_t count;
-    Found bits;
-  };
-  std::mutex mutex_;
-  int64_t bytes_ = 0;
-  std::list<Entry> entries_;  // the one used last is the first
+struct Entry {
+  uint64_t digest;
+  int64_t count;
+  std::shared_ptr<const OwnBits> found;
+  int64_t bytes() const { return found->bytes(); }
 };
 
 }  // namespace
@@ -117,12 +88,15 @@ OwnBits::OwnBits(int64_t rows, int64_t columns, const Sparse& mu, ParallelFor pa
 }
 
 std::shared_ptr<const OwnBits> find_bits(int64_t rows, int64_t columns, const Sparse& mu, ParallelFor parallel_for) {
-  static Kept* const kept = new Kept;  // for as long as there are threads
+  static auto* const recent = new Recent<Entry>(int64_t(1) << 27);  // for as long as there are threads
   const uint64_t key = digest(mu.index, mu.count * sizeof(int32_t), 0x2545F4914F6CDD1D, parallel_for);
-  if (auto found = kept->find(key, rows, columns, mu.count)) return found;
+  const auto alike = [&](const Entry& e) {
+    return e.digest == key && e.count == mu.count && e.found->rows == rows && e.found->columns == columns;
+  };
+  if (const auto entry = recent->find(alike, [](const Entry&) { return true; })) return entry->found;
   const auto bits = std::make_shared<const OwnBits>(rows, columns, mu, parallel_for);
   if (!bits->valid()) return nullptr;
-  kept->add(key, mu.count, bits);
+  recent->add(std::make_shared<const Entry>(Entry{key, mu.count, bits}));
   return bits;
 }
 
