@@ -45,7 +45,7 @@ def supported(level):
 CONV_TYPE = {"x86-64": "double", "x86-64-v3": "fastfact::BFloat16"}
 
 
-@pytest.mark.parametrize("march", filter(supported, LEVELS))
+@pytest.mark.parametrize("march", [*filter(supported, LEVELS)])
 def test_kernels_on_buffers_of_exactly_the_right_size(march, tmp_path):
     def compile_one(source):
         flags = [*FLAGS, f"-march={march}", f"-DFF_CONV_TYPE={CONV_TYPE.get(march, 'float')}"]
