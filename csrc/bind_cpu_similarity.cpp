@@ -86,6 +86,12 @@ std::tuple<std::vector<Tensor>, Tensor> similarity_sums(Tensor keys, std::vector
   keys = torch::stable::contiguous(keys);
   const auto type = compute == ScalarType::Double ? fastfact::Type::f64 : fastfact::Type::f32;
   const std::vector<double> inverse = inverse_norms(keys, type);
+  if (integers && depth == 1) {
+    // With both strides of one column 1, PyTorch's product of int8 takes keys for transposed ones (seen with 2.14).
+    Tensor columns = torch::stable::new_zeros(keys, {m, 2}), first_column = torch::stable::narrow(columns, 1, 0, 1);
+    torch::stable::copy_(first_column, keys);
+    keys = columns;
+  }
   auto* counted = count ? static_cast<int64_t*>(counts.data_ptr()) : nullptr;
   // A tile and what is read with it should stay in the second cache; long keys pay for wider ones with wasted halves
   // of the blocks on the diagonal.
