@@ -1,7 +1,5 @@
 // The CPU library's factored convolutions and linear layers: checks the tensors of each op, makes outputs, calls the
 // kernels client by client.
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-
 #include <tuple>
 
 #include "bind_cpu.h"
@@ -183,19 +181,6 @@ struct Linear {
   }
 };
 
-// out[k] = left(a[k]) right(b[k])
-template <class Left, class Right>
-void multiply(const Tensor& a, const Left& left, const Tensor& b, const Right& right, const Tensor& out) {
-  const bool axis = out.dim() == 3;
-  auto of = [&](const Tensor& t, int64_t k) { return axis ? torch::stable::select(t, 0, k) : t; };
-  for (int64_t k = 0; k < (axis ? out.size(0) : 1); ++k) {
-    const Tensor first = left(of(a, k)), second = right(of(b, k)), to = of(out, k);
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), first.get(), second.get()));
-  }
-}
-
-Tensor as_it_is(const Tensor& t) { return t; }
-
 }  // namespace
 
 namespace fastfact::ops {
@@ -269,11 +254,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad,
   auto made = [&](bool wanted, const Shape& shape) { return empty(x, wanted ? shape : Shape{0}); };
   Tensor dx = made(wants[0], of.shape({of.n, of.i})), du = made(wants[1], of.shape({of.rank, of.i}));
   Tensor dv = made(wants[2], of.shape({of.rank, of.o})), dvalues = made(wants[3], of.shape({of.nonzeros}));
-  // In tiles of W the factors' gradients are sums over dW or, at higher rank, products of x and dy with what is thin.
-  const bool tiles = fastfact::in_tiles(of.type(), of.n, of.i, of.o, of.nonzeros, true);
-  const bool inside = tiles && of.rank <= fastfact::kFewRanks;
-  const Shape hidden = of.shape({of.n, of.rank});
-  const Tensor h = made(wants[2] && !inside, hidden), dh = made(wants[1] && !inside, hidden);
   for (int64_t k = 0; k < of.clients; ++k) {
     of.check(fastfact::factored_linear_backward({of.type(),
                                                  of.n,
@@ -286,18 +266,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad,
                                                  of.v.part(k),
                                                  of.mu(k),
                                                  {wants[0] ? part(dx, k) : nullptr, of.i, 0},
-                                                 wants[2] && !tiles ? part(h, k) : nullptr,
-                                                 wants[1] && !tiles ? part(dh, k) : nullptr,
-                                                 wants[3] ? part(dvalues, k) : nullptr,
-                                                 wants[1] && inside ? part(du, k) : nullptr,
-                                                 wants[2] && inside ? part(dv, k) : nullptr},
+                                                 wants[1] ? part(du, k) : nullptr,
+                                                 wants[2] ? part(dv, k) : nullptr,
+                                                 wants[3] ? part(dvalues, k) : nullptr},
                                                 parallel_for));
   }
-  if (inside) return {dx, du, dv, dvalues};
-  if (wants[1] && tiles) multiply(dy, as_it_is, *of.v.tensor, transposed, dh);
-  if (wants[2] && tiles) multiply(of.x, as_it_is, *of.u.tensor, transposed, h);
-  if (wants[1]) multiply(dh, transposed, of.x, as_it_is, du);
-  if (wants[2]) multiply(h, transposed, dy, as_it_is, dv);
   return {dx, du, dv, dvalues};
 }
 

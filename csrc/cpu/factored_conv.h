@@ -64,7 +64,7 @@ bool factored_conv_depthwise(const FactoredConv& op, ParallelFor parallel_for);
 bool factored_conv_backward_depthwise(const FactoredConvBackward& op, ParallelFor parallel_for);
 
 // Rows [n, channels] in memory: the channels of a row side by side, or, with `plane`, images of so many rows each,
-// [n / plane, channels, plane].
+// [n / plane, channels, plane], for layers without factors.
 template <class D>
 struct Matrix {
   D* data;
@@ -86,11 +86,9 @@ struct FactoredLinearBackward {
   Matrix<const void> x, dy;
   const void *u, *v;
   Sparse mu;
-  Matrix<void> dx;
-  void *h, *dh;  // x uᵀ and dy vᵀ [n, rank], of which du = dhᵀ x and dv = hᵀ dy are made
-  void* dvalues;
-  void *du = nullptr, *dv = nullptr;  // where `in_tiles`, in place of h and dh, at ranks of up to kFewRanks
-};  // null where not asked for
+  Matrix<void> dx;  // null where not asked for, as those below
+  void *du, *dv, *dvalues;
+};
 
 // These two return false, without a result, where the nonzeros are not ascending positions in μ.
 bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for);

@@ -5,7 +5,7 @@
 //   h = u x, y = v h + bias       thin products,
 //   y[o] += μ[o, i] · x[i]        for each nonzero, the sums of an output kept in registers;
 // backward
-//   dh = v dy, dx = uᵀ dh         thin products (du = dhᵀ x and dv = hᵀ dy are left to the caller),
+//   dh = v dy, dx = uᵀ dh         thin products; of h and dh, when all rows have them, du = dhᵀ x and dv = hᵀ dy,
 //   dx[i] += μ[o, i] · dy[o], dμ[o, i] += dy[o] · x[i]    for each nonzero, x and dx of an input kept in registers.
 // So nothing of the size of W is made. Forward the nonzeros are taken in their own order; backward they are sorted by
 // inputs first, unless there are so few rows that this would take longer than the rest: then dy of an output is kept.
@@ -19,11 +19,15 @@ namespace fastfact {
 namespace {
 
 constexpr int64_t kRegisters = 8;        // of rows of a unit
-constexpr int64_t kSecond = 1 << 17;     // bytes of a panel, for the second cache
 constexpr int64_t kItems = 16;           // wanted of work, for the threads
 constexpr int64_t kLeastWork = 1 << 16;  // multiplications of an item
 constexpr int64_t kOutputs = 96;         // outputs computed before they are written
 constexpr int64_t kFewRows = 16;         // up to these, factors are read where they lie
+constexpr int64_t kSummed = 512;         // rows of a part of du and dv, at least
+constexpr int64_t kAhead = 8;            // rows that are fetched before they are copied
+
+// Bytes of a panel that the second cache holds beside others: with AVX-512 it has 1 MB at least.
+int64_t second_cache() { return register_bytes() == 64 ? 1 << 19 : 1 << 17; }
 
 // Rows [n, channels] in memory, see `Matrix`.
 template <class T>
@@ -55,8 +59,11 @@ std::vector<Unit> make_units(int64_t n, int64_t lanes, int64_t most) {
   return units;
 }
 
-// Registers of a unit whose nonzeros are taken by inputs: twice as many, x and dx, are held at once.
-int64_t registers_by_inputs() { return register_bytes() == 64 ? 8 : 4; }
+// Registers of a unit whose nonzeros are taken by inputs: twice as many, x and dx, are held at once. Half of what
+// AVX-512 can hold, where the panels of x, dx and dy would be more than twice what the second cache has.
+int64_t registers_by_inputs(int64_t i, int64_t o) {
+  return register_bytes() == 64 && (2 * i + o) * kRegisters * 64 <= 4 * second_cache() ? 8 : 4;
+}
 
 // The work of a call, forward and backward.
 template <class C>
@@ -161,6 +168,14 @@ FF_INLINE void with_panel(int64_t rows, const F& f) {
   if (rows <= 2 * L) return f.template operator()<B, 2>();
   if (rows <= 4 * L) return f.template operator()<B, 4>();
   f.template operator()<B, 8>();
+}
+
+// The elements of a row of such a panel.
+template <class C, int B>
+FF_INLINE int64_t row_of_panel(int64_t rows) {
+  int64_t row = 0;
+  with_panel<C, B>(rows, [&]<int W, int N>() FF_INLINE_LAMBDA { row = N * W / int64_t(sizeof(C)); });
+  return row;
 }
 
 // What is done with panels [channel][N registers of W bytes].
@@ -420,7 +435,8 @@ template <class T>
 struct Backward : Work<Compute<T>> {
   using C = Compute<T>;
   Rows<const T> x, dy;
-  Rows<T> dx, h, dh;  // h and dh [n, rank]; no data where not asked for
+  Rows<T> dx;  // no data where not asked for
+  C *h, *dh;   // [unit][rank][row of a panel]; null where not asked for
   int64_t parts;
   C* grads;  // of the values, [parts][count]; null where not asked for
   int64_t count;
@@ -445,7 +461,7 @@ struct RunBackward {
         C *const from = w.panels + item * w.i * w.row, *const out = w.gradients + item * w.o * w.row;
         C* const in = w.inputs + item * copies * w.i * w.row;
         if (w.step == Backward<T>::kTurn) {
-          turn(w, unit, from, out, h.get(), in);
+          turn(w, item, from, out, h.get(), in);
         } else {
           sum(w, unit, copies, in);
         }
@@ -458,7 +474,7 @@ struct RunBackward {
         C* const from = split ? w.panels + n * w.i * w.row : x.get();
         C* const out = split ? w.gradients + n * w.o * w.row : dy.get();
         C* const in = split ? w.inputs + (n * copies + k % copies) * w.i * w.row : dx.get();
-        if (!split) turn(w, unit, from, out, h.get(), in);
+        if (!split) turn(w, n, from, out, h.get(), in);
         with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
           using P = Panels<C, B, W, N>;
           if (w.dx.data && k % copies) std::fill(in, in + w.i * P::P, C(0));
@@ -485,20 +501,18 @@ struct RunBackward {
   }
 
   // The panels of a unit, h, dh, and what the factors give to dx.
-  FF_INLINE static void turn(const Backward<T>& w, const Unit& unit, C* x, C* dy, C* h, C* dx) {
+  FF_INLINE static void turn(const Backward<T>& w, int64_t n, C* x, C* dy, C* own, C* dx) {
+    const Unit& unit = w.units[n];
+    C* const dh = w.dh ? w.dh + n * w.rank * w.row : own;
     with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
       using P = Panels<C, B, W, N>;
-      if (w.grads || w.h.data) P::read(w.x, unit, w.i, x);
+      if (w.grads || w.h) P::read(w.x, unit, w.i, x);
+      if (w.h) P::multiply(w.u_rows, w.rank, x, w.i, nullptr, w.h + n * w.rank * w.row);
       P::read(w.dy, unit, w.o, dy);
-      if (w.h.data) {
-        P::multiply(w.u_rows, w.rank, x, w.i, nullptr, h);
-        P::write(h, unit, w.rank, w.h);
-      }
-      if (w.rank && (w.dx.data || w.dh.data)) P::multiply(w.v_rows, w.rank, dy, w.o, nullptr, h);
-      if (w.dh.data) P::write(h, unit, w.rank, w.dh);
+      if (w.rank && (w.dx.data || w.dh)) P::multiply(w.v_rows, w.rank, dy, w.o, nullptr, dh);
       if (!w.dx.data) return;
       if (w.rank) {
-        P::multiply(w.u_columns, w.i, h, w.rank, nullptr, dx);
+        P::multiply(w.u_columns, w.i, dh, w.rank, nullptr, dx);
       } else {
         std::fill(dx, dx + w.i * P::P, C(0));
       }
@@ -515,6 +529,146 @@ struct RunBackward {
       }
       P::write(parts, unit, w.i, w.dx);
     });
+  }
+};
+
+// du [rank, i] = Σ dh · x and dv [rank, o] = Σ h · dy over all rows.
+template <class T>
+struct FactorSums {
+  using C = Compute<T>;
+  struct Side {
+    Rows<const T> rows;
+    const C* hidden;  // [unit][rank][row of a panel]
+    T* out;           // null where not asked for
+    int64_t panels;   // of columns
+    C* sums;          // [panel][part][rank][its width], where there are several parts
+  };
+  const Unit* units;
+  int64_t count, rank, row, parts;
+  Side sides[2];
+};
+
+template <class T, int B>
+struct SumFactors {
+  using C = Compute<T>;
+  using Ops = Tiles<C, B>;
+  static constexpr int kWide = wide(B), L = kLanes<C, B>, kColumns = kWide * L;
+
+  // Items are (side, panel of columns, part of the units).
+  FF_INLINE static void run(const FactorSums<T>& f, int64_t begin, int64_t end) {
+    const int64_t of_first = f.sides[0].panels * f.parts, size = f.rank * kColumns;
+    const Scratch<C> own(f.parts > 1 ? 0 : size), right(f.row * kColumns);
+    for (int64_t item = begin; item < end; ++item) {
+      const auto& side = f.sides[item >= of_first];
+      const int64_t at = item - (item >= of_first ? of_first : 0), panel = at / f.parts, part = at % f.parts;
+      C* const sums = f.parts > 1 ? side.sums + at * size : own.get();
+      std::memset(static_cast<void*>(sums), 0, size * sizeof(C));
+      const int64_t column = panel * kColumns, columns = std::min<int64_t>(kColumns, side.rows.channels - column);
+      const int64_t last = (part + 1) * f.count / f.parts;
+      for (int64_t n = part * f.count / f.parts; n < last; ++n) {
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          const Unit &unit = f.units[n], none{}, &next = n + 1 < last ? f.units[n + 1] : none;
+          fill(side, unit, column, columns, right.get());
+          add(f, side, unit, n, right.get(), next, column, columns, sums);
+        });
+      }
+      if (f.parts == 1) write(f, side, column, columns, sums);
+    }
+  }
+
+  FF_INLINE static const T* row_of(const typename FactorSums<T>::Side& side, int64_t row, int64_t column) {
+    return side.rows.data + row * side.rows.channels + column;
+  }
+  FF_INLINE static void fetch(const T* from, int64_t columns) {
+    for (int64_t k = 0; k < columns; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k);
+  }
+
+  // Columns of the rows of a unit, [row][kColumns].
+  FF_INLINE static void fill(const typename FactorSums<T>::Side& side, const Unit& unit, int64_t column,
+                             int64_t columns, C* to) {
+    const T* from = row_of(side, unit.first, column);
+    for (int64_t t = 0; t < unit.rows; ++t, from += side.rows.channels, to += kColumns) {
+      if (t + kAhead < unit.rows) fetch(from + kAhead * side.rows.channels, columns);
+      if (columns == kColumns) {
+#pragma GCC unroll 4
+        for (int p = 0; p < kWide; ++p) store<B>(to + p * L, load<B>(from + p * L));
+      } else {
+        for (int64_t k = 0; k < kColumns; ++k) to[k] = k < columns ? to_compute(from[k]) : C(0);
+      }
+    }
+  }
+
+  // sums[r] += Σ over the rows of a unit; what the next one reads is fetched meanwhile.
+  FF_INLINE static void add(const FactorSums<T>& f, const typename FactorSums<T>::Side& side, const Unit& unit,
+                            int64_t n, const C* right, const Unit& next, int64_t column, int64_t columns, C* sums) {
+    const int64_t row = row_of_panel<C, B>(unit.rows), groups = ceil_div(f.rank, Ops::kM);
+    const C* const left = side.hidden + n * f.rank * f.row;
+    Ahead none{};
+    for (int64_t k = 0, r = 0; k < groups; ++k) {
+      for (int64_t t = k * next.rows / groups; t < (k + 1) * next.rows / groups; ++t) {
+        fetch(row_of(side, next.first + t, column), columns);
+      }
+      const int64_t rows = (k + 1) * f.rank / groups - r;
+      C* const to = sums + r * kColumns;
+      Ops::template rows_of_product<kWide, Ops::kM, C>(rows, {left + r * row, row, 1}, right, kColumns, unit.rows, to,
+                                                       kColumns, L, to, kColumns, none, none);
+      r += rows;
+    }
+  }
+
+  FF_INLINE static void write(const FactorSums<T>& f, const typename FactorSums<T>::Side& side, int64_t column,
+                              int64_t columns, const C* sums) {
+    for (int64_t r = 0; r < f.rank; ++r) {
+      copy<B>(sums + r * kColumns, columns, side.out + r * side.rows.channels + column);
+    }
+  }
+};
+
+// The sums of several parts.
+template <class T, int B>
+struct AddFactorSums {
+  FF_INLINE static void run(const FactorSums<T>& f, int64_t begin, int64_t end) {
+    using Sums = SumFactors<T, B>;
+    const int64_t size = f.rank * Sums::kColumns;
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = f.sides[0].panels, panel = item < first ? item : item - first;
+      const auto& side = f.sides[item >= first];
+      auto* const sums = side.sums + panel * f.parts * size;
+      for (int64_t part = 1; part < f.parts; ++part) {
+        for (int64_t k = 0; k < size; ++k) sums[k] += sums[part * size + k];
+      }
+      const int64_t column = panel * Sums::kColumns;
+      Sums::write(f, side, column, std::min<int64_t>(Sums::kColumns, side.rows.channels - column), sums);
+    }
+  }
+};
+
+// du and dv, null where not asked for, of h and dh in panels of `row` elements.
+template <class T>
+void sum_factors(const FactoredLinearBackward& op, const std::vector<Unit>& units, int64_t row, const Compute<T>* h,
+                 const Compute<T>* dh, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  const int64_t columns = wide(register_bytes()) * (register_bytes() / int64_t(sizeof(C)));
+  FactorSums<T> f{units.data(), int64_t(units.size()), op.rank, row};
+  f.sides[0] = {rows_of<T>(op.x), dh, static_cast<T*>(op.du), op.du ? ceil_div(op.i, columns) : 0};
+  f.sides[1] = {rows_of<T>(op.dy), h, static_cast<T*>(op.dv), op.dv ? ceil_div(op.o, columns) : 0};
+  const int64_t panels = f.sides[0].panels + f.sides[1].panels;
+  if (!panels || !op.rank) return;
+  f.parts = std::clamp<int64_t>(std::min(ceil_div(kItems, panels), op.n / kSummed), 1, f.count);
+  const Scratch<C> sums(f.parts > 1 ? panels * f.parts * op.rank * columns : 0);
+  f.sides[0].sums = sums.get();
+  f.sides[1].sums = sums.get() + (f.parts > 1 ? f.sides[0].panels * f.parts * op.rank * columns : 0);
+  parallel(parallel_for, panels * f.parts, 1,
+           [&](int64_t begin, int64_t end) { dispatch<SumFactors, T>(f, begin, end); });
+  if (f.parts == 1) return;
+  parallel(parallel_for, panels, 1, [&](int64_t begin, int64_t end) { dispatch<AddFactorSums, T>(f, begin, end); });
+}
+
+// to[c][r] = from[r][c]
+template <class C, int B>
+struct Turn {
+  FF_INLINE static void run(const C* from, int64_t step, int64_t rows, int64_t columns, C* to) {
+    Packing<C, B>::from_channels_last(from, step, rows, columns, to, rows);
   }
 };
 
@@ -537,10 +691,9 @@ struct Factors {
     }
     rows = {data, size, 1}, columns = {data, 1, size};
     if (!turns || !rank) return;
-    parallel(parallel_for, ceil_div(size, 64), ceil_div(4096, rank), [&](int64_t begin, int64_t end) {
-      for (int64_t c = begin * 64; c < std::min(size, end * 64); ++c) {
-        for (int64_t r = 0; r < rank; ++r) turned.get()[c * rank + r] = data[r * size + c];
-      }
+    parallel(parallel_for, ceil_div(size, 64), ceil_div(1024, rank), [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * 64, count = std::min(size, end * 64) - first;
+      dispatch<Turn, C>(data + first, size, rank, count, turned.get() + first * rank);
     });
     columns = {turned.get(), rank, 1};
   }
@@ -558,7 +711,7 @@ struct Prepared {
   template <class Op>
   static W plan(const Op& op) {
     W w{};
-    const int64_t lanes = register_bytes() / sizeof(C), fewer = registers_by_inputs();
+    const int64_t lanes = register_bytes() / sizeof(C), fewer = registers_by_inputs(op.i, op.o);
     w.i = op.i, w.o = op.o, w.rank = op.rank;
     w.by_inputs = std::is_same_v<W, Backward<T>> && op.n > kRegisters * lanes;
     w.units = make_units(op.n, lanes, w.by_inputs ? fewer : kRegisters);
@@ -567,7 +720,7 @@ struct Prepared {
     const int64_t units = w.units.size(), work = (op.mu.count + op.rank * op.o) * op.n;
     w.splits = std::clamp<int64_t>(std::min(work / (units * kLeastWork), ceil_div(kItems, units)), 1,
                                    std::max<int64_t>(op.o, 1));
-    w.block = std::max<int64_t>(32, kSecond / int64_t(w.row * sizeof(C)));
+    w.block = std::max<int64_t>(32, second_cache() / int64_t(w.row * sizeof(C)));
     w.blocks = std::max<int64_t>(1, ceil_div(w.by_inputs ? op.o : op.i, w.block));
     return w;
   }
@@ -636,7 +789,9 @@ void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   const Scratch<C> panels(shared * op.i), gradients(shared * op.o),
       inputs(op.dx.data ? shared * op.i * (w.by_inputs ? 1 : w.splits) + 16 : 0);
   w.count = count, w.x = rows_of<T>(op.x), w.dy = rows_of<T>(op.dy), w.dx = rows_of<T>(op.dx);
-  w.h = {static_cast<T*>(op.h), op.rank, 0}, w.dh = {static_cast<T*>(op.dh), op.rank, 0};
+  const int64_t hidden = units * op.rank * w.row;
+  const Scratch<C> h(op.dv ? hidden : 0), dh(op.du ? hidden : 0);
+  w.h = op.dv ? h.get() : nullptr, w.dh = op.du ? dh.get() : nullptr;
   if (op.dvalues) {
     w.grads = in_place ? static_cast<C*>(op.dvalues) : grads.get();
     parallel(parallel_for, w.parts * count, 1 << 16, [&](int64_t begin, int64_t end) {
@@ -653,6 +808,7 @@ void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   }
   work(w.parts * w.splits, Backward<T>::kMultiply);
   if (shared && op.dx.data) work(units, Backward<T>::kSum);
+  sum_factors<T>(op, w.units, w.row, h.get(), dh.get(), parallel_for);
   if (!op.dvalues || in_place) return;
   parallel(parallel_for, count, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t nz = begin; nz < end; ++nz) {
@@ -661,6 +817,47 @@ void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
       static_cast<T*>(op.dvalues)[w.by_inputs ? prepared.places.get()[nz] : nz] = from_compute<T>(sum);
     }
   });
+}
+
+// h and dh of all rows, for `sum_factors`.
+template <class T, int B>
+struct MakeHidden {
+  using C = Compute<T>;
+  FF_INLINE static void run(const Backward<T>& w, int64_t begin, int64_t end) {
+    const Scratch<C> panel(std::max(w.i, w.o) * w.row);
+    for (int64_t n = begin; n < end; ++n) {
+      const Unit& unit = w.units[n];
+      with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+        using P = Panels<C, B, W, N>;
+        const int64_t at = n * w.rank * w.row;
+        if (w.h) {
+          P::read(w.x, unit, w.i, panel.get());
+          P::multiply(w.u_rows, w.rank, panel.get(), w.i, nullptr, w.h + at);
+        }
+        if (w.dh) {
+          P::read(w.dy, unit, w.o, panel.get());
+          P::multiply(w.v_rows, w.rank, panel.get(), w.o, nullptr, w.dh + at);
+        }
+      });
+    }
+  }
+};
+
+// du and dv alone.
+template <class T>
+void factor_gradients(const FactoredLinearBackward& op, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  const int64_t lanes = register_bytes() / sizeof(C);
+  const Factors<T> u(op.u, op.rank, op.i, false, parallel_for), v(op.v, op.rank, op.o, false, parallel_for);
+  Backward<T> w{};
+  w.i = op.i, w.o = op.o, w.rank = op.rank, w.row = kRegisters * lanes;
+  w.units = make_units(op.n, lanes, kRegisters), w.u_rows = u.rows, w.v_rows = v.rows;
+  w.x = rows_of<T>(op.x), w.dy = rows_of<T>(op.dy);
+  const int64_t units = w.units.size(), hidden = units * op.rank * w.row;
+  const Scratch<C> h(op.dv ? hidden : 0), dh(op.du ? hidden : 0);
+  w.h = op.dv ? h.get() : nullptr, w.dh = op.du ? dh.get() : nullptr;
+  parallel(parallel_for, units, 1, [&](int64_t begin, int64_t end) { dispatch<MakeHidden, T>(w, begin, end); });
+  sum_factors<T>(op, w.units, w.row, h.get(), dh.get(), parallel_for);
 }
 
 }  // namespace
@@ -676,13 +873,22 @@ bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for) {
 
 bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   if (!op.x.plane && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, true)) {
-    return linear_in_tiles_backward(op, parallel_for);
+    if (op.rank <= kFewRanks) return linear_in_tiles_backward(op, parallel_for);
+    FactoredLinearBackward rest = op;
+    rest.du = rest.dv = nullptr;
+    if (!linear_in_tiles_backward(rest, parallel_for)) return false;
+    if (op.du || op.dv) {
+      with_conv_type(op.type, [&](auto type) { factor_gradients<decltype(type)>(op, parallel_for); });
+    }
+    return true;
   }
   if (!ascending(op.mu, op.o * op.i, parallel_for)) return false;
   with_conv_type(op.type, [&](auto type) {
     using T = decltype(type);
     if (op.n) return backward<T>(op, parallel_for);
     if (op.dvalues) std::memset(op.dvalues, 0, op.mu.count * sizeof(T));
+    if (op.du) std::memset(op.du, 0, op.rank * op.i * sizeof(T));
+    if (op.dv) std::memset(op.dv, 0, op.rank * op.o * sizeof(T));
   });
   return true;
 }
