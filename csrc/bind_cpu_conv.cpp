@@ -181,18 +181,105 @@ struct Linear {
   }
 };
 
+// A convolution of one tap as the linear layer of its pixels: images [n, channels, h, w] as rows.
+struct Pixels {
+  Shape size, step;  // [o, i], and of the pixels that are taken, down and across
+  bool channels_last;
+
+  static bool serves(const Tensor& x, const OptionalTensor& u, const Shape& size, const Shape& padding,
+                     int64_t groups) {
+    if (!u || x.dim() != 4 || u->dim() != 3 || size.size() != 4 || size[2] != 1 || size[3] != 1 || groups != 1) {
+      return false;
+    }
+    // Those of the spatial layout have one number for the tap.
+    return u->size(1) == size[1] && u->size(2) == 1 && size[1] > 1 && padding == Shape{0, 0};
+  }
+
+  Pixels(const Tensor& x, const Shape& size_, const Shape& stride) : size{size_[0], size_[1]}, step(stride) {
+    require(x.size(1) == size[1] && step.size() == 2 && step[0] > 0 && step[1] > 0 && x.size(2) > 0 && x.size(3) > 0,
+            "x does not fit");
+    // PyTorch tells the format of one pixel by its strides.
+    const bool one = x.size(2) == 1 && x.size(3) == 1;
+    channels_last = is_dense(x, {0, 2, 3, 1}) && !(one && x.stride(3) == 1);
+  }
+
+  static OptionalTensor factor(const OptionalTensor& t) {
+    if (!t) return t;
+    require(t->dim() == 3 && t->size(2) == 1, "u and v must be [rank, channels, 1]");
+    return viewed(*t, {t->size(0), t->size(1)}, {t->stride(0), t->stride(1)});
+  }
+
+  // Pixels [n, rows, columns, channels] of images, those that are taken.
+  Tensor taken(const Tensor& t) const {
+    return viewed(t, {t.size(0), (t.size(2) - 1) / step[0] + 1, (t.size(3) - 1) / step[1] + 1, t.size(1)},
+                  {t.stride(0), t.stride(2) * step[0], t.stride(3) * step[1], t.stride(1)});
+  }
+
+  static Tensor rows(const Tensor& pixels) {
+    const Tensor dense = is_dense(pixels, 0) ? pixels : torch::stable::contiguous(pixels);
+    const int64_t channels = pixels.size(3);
+    return viewed(dense, {pixels.size(0) * pixels.size(1) * pixels.size(2), channels}, {channels, 1});
+  }
+
+  // Rows as images of so many pixels, in the format of x.
+  Tensor images(const Tensor& rows, int64_t n, int64_t h, int64_t w) const {
+    const int64_t c = rows.size(1), gap = h * w == 1 && !channels_last ? 1 : c;
+    const Tensor out = viewed(rows, {n, c, h, w}, {h * w * c, 1, w * gap, gap});
+    return channels_last || h * w == 1 ? out : torch::stable::contiguous(out);
+  }
+
+  Tensor forward(const Tensor& x, const OptionalTensor& u, const OptionalTensor& v, const OptionalTensor& values,
+                 const OptionalTensor& index, const OptionalTensor& bias) const {
+    const Tensor of = taken(x);
+    return images(fastfact::ops::factored_linear(rows(of), factor(u), factor(v), values, index, bias, size), of.size(0),
+                  of.size(1), of.size(2));
+  }
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const OptionalTensor& u,
+                                                      const OptionalTensor& v, const OptionalTensor& values,
+                                                      const OptionalTensor& index, int64_t needs) const {
+    const Tensor of = taken(x), dy = viewed(grad, {grad.size(0), grad.size(2), grad.size(3), grad.size(1)},
+                                            {grad.stride(0), grad.stride(2), grad.stride(3), grad.stride(1)});
+    expect(kConv, "grad", dy, {of.size(0), of.size(1), of.size(2), size[0]}, x);
+    auto [dx, du, dv, dvalues] =
+        fastfact::ops::factored_linear_backward(rows(dy), rows(of), factor(u), factor(v), values, index, size, needs);
+    if (needs & 1) {
+      if (step == Shape{1, 1}) {
+        dx = images(dx, x.size(0), x.size(2), x.size(3));
+      } else {
+        Tensor whole = empty_images(x, shape_of(x), channels_last);
+        torch::stable::zero_(whole);
+        Tensor to = taken(whole);
+        const int64_t channels = to.size(3), row = to.size(2) * channels;
+        torch::stable::copy_(to, viewed(dx, shape_of(to), {to.size(1) * row, row, channels, 1}));
+        dx = whole;
+      }
+    }
+    auto as_factor = [](const Tensor& t) {
+      return t.dim() == 2 ? viewed(t, {t.size(0), t.size(1), 1}, {t.size(1), 1, 1}) : t;
+    };
+    return {dx, as_factor(du), as_factor(dv), dvalues};
+  }
+};
+
 }  // namespace
 
 namespace fastfact::ops {
 
 Tensor factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
                        OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups) {
+  if (Pixels::serves(x, u, size, padding, groups)) {
+    return Pixels(x, size, stride).forward(x, u, v, values, index, bias);
+  }
   return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, false);
 }
 
 Tensor repeated_factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values,
                                 OptionalTensor index, OptionalTensor bias, Shape size, Shape stride, Shape padding,
                                 Shape dilation, int64_t groups) {
+  if (Pixels::serves(x, u, size, padding, groups)) {
+    return Pixels(x, size, stride).forward(x, u, v, values, index, bias);
+  }
   return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, true);
 }
 
@@ -201,6 +288,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
                                                                     OptionalTensor index_, Shape size, Shape stride,
                                                                     Shape padding, Shape dilation, int64_t groups,
                                                                     int64_t needs) {
+  if (Pixels::serves(x_, u_, size, padding, groups)) {
+    return Pixels(x_, size, stride).backward(grad, x_, u_, v_, values_, index_, needs);
+  }
   const Checked checked = check(x_, u_, v_, values_, index_, size, stride, padding, dilation, groups);
   fastfact::Conv c = checked.conv;
   expect(kConv, "grad", grad, checked.shape({c.n, size[0], c.oh, c.ow}), x_);

@@ -948,8 +948,17 @@ class FactorizedConv2d(FactorizedLayer):
             return "fused" if mapped or self._in_two_parts() else "reconstruct"
         return super()._choose_nominal(x, tensors, trained)
 
+    def _is_one_op(self) -> bool:
+        """Whether the factored path of images is one op, `factored_conv2d`."""
+        if not isinstance(self.spec, Rank1):
+            return False
+        if self.spec.layout == "spatial":
+            return True
+        of_pixels = self.size[2:] == (1, 1) and self.size[1] > 1 and self.groups == 1
+        return self.spec.layout == "kernel" and of_pixels and self._pair("padding") == (0, 0)
+
     def _call(self, path, x, tensors, bias):
-        if path != "factored" or not isinstance(self.spec, Rank1) or self.spec.layout != "spatial" or x.dim() != 4:
+        if path != "factored" or not self._is_one_op() or x.dim() != 4:
             return super()._call(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
@@ -959,7 +968,7 @@ class FactorizedConv2d(FactorizedLayer):
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
-        if path == "factored" and self.spec.layout == "spatial" and x.dim() == 4 and self._is_plain(x, tensors, bias):
+        if path == "factored" and self._is_one_op() and x.dim() == 4 and self._is_plain(x, tensors, bias):
             # What does not fit is told by the checked function.
             with contextlib.suppress(RuntimeError, ValueError):
                 of = ops.conv.of_factors(self.size, self._convolution())

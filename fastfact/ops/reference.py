@@ -530,8 +530,15 @@ def factored_conv2d(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """`fused_conv2d` in the spatial layout, μ in compact form: values [k, nnz] and index [k, nnz], or neither."""
-    return fused_conv2d(x, u, v, values, index, bias, SPATIAL, size, False, stride, padding, dilation, groups)
+    """`fused_conv2d`, μ in compact form: values [k, nnz] and index [k, nnz], or neither. In the spatial layout; in
+    layout "kernel" where the kernel is 1×1, there are no groups and u is [k, r, i, 1]."""
+    layout = _factored_layout(u, size)
+    return fused_conv2d(x, u, v, values, index, bias, layout, size, False, stride, padding, dilation, groups)
+
+
+def _factored_layout(u: Tensor | None, size: list[int]) -> int:
+    of_pixels = u is not None and tuple(size[1:]) == (u.shape[2], 1, 1) and size[1] > 1
+    return KERNEL if of_pixels else SPATIAL
 
 
 @op(
@@ -582,7 +589,7 @@ def factored_conv2d_backward(
     """(dx, du, dv, dvalues) of `factored_conv2d`, dx in x's memory format. Bits 0–3 of `needs` ask for them; one not
     asked for has no elements.
     """
-    settings = (SPATIAL, size, False, stride, padding, dilation, groups)
+    settings = (_factored_layout(u, size), size, False, stride, padding, dilation, groups)
     dx = du = dv = dvalues = x.new_empty(0)
     if needs & 1:
         dx = fused_conv2d_dx(grad, u, v, values, index, x.shape[1:], is_channels_last(x), *settings)

@@ -375,6 +375,40 @@ def test_separable(kernel, how, clients, density):
         assert torch.allclose(got, F.conv2d(t["x"], weight, t["bias"], **how))
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
+def test_convolutions_of_one_tap_in_the_kernel_layout(stride, last):
+    """What the op takes besides the spatial layout: u [r, i, 1] and v [r, o, 1]."""
+    size, rank = (8, 5, 1, 1), 2
+    t = draw(4, size, 9, 10, 0, 0.3, torch.float64)
+    t |= {"u": torch.randn(rank, 5, 1).double(), "v": torch.randn(rank, 8, 1).double()}
+    t["x"] = t["x"].contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    weight = torch.zeros(40, dtype=torch.float64)
+    weight[t["index"].long()] = t["values"]
+    weight = (weight.view(8, 5) + torch.einsum("ri,ro->oi", t["u"][..., 0], t["v"][..., 0])).view(size).requires_grad_()
+    x = t["x"].clone().requires_grad_()
+    expected = F.conv2d(x, weight, t["bias"], stride)
+    grad = torch.randn_like(expected)
+    dx, dw = torch.autograd.grad(expected, (x, weight), grad)
+    dw = dw[..., 0, 0]
+    wanted = dx, torch.einsum("oi,ro->ri", dw, t["v"][..., 0]), torch.einsum("oi,ri->ro", dw, t["u"][..., 0])
+    wanted = *wanted, dw.flatten()[t["index"].long()]
+    parts, how = [t[n] for n in ("u", "v", "values", "index")], (size, stride, (0, 0), (1, 1), 1)
+    forward, backward = ((t["x"], *parts, t["bias"]), how), ((grad, t["x"], *parts), (*how, 15))
+    kernels = torch.ops.fastfact
+    for y in (
+        kernels.factored_conv2d(*forward[0], *how),
+        ops.common.call(reference.factored_conv2d, False, forward[0], *how),
+    ):
+        assert torch.allclose(y, expected)
+    for found in (
+        kernels.factored_conv2d_backward(*backward[0], *backward[1]),
+        ops.common.call(reference.factored_conv2d_backward, False, backward[0], *backward[1]),
+    ):
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.allclose(one.flatten(), other.flatten())
+
+
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 1)])
 @pytest.mark.parametrize("last", [False, True])
 def test_separable_steps_over_the_width_where_pytorch_is_safe(kernel, last):

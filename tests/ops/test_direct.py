@@ -13,6 +13,7 @@ from fastfact.ops import conv as factored
 from fastfact.ops import direct, reference, weights
 
 LAST = torch.channels_last
+OF_PIXELS = ff.Rank1(layout="kernel", rank=2)
 
 
 def linear(rank=2, bias=True, dtype=torch.float64, **how):
@@ -54,6 +55,15 @@ CASES = {
     "convolution, W, channels_last": (lambda: conv(groups=2), "reconstruct", images().to(memory_format=LAST)),
     "depthwise": (lambda: conv(outputs=6, groups=6), "factored", images()),
     "kernel layout, W": (lambda: conv(spec=ff.Rank1(layout="kernel", rank=2)), "reconstruct", images()),
+    "1×1, factored": (lambda: conv(1, spec=OF_PIXELS), "factored", images()),
+    "1×1, factored, channels_last": (lambda: conv(1, spec=OF_PIXELS), "factored", images().to(memory_format=LAST)),
+    "1×1, factored, stride": (lambda: conv(1, spec=OF_PIXELS, stride=(2, 3), bias=False), "factored", images()),
+    "1×1, factored, stride, channels_last": (
+        lambda: conv(1, spec=OF_PIXELS, stride=(3, 1)),
+        "factored",
+        images().to(memory_format=LAST),
+    ),
+    "1×1, factored, one pixel": (lambda: conv(1, spec=OF_PIXELS), "factored", images(1, 1).to(memory_format=LAST)),
     "1×1, pixels": (lambda: conv(1), "product", images().to(memory_format=LAST)),
     "1×1, one pixel": (lambda: conv(1), "product", images(1, 1).to(memory_format=LAST)),
     "1×1, bfloat16": (
