@@ -283,6 +283,12 @@ def _back(layer: FactorizedLayer) -> nn.Module:
     return _hooked(back, dense)
 
 
+_MULTIPLIED = {
+    f"torchvision.models.swin_transformer.ShiftedWindowAttention{version}": ("qkv", "proj") for version in ("", "V2")
+}
+"""Modules that take the weights of these layers for `F.linear` alone, and do not call the layers."""
+
+
 def put_in(model: nn.Module, layers: Mapping[Target, FactorizedLayer]) -> nn.Module:
     """`model` with every target's layer in its place."""
     new: dict[int, nn.Module] = {}
@@ -300,6 +306,10 @@ def put_in(model: nn.Module, layers: Mapping[Target, FactorizedLayer]) -> nn.Mod
     for key, (module, own) in attention.items():
         new[key] = FactorizedMultiheadAttention.from_dense(module, own)
     model = _replace(model, new)
+    for module in model.modules():
+        for name in _MULTIPLIED.get(_kind(module), ()):
+            if isinstance(layer := module._modules.get(name), FactorizedLinear):
+                layer.is_only_multiplied = True
     for tell in when_factorized:
         tell(model)
     return model

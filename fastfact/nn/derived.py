@@ -1,8 +1,10 @@
 """A tensor made from others, to which nobody should write."""
 
 import copy
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _MAY_WRITE = {"requires_grad_", "retain_grad", "backward", "share_memory_", "detach"}
@@ -19,11 +21,17 @@ class Derived(Tensor):
     Results of operations are plain tensors, and so is `detach()`, which one takes to go on with a tensor of one's own.
     """
 
+    multiply: Callable[[Tensor, Tensor | None], Tensor | None] | None = None
+    """(x, bias) → `F.linear` of x, this and a bias without this tensor; None where that would not be the same."""
     _is_hf_initialized = True
     """The initializers of transformers pass such a tensor by, as `from_pretrained` would otherwise write to it."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear and len(args) == 3 and not kwargs and type(args[1]) is Derived and args[1].multiply:
+            y = args[1].multiply(args[0], args[2])
+            if y is not None:
+                return y
         name = getattr(func, "__name__", "")
         writes = name.endswith("_") and not name.endswith("__") and name not in _MAY_WRITE
         if name == "__set__":

@@ -1127,6 +1127,9 @@ class FactorizedLinear(FactorizedLayer):
     Arguments as for `nn.Linear`, plus `spec` (default `ff.Rank1()`). Input […, in], output […, out].
     """
 
+    is_only_multiplied = False
+    """Whether the module that the layer is in takes its weight for nothing but `F.linear`, see `weight`."""
+
     def __init__(
         self,
         in_features: int,
@@ -1194,6 +1197,23 @@ class FactorizedLinear(FactorizedLayer):
                     return y if x.dim() == 2 else y.view(*x.shape[:-1], self.size[0])
         return ops.factored_linear(x, *parts, bias, size=self.size)
 
+    @property
+    def weight(self) -> Tensor:
+        """W in PyTorch's order, as `FactorizedLayer.weight`. Where the layer `is_only_multiplied`, `F.linear(x,
+        layer.weight, layer.bias)` is the layer, on the path that it takes."""
+        weight = super().weight
+        if self.is_only_multiplied and type(weight) is Derived and isinstance(self.spec, Rank1):
+            weight.multiply = functools.partial(_multiply, weakref.ref(self), self._state())
+        return weight
+
+    def _state(self) -> tuple | None:
+        """What W made now depends on, as far as PyTorch tells; None where it does not."""
+        tensors = self._tensors()
+        if any(type(t) not in PLAIN or t.is_inference() for t in tensors.values()):
+            return None
+        factors = ((id(t), t._version, t.data_ptr(), t.requires_grad) for t in tensors.values())
+        return self.training, torch.is_grad_enabled(), *factors
+
     def _rows(self, x):
         return x.numel() / x.shape[-1]
 
@@ -1208,6 +1228,16 @@ class FactorizedLinear(FactorizedLayer):
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
+
+
+def _multiply(
+    layer: Callable[[], FactorizedLinear | None], state: tuple | None, x: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """The layer for x, where W with this bias is still what it was when it was made."""
+    own = layer()
+    if own is None or bias is not own.bias or type(x) not in PLAIN or not x.is_cpu or transforming():
+        return None
+    return None if state is None or own._state() != state else own.forward(x)
 
 
 def _by_columns(weight: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -348,3 +349,49 @@ def test_a_layer_in_channels_last_gives_that_format_whatever_it_gets(convert, sh
         assert ours.expand().mu.stride() == dense.weight.stride()
     ours.to(memory_format=torch.contiguous_format), dense.to(memory_format=torch.contiguous_format)
     assert ours(inputs[0]).stride() == dense(inputs[0]).stride()
+
+
+def _attention(density=0.3):
+    torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    module = torchvision.models.swin_transformer.ShiftedWindowAttention(12, [3, 3], [1, 1], 3)
+    ff.factorize(module, ff.Rank1(rank=2), init="svd")
+    for layer in (module.qkv, module.proj):
+        layer.compact(density)
+    return module
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_that_multiplies_by_a_weight_has_the_layer_do_it(training, monkeypatch):
+    module, x = _attention().train(training), torch.randn(2, 6, 6, 12)
+    dense, called = ff.densify(copy.deepcopy(module)), []
+    forward = ff.nn.FactorizedLinear.forward
+    monkeypatch.setattr(ff.nn.FactorizedLinear, "forward", lambda own, x: called.append(own) or forward(own, x))
+    with torch.set_grad_enabled(training):
+        y, expected = module(x), dense(x)
+    assert called == [module.qkv, module.proj]
+    torch.testing.assert_close(y, expected)
+    if training:
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        for layer, other in ((module.qkv, dense.qkv), (module.proj, dense.proj)):
+            wanted = other.weight.grad.flatten()[layer.mu_index.long()]
+            torch.testing.assert_close(layer.mu.grad, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_weight_that_is_multiplied_is_what_it_was_made_of():
+    layer, x = _attention().qkv, torch.randn(5, 12)
+    weight = layer.weight
+    expected = F.linear(x, weight.clone(), layer.bias)
+    torch.testing.assert_close(F.linear(x, weight, layer.bias), expected)
+    with torch.no_grad():
+        layer.v.mul_(2)
+    torch.testing.assert_close(F.linear(x, weight, layer.bias), expected)
+    other = torch.randn(36)
+    torch.testing.assert_close(F.linear(x, layer.weight, other), layer(x) - layer.bias + other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(F.linear(x, layer.weight), layer(x) - layer.bias, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        frozen = layer.weight
+    assert not F.linear(x, frozen, layer.bias.detach()).requires_grad
+    (F.linear(x, frozen, layer.bias).sum()).backward()
+    assert layer.mu.grad is None and layer.bias.grad is not None
