@@ -1,9 +1,11 @@
 """Factorized layers: drop-in for `nn.Conv2d` and `nn.Linear`, with the weight made from factors in each forward."""
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -321,6 +323,8 @@ class FactorizedLayer(nn.Module):
         """The forward where no node serves."""
         if not self.training and weight_cache.allowed():
             return self._evaluate(x)
+        if (y := self._by_twin(x, FactorizedLayer.forward)) is not None:
+            return y
         tensors, bias = self._tensors(), self.bias
         spread = self._spread(tensors)
         path = self._path(x, spread, None)
@@ -328,6 +332,41 @@ class FactorizedLayer(nn.Module):
         if torch.is_grad_enabled() and own is tensors:
             self._note_node(path, x, own, bias)
         return self._compute(path, x, own, bias, None)
+
+    def _by_twin(self, x: Tensor, of: Callable[["FactorizedLayer", Tensor], Any]) -> Any:
+        """of(twin, x), in evaluation under autocast: the twin is the layer in autocast's dtype, kept while the numbers
+        of this one are what they were. So nothing is cast in each call but x, and what is kept and chosen for a layer
+        of that dtype serves. None where there is no twin."""
+        if self.training or not weight_cache.allowed(casting=True) or not torch.is_autocast_enabled("cpu"):
+            return None
+        if type(x) not in PLAIN or not x.is_cpu or not x.is_floating_point() or x.dtype == torch.float64:
+            return None
+        own = [t for t in (*self._parameters.values(), self._buffers.get(INDEX)) if t is not None]
+        dtype = torch.get_autocast_dtype("cpu")
+        torch.set_autocast_enabled("cpu", False)
+        try:
+            twin = self._cache.value(own, ("twin", dtype), lambda: self._twin(dtype)) if own else None
+            return None if twin is None else of(twin, x.to(dtype))
+        finally:
+            torch.set_autocast_enabled("cpu", True)
+
+    @torch.inference_mode(False)
+    def _twin(self, dtype: torch.dtype) -> "FactorizedLayer | None":
+        """The layer in another dtype, of the same positions of μ; None where its factors are not its parameters, or
+        float64, which autocast leaves as it is."""
+        own, parameters = self._tensors(), self._parameters
+        floats = [t for name, t in (*own.items(), ("bias", self.bias)) if name != INDEX and t is not None]
+        if not parameters.keys() >= {*self._names, "bias"} or any(t.dtype == torch.float64 for t in floats):
+            return None
+
+        def cast(p: nn.Parameter | None) -> nn.Parameter | None:
+            return p if p is None else nn.Parameter(p.detach().to(dtype), requires_grad=False)
+
+        twin = copy.copy(self)
+        twin.__dict__["_parameters"] = {name: cast(p) for name, p in parameters.items()}
+        twin.__dict__["_buffers"] = dict(self._buffers)
+        twin._cache = weight_cache.WeightCache()
+        return twin
 
     def _note_node(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
         """Let one call serve inputs such as x from now on, if the layer on this path can be one; whether it can."""
@@ -462,7 +501,8 @@ class FactorizedLayer(nn.Module):
 
     def path_for(self, x: Tensor) -> str:
         """The path that the forward takes for x: "reconstruct", "factored", "fused", "product" or "reordered"."""
-        return self._path(x, *self._operands())
+        found = self._by_twin(x, FactorizedLayer.path_for)
+        return found or self._path(x, *self._operands())
 
     def _packed(
         self, tensors: dict[str, Tensor], kept: weight_cache.Kept | None

@@ -20,12 +20,17 @@ AXES = 8
 """The most axes of a tensor that a `Watch` is of."""
 
 
-def allowed() -> bool:
-    """Whether a weight may be kept, and serve: nothing traces, casts, dispatches elsewhere or asks for gradients."""
+def allowed(casting: bool = False) -> bool:
+    """Whether a weight may be kept, and serve: nothing traces, casts, dispatches elsewhere or asks for gradients.
+
+    casting: whether it may be once autocast is off.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     # Asked before every layer of a network: these take a third of the time of their public forms.
-    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        return False
+    if torch._C._is_any_autocast_enabled() and not casting:
         return False
     return loaded("cpu")
 
@@ -69,10 +74,11 @@ class WeightCache:
     def __init__(self) -> None:
         self._kept: Kept | None = None
         self._watch: direct.Watch | None = None
+        self._last: tuple[Hashable, direct.Watch, object] | None = None
 
     def clear(self) -> None:
         """Forget what is kept."""
-        self._kept = self._watch = None
+        self._kept = self._watch = self._last = None
 
     def __len__(self) -> int:
         return self._kept is not None and len(self._kept.values)
@@ -87,7 +93,7 @@ class WeightCache:
             if type(factor) not in PLAIN or not factor.is_cpu:
                 return None
         kept, digest = self._kept, _digest(factors)
-        if kept is not None and kept.digest == digest and all(map(operator.is_, kept.factors, factors)):
+        if kept is not None and kept.digest == digest and _same(kept.factors, factors):
             return kept
         values = kept.values if kept is not None and kept.digest == digest else {}
         self._kept = kept = Kept(factors, digest, values)
@@ -97,7 +103,7 @@ class WeightCache:
         """What tells whether the numbers that `kept` is of are others, the same one as long as they are not. None where
         they are, or nothing can tell."""
         found = self._watch
-        same = found is not None and all(map(operator.is_, found.tensors, kept.factors))
+        same = found is not None and _same(found.tensors, kept.factors)
         if not same or not direct.still(found):
             found = watch(kept.factors)
         # It must be of the numbers that `kept` is of, and these may change meanwhile.
@@ -105,6 +111,23 @@ class WeightCache:
             return None
         self._watch = found
         return found
+
+    def value(self, factors: Sequence[Tensor], key: Hashable, make: Callable[[], object]) -> object:
+        """`Kept.value` for factors with these numbers, None where nothing can be kept; the last one is found by its
+        `Watch`."""
+        last = self._last
+        if last is not None and last[0] == key and _same(last[1].tensors, factors) and direct.still(last[1]):
+            return last[2]
+        if (kept := self.of(factors)) is None:
+            return None
+        value = kept.value(key, make)
+        if found := self.watch(kept):
+            self._last = key, found, value
+        return value
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _digest(factors: Sequence[Tensor]) -> int:

@@ -151,6 +151,38 @@ def test_each_dtype_and_autocast_have_their_own(layer, x):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("density", [None, 0.3])
+def test_under_autocast_a_layer_of_that_dtype_is_kept(layer, x, made, density):
+    layer, x = layer.float().eval(), x.float()
+    if density is not None:
+        layer.compact(density)
+    model = nn.Sequential(layer, nn.Flatten(), ff.nn.FactorizedLinear(200, 3).eval())
+    with torch.autocast("cpu", torch.bfloat16):
+        first, once = model(x), len(made)
+        assert torch.equal(model(x), first) and len(made) == once
+        for change in (lambda: None, lambda: layer.u.data.mul_(-2), lambda: layer.bias.numpy().fill(3)):
+            change()
+            plain = copy.deepcopy(model).bfloat16()
+            y, path = model(x), layer.path_for(x)
+            with torch.autocast("cpu", enabled=False):
+                assert y.dtype == torch.bfloat16 and torch.equal(y, plain(x.bfloat16()))
+                assert path == plain[0].path_for(x.bfloat16())
+        assert torch.is_autocast_enabled("cpu")
+    torch.testing.assert_close(layer(x), expected(layer, x))
+
+
+@torch.no_grad()
+def test_under_autocast_positions_that_were_written_to_are_refused(layer, x):
+    layer.float().compact(0.3)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x.float())
+        layer.mu_index.add_(1)
+        with pytest.raises(RuntimeError, match="mu_index"):
+            layer(x.float())
+        assert torch.is_autocast_enabled("cpu")
+
+
+@torch.no_grad()
 def test_a_compact_layer_chooses_its_path_for_each_shape(layer, x, monkeypatch, made):
     layer.compact(0.1)
     monkeypatch.setattr(FactorizedLayer, "_choose", lambda self, x, *_: "factored" if len(x) > 1 else "reconstruct")
