@@ -21,6 +21,7 @@ namespace {
 constexpr int64_t kRegisters = 8;        // of rows of a unit
 constexpr int64_t kItems = 16;           // wanted of work, for the threads
 constexpr int64_t kLeastWork = 1 << 16;  // multiplications of an item
+constexpr int64_t kSorted = 64;          // more rows repay nonzeros that are sorted
 constexpr int64_t kOutputs = 96;         // outputs computed before they are written
 constexpr int64_t kFewRows = 16;         // up to these, factors are read where they lie
 constexpr int64_t kSummed = 512;         // rows of a part of du and dv, at least
@@ -196,6 +197,67 @@ struct Panels {
     }
   }
 
+  static constexpr int64_t kBlock = kLanes<C, B>;  // rows and channels that are turned together
+
+  // Lines of `kBlock` rows from `row` on that are turned after these.
+  template <class T>
+  FF_INLINE static void fetch_rows(const T* from, int64_t channels, int64_t row, int64_t rows, bool writes) {
+#pragma GCC unroll 16
+    for (int64_t l = 0; l < kBlock; ++l) {
+      if (row + l >= rows) break;
+      if (writes) {
+        __builtin_prefetch(from + l * channels, 1);
+      } else {
+        __builtin_prefetch(from + l * channels);
+      }
+    }
+  }
+
+  template <class T>
+  FF_INLINE static void from_rows(const T* from, int64_t rows, int64_t channels, C* panel) {
+    for (int64_t p = 0; p < rows; p += kBlock, from += kBlock * channels) {
+      const int64_t count = std::min(kBlock, rows - p);
+      int64_t c = 0;
+      for (; c + kBlock <= channels && count == kBlock; c += kBlock) {
+        fetch_rows(from + kBlock * channels + c, channels, p + kBlock, rows, false);
+        Vec<C, B> lines[kBlock];
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kBlock; ++l) lines[l] = load<B>(from + l * channels + c);
+        transpose_from<1, kBlock>(lines);
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kBlock; ++l) store<B>(panel + (c + l) * P + p, lines[l]);
+      }
+      for (; c < channels; ++c) {
+        for (int64_t l = 0; l < count; ++l) panel[c * P + p + l] = to_compute(from[l * channels + c]);
+      }
+    }
+  }
+
+  // To rows that are `row` elements apart.
+  template <class T>
+  FF_INLINE static void to_rows(const C* panel, int64_t rows, int64_t channels, T* to, int64_t row) {
+    for (int64_t p = 0; p < rows; p += kBlock, to += kBlock * row) {
+      const int64_t count = std::min(kBlock, rows - p);
+      int64_t c = 0;
+      for (; c + kBlock <= channels; c += kBlock) {
+        fetch_rows(to + kBlock * row + c, row, p + kBlock, rows, true);
+        Vec<C, B> lines[kBlock];
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kBlock; ++l) lines[l] = load<B>(panel + (c + l) * P + p);
+        transpose_from<1, kBlock>(lines);
+        if (count == kBlock) {
+#pragma GCC unroll 16
+          for (int64_t l = 0; l < kBlock; ++l) store<B>(to + l * row + c, lines[l]);
+        } else {
+          for (int64_t l = 0; l < count; ++l) store<B>(to + l * row + c, lines[l]);
+        }
+      }
+      for (; c < channels; ++c) {
+        for (int64_t l = 0; l < count; ++l) to[l * row + c] = from_compute<T>(panel[c * P + p + l]);
+      }
+    }
+  }
+
   // A panel of `channels` channels from memory, zeros beyond the rows of the unit.
   template <class T>
   FF_INLINE static void read(const Rows<const T>& m, const Unit& unit, int64_t channels, C* panel) {
@@ -206,7 +268,7 @@ struct Panels {
         });
       });
     } else {
-      Packing<T, B>::from_channels_last(m.data + unit.first * m.channels, m.channels, unit.rows, channels, panel, P);
+      outline<B>([&]() FF_INLINE_LAMBDA { from_rows(m.data + unit.first * m.channels, unit.rows, channels, panel); });
     }
     if (unit.rows == P) return;
     for (int64_t c = 0; c < channels; ++c) std::fill(panel + c * P + unit.rows, panel + (c + 1) * P, C(0));
@@ -221,7 +283,7 @@ struct Panels {
           for (int64_t c = 0; c < channels; ++c) copy<B>(panel + c * P + done, count, to + c * m.plane);
         });
       } else {
-        Packing<T, B>::to_channels_last(panel, P, channels, unit.rows, m.data + unit.first * m.channels, m.channels);
+        to_rows(panel, unit.rows, channels, m.data + unit.first * m.channels, m.channels);
       }
     });
   }
@@ -308,7 +370,8 @@ struct Panels {
           V dots[2]{};
 #pragma GCC unroll 8
           for (int p = 0; p < N; ++p) {
-            const V gradient = load<W>(out + p * L);
+            V gradient = load<W>(out + p * L);
+            if constexpr (kInput && kValues) gradient = in_register(gradient);
             if constexpr (kInput) sums[p] += weight * gradient;
             if constexpr (kValues) dots[p % 2] += in[p] * gradient;
           }
@@ -713,7 +776,7 @@ struct Prepared {
     W w{};
     const int64_t lanes = register_bytes() / sizeof(C), fewer = registers_by_inputs(op.i, op.o);
     w.i = op.i, w.o = op.o, w.rank = op.rank;
-    w.by_inputs = std::is_same_v<W, Backward<T>> && op.n > kRegisters * lanes;
+    w.by_inputs = std::is_same_v<W, Backward<T>> && op.n > std::min(kRegisters * lanes, kSorted);
     w.units = make_units(op.n, lanes, w.by_inputs ? fewer : kRegisters);
     const int64_t registers = ceil_div(w.units[0].rows, lanes);
     w.row = (registers > 4 ? 8 : registers > 2 ? 4 : registers) * lanes;
