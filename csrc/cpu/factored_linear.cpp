@@ -51,6 +51,19 @@ struct Unit {
   int64_t first, rows;
 };
 
+// Items of work that threads take one by one, for units may have fewer rows than others.
+class Items {
+ public:
+  explicit Items(int64_t count) : count_(count) {}
+  int64_t count() const { return count_; }
+  // The next item, `count` or more where none is left.
+  int64_t take() const { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  const int64_t count_;
+  mutable std::atomic<int64_t> next_{0};
+};
+
 std::vector<Unit> make_units(int64_t n, int64_t lanes, int64_t most) {
   std::vector<Unit> units;
   for (int64_t first = 0; first < n; first += units.back().rows) {
@@ -91,7 +104,7 @@ struct Work {
 bool ascending(const Sparse& mu, int64_t size, ParallelFor parallel_for) {
   if (!mu.count) return true;
   std::atomic<bool> valid{mu.index[0] >= 0 && mu.index[mu.count - 1] < size};
-  parallel(parallel_for, mu.count - 1, 1 << 16, [&](int64_t begin, int64_t end) {
+  parallel(parallel_for, mu.count - 1, 1 << 15, [&](int64_t begin, int64_t end) {
     bool sorted = true;
     for (int64_t j = begin; j < end; ++j) sorted &= mu.index[j] < mu.index[j + 1];
     if (!sorted) valid = false;
@@ -99,15 +112,21 @@ bool ascending(const Sparse& mu, int64_t size, ParallelFor parallel_for) {
   return valid;
 }
 
+// The first of ascending positions that is not below `position`, looked for from `from` on.
+const int32_t* find_near(const int32_t* from, const int32_t* last, int64_t position) {
+  int64_t step = 16;
+  for (; last - from > step && from[step] < position; step *= 2) from += step;
+  return std::lower_bound(from, last - from > step ? from + step + 1 : last, position);
+}
+
 template <class C>
 void find_bounds(const Work<C>& p, int64_t count, int32_t* bounds, ParallelFor parallel_for) {
-  parallel(parallel_for, p.o, 1 + 4096 / (p.blocks + 1), [&](int64_t begin, int64_t end) {
-    const int32_t *const last = p.index + count, *row = std::lower_bound(p.index, last, begin * p.i);
+  parallel(parallel_for, p.o, 1 + 1024 / (p.blocks + 1), [&](int64_t begin, int64_t end) {
+    const int32_t *const last = p.index + count, *nz = std::lower_bound(p.index, last, begin * p.i);
     for (int64_t o = begin; o < end; ++o) {
-      const int32_t* const next = std::lower_bound(row, last, (o + 1) * p.i);
       for (int64_t b = 0; b <= p.blocks; ++b) {
-        row = std::lower_bound(row, next, o * p.i + std::min(b * p.block, p.i));
-        bounds[o * (p.blocks + 1) + b] = int32_t(row - p.index);
+        if (b) nz = find_near(nz, last, o * p.i + std::min(b * p.block, p.i));
+        bounds[o * (p.blocks + 1) + b] = int32_t(nz - p.index);
       }
     }
   });
@@ -120,12 +139,11 @@ void sort_by_inputs(const Work<C>& p, const Sparse& mu, int32_t* bounds, int32_t
   const T* const from = static_cast<const T*>(mu.values);
   std::vector<int32_t> rows(p.o + 1);
   for (int64_t o = 0; o <= p.o; ++o) {
-    const int32_t* const start = mu.index + (o ? rows[o - 1] : 0);
-    rows[o] = int32_t(std::lower_bound(start, mu.index + mu.count, o * p.i) - mu.index);
+    rows[o] = int32_t(find_near(mu.index + (o ? rows[o - 1] : 0), mu.index + mu.count, o * p.i) - mu.index);
   }
   for (int64_t b = 0; b < p.blocks; ++b) {
     const int64_t first = b * p.block, last = std::min(p.o, first + p.block);
-    const int64_t chunks = std::clamp<int64_t>((rows[last] - rows[first]) >> 14, 1, 16);
+    const int64_t chunks = std::clamp<int64_t>((rows[last] - rows[first]) >> 12, 1, 16);
     std::vector<int32_t> next(chunks * p.i);  // of each chunk and input: how many, then where the next one goes
     auto each = [&](const auto& body) {
       parallel(parallel_for, chunks, 1, [&](int64_t begin, int64_t end) {
@@ -460,12 +478,12 @@ struct RunForward {
   static constexpr int64_t kSlack = B / sizeof(C);
 
   // Items are (unit, split); to make panels, units.
-  FF_INLINE static void run(const Forward<T>& w, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Forward<T>& w, const Items& items) {
     const bool split = w.panels;
     const int64_t most = ceil_div(w.o, w.splits), together = w.blocks == 1 ? std::min(kOutputs, most) : most;
     const Scratch<C> own(split ? 0 : w.i * w.row), own_hidden(split ? 0 : w.rank * w.row);
     const Scratch<C> y(w.turns ? 0 : together * w.row + kSlack);
-    for (int64_t item = begin; item < end; ++item) {
+    for (int64_t item; (item = items.take()) < items.count();) {
       const int64_t n = w.turns ? item : w.unit_of(item), k = item % w.splits;
       const Unit& unit = w.units[n];
       C* const x = split ? w.panels + n * w.i * w.row : own.get();
@@ -513,12 +531,12 @@ struct RunBackward {
   static constexpr int64_t kSlack = B / sizeof(C);
 
   // Items are (part, split); to make panels and to sum the parts of dx, units.
-  FF_INLINE static void run(const Backward<T>& w, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Backward<T>& w, const Items& items) {
     const bool split = w.gradients;
     const int64_t copies = w.by_inputs ? 1 : w.splits;  // of dx: by inputs each split has its own part of one
     const Scratch<C> x(split ? 0 : w.i * w.row), dy(split ? 0 : w.o * w.row), dx(split ? 0 : w.i * w.row + kSlack);
     const Scratch<C> h(w.rank * w.row + kSlack);
-    for (int64_t item = begin; item < end; ++item) {
+    for (int64_t item; (item = items.take()) < items.count();) {
       if (split && w.step != Backward<T>::kMultiply) {
         const Unit& unit = w.units[item];
         C *const from = w.panels + item * w.i * w.row, *const out = w.gradients + item * w.o * w.row;
@@ -828,8 +846,9 @@ void forward(const FactoredLinear& op, ParallelFor parallel_for) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
   w.x = rows_of<T>(op.x), w.y = rows_of<T>(op.y), w.bias = op.bias ? bias.get() : nullptr;
-  auto work = [&](int64_t items) {
-    parallel(parallel_for, items, 1, [&](int64_t begin, int64_t end) { dispatch<RunForward, T>(w, begin, end); });
+  auto work = [&](int64_t count) {
+    const Items items(count);
+    parallel(parallel_for, count, 1, [&](int64_t, int64_t) { dispatch<RunForward, T>(w, items); });
   };
   if (shared) {
     w.panels = panels.get(), w.hidden = hidden.get(), w.turns = true;
@@ -861,9 +880,10 @@ void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
       std::memset(static_cast<void*>(w.grads + begin), 0, (end - begin) * sizeof(C));
     });
   }
-  auto work = [&](int64_t items, typename Backward<T>::Step step) {
+  auto work = [&](int64_t count, typename Backward<T>::Step step) {
+    const Items items(count);
     w.step = step;
-    parallel(parallel_for, items, 1, [&](int64_t begin, int64_t end) { dispatch<RunBackward, T>(w, begin, end); });
+    parallel(parallel_for, count, 1, [&](int64_t, int64_t) { dispatch<RunBackward, T>(w, items); });
   };
   if (shared) {
     w.panels = panels.get(), w.gradients = gradients.get(), w.inputs = inputs.get();
