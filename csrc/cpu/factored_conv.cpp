@@ -1,5 +1,7 @@
-// y = conv(x, Σ_r u_r ⊗ v_r + μ), a band of packed rows at a time: t_r = the depthwise convolution of x by u_r, y = v
-// t, and the nonzeros of μ added to it.
+// y = conv(x, Σ_r u_r ⊗ v_r + μ), a unit of packed segments at a time: t_r = the depthwise convolution of x by u_r, y =
+// v t, and the nonzeros of μ added to it.
+#include <numeric>
+
 #include "orders.h"
 #include "tiles.h"
 
@@ -12,10 +14,11 @@ struct Prepared {
   using C = Compute<T>;
   Geometry s;
   Grid grid;
-  Slab<C> slab;
-  Band band;
+  Slab slab;
+  Tiling tilings[2];  // of a whole unit, and of the last band of a segment
   Plan plan;
-  int64_t rank;
+  Shares shares;        // of the outputs
+  int64_t rank, chunk;  // input channels packed at a time
   Images<const T> x;
   Images<T> y;
   bool pairs;             // products in pairs
@@ -33,49 +36,74 @@ struct Run {
   FF_INLINE static void run(const Prepared<T>& p, int64_t begin, int64_t end) {
     const Geometry& s = p.s;
     const Grid& g = p.grid;
-    const Slab<C>& slab = p.slab;
+    const Slab& slab = p.slab;
     const bool sparse = p.nonzeros;
-    const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, quads = p.band.quads(L);
-    const int64_t together = p.x.channels_last ? Pack::kLine : kTogether, block = sparse ? p.plan.block : together;
-    const Zeros<C> slabs(block * slab.channel + slab.slack);
-    const Scratch<C> t(Ops::size(depth, quads)), band(Ops::size(s.o, quads));
-    const Scratch<C> single(p.pairs ? Ops::size(together, quads) : 0);
-    const Stride of_t = Ops::tiles(depth / (p.pairs ? 2 : 1)), of_band = Ops::tiles(s.o);
-    const typename Pack::Pixels pixels(p.x, s.i, slab.places.size() * slab.copy);
+    const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, registers = p.tilings[0].registers();
+    const int64_t block = sparse ? p.plan.block : p.chunk, factors = p.pairs ? 2 : 1;
+    const Scratch<C> slabs(p.chunk * slab.channel), t(depth * registers * L), y(p.shares.channels * registers * L);
+    const Scratch<C> single(p.pairs ? p.chunk * Ops::kMost * L : 0);
+    typename Pack::Source source(p.x, g, slab, s.i);
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t unit = item / s.groups, group = item % s.groups;
-      const C* start = p.bias ? p.bias + group * s.o * L : nullptr;
-      auto take = [&](int64_t i, int64_t count, const C* x) FF_INLINE_LAMBDA {
+      const int64_t unit = item / p.shares.count / s.groups, group = item / p.shares.count % s.groups;
+      const int64_t o = item % p.shares.count * p.shares.channels, outputs = std::min(p.shares.channels, s.o - o);
+      const Tiling& tiling = p.tilings[g.own(unit) < g.rows];
+      const C* start = p.bias ? p.bias + (group * s.o + o) * L : nullptr;
+      auto add_to_t = [&](const Tile& tile, const C* x, int64_t first, int64_t count) FF_INLINE_LAMBDA {
+        const int64_t n = tile.registers();
+        const Panels of_t = Ops::panels(depth / factors, n);
+        C* const panels = t.get() + tile.first * depth / factors * L;
         for (int64_t r = 0; r < p.rank; ++r) {
-          C* to = t.get() + (r * s.i + i) / (p.pairs ? 2 : 1) * of_t.channel;
-          Ops::depthwise(x, slab.channel, count, slab.offset[0].data(), p.u + r * taps, taps, quads, false,
-                         p.pairs ? single.get() : to, p.pairs ? Ops::tiles(together) : of_t);
+          const int64_t channel = (r * s.i + first) / factors;
+          auto depthwise = [&](C* to, Panels ts, int64_t at) FF_INLINE_LAMBDA {
+            Ops::depthwise(tile, x, slab.channel, slab.row, count, slab.offset[0].data(), p.u + r * taps, taps, false,
+                           to, ts, at);
+          };
           if constexpr (std::is_same_v<T, BFloat16>) {
-            const Stride of_single = Ops::tiles(together);
-            for (int64_t k = 0; p.pairs && k < ceil_div(kQuad * quads, Ops::kTile); ++k) {
-              make_pairs<B>(single.get() + k * of_single.tile, of_single.channel, count, Ops::kTile * L,
-                            to + k * of_t.tile, of_t.channel);
+            if (p.pairs) {
+              depthwise(single.get(), Ops::rows(n * L), 0);
+              for (int64_t j = 0; j < n; j += Ops::kWide) {
+                const int64_t width = std::min(Ops::kWide, n - j) * L;
+                make_pairs<B>(single.get() + j * L, n * L, count, width,
+                              panels + j / Ops::kWide * of_t.panel + channel * width, width);
+              }
+              continue;
             }
           }
+          depthwise(panels, of_t, channel);
         }
       };
-      auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
-        if (!sparse) return;
-        Ops::sparse(p.plan, p.plan.start(0, group, k), slabs.get(), p.nonzeros, kQuad * quads, k == 0, start,
-                    band.get(), of_band);
-      };
-      Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], slab, group * s.i, s.i, pixels, block, slabs.get(),
-                        take, take_block);
-      if (!sparse && !p.rank) Ops::fill(start, s.o, kQuad * quads, band.get(), of_band);
-      if (p.rank) {
-        with_operand<T, B>(p.pairs, [&](auto operand, int64_t factors) FF_INLINE_LAMBDA {
+      source.find(unit, group * s.i);
+      for (int64_t first = 0; first < s.i; first += p.chunk) {
+        const int64_t count = std::min(p.chunk, s.i - first);
+        source.pack(first, count, slabs.get());
+        for (const Tile& tile : tiling.tiles) {
+          add_to_t(tile, slabs.get() + tile.row * slab.row + tile.column * L, first, count);
+        }
+        for (int64_t c = 0; c < count && sparse; c += block) {
+          const int32_t* starts = p.plan.start(0, group, (first + c) / block) + o;
+          for (const Tile& tile : tiling.tiles) {
+            Ops::sparse(tile, slabs.get() + c * slab.channel + tile.row * slab.row + tile.column * L, slab.row,
+                        p.nonzeros, starts, outputs, first + c == 0, start, y.get() + tile.first * outputs * L);
+          }
+        }
+      }
+      for (const Tile& tile : tiling.tiles) {
+        if (!sparse && !p.rank) Ops::fill(start, outputs, tile.registers(), y.get() + tile.first * outputs * L);
+      }
+      const Ahead next = ahead(p.x, g, s.groups, unit + 1), out = ahead(p.y, g, s.groups, unit);
+      const int64_t tiles = tiling.tiles.size();
+      for (int64_t k = 0; k < tiles && p.rank; ++k) {
+        const Tile& tile = tiling.tiles[k];
+        with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
           using E = decltype(operand);
-          Ops::multiply(reinterpret_cast<const E*>(p.v) + group * s.o * depth / factors, s.o, depth / factors,
-                        reinterpret_cast<const E*>(t.get()), of_t, quads, sparse, start, band.get(), of_band,
-                        ahead(p.x, g, s.groups, unit + 1), ahead(p.y, g, s.groups, unit));
+          Ops::multiply(reinterpret_cast<const E*>(p.v) + (group * s.o + o) * depth / factors, outputs, depth / factors,
+                        reinterpret_cast<const E*>(t.get()) + tile.first * depth / factors * L,
+                        Ops::panels(depth / factors, tile.registers()), tile.registers(), sparse, start,
+                        y.get() + tile.first * outputs * L, tile.registers() * L, next.part(k, tiles),
+                        out.part(k, tiles));
         });
       }
-      Pack::unpack(s, g, p.band, unit, band.get(), of_band.channel, 0, group * s.o, p.y);
+      Pack::unpack(s, g, tiling, unit, y.get(), 0, outputs, group * s.o + o, p.y);
     }
   }
 };
@@ -84,17 +112,18 @@ template <class T>
 Prepared<T> prepare(const FactoredConv& op) {
   using C = Compute<T>;
   const Conv& c = op.conv;
-  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), outputs = c.groups * c.o;
+  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), most = tile_registers(bytes);
   Prepared<T> p{};
   p.s = forward_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c.i);
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
-  p.y = {static_cast<T*>(op.y), c.n, outputs, c.oh, c.ow, c.y_channels_last};
-  p.grid = make_grid(c.n, c.oh, c.ow, lanes, c.groups, [&](int64_t segments) {
-    return ceil_div(segments * c.ow, lanes) * lanes * (c.i * op.rank + c.o);
-  });
-  p.slab = make_slab<C>(p.s, p.grid.segments, p.grid.rows, c.w, lanes);
-  p.band = make_band(p.grid.segments, c.ow, p.grid.rows, lanes);
-  p.plan = make_plan(p.s, p.slab, op.mu.count, sparse_registers(bytes) * lanes, c.x_channels_last ? lanes : kTogether);
+  p.y = {static_cast<T*>(op.y), c.n, c.groups * c.o, c.oh, c.ow, c.y_channels_last};
+  p.grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, c.i * op.rank + c.o, packing_cost(c, op.rank, op.mu));
+  p.slab = make_slab(p.s, p.grid.rows, p.grid.width, lanes);
+  p.tilings[0] = make_tiling(p.grid.rows, p.grid.width, most);
+  p.tilings[1] = make_tiling(p.grid.height - (p.grid.bands - 1) * p.grid.rows, p.grid.width, most);
+  p.plan = make_plan(p.s, p.tilings[0], op.mu.count);
+  p.shares = make_shares(p.grid.units() * c.groups, c.o, std::lcm(kProductRows, lanes));
+  p.chunk = std::max(p.plan.block, kChunk);
   return p;
 }
 
@@ -103,15 +132,7 @@ constexpr int64_t kOrderBytes = 256 << 20;
 // All numbers but the positions that find_order reads.
 template <class C>
 std::vector<int64_t> numbers_of(const Prepared<C>& p, int64_t taps) {
-  std::vector<int64_t> out = {sizeof(typename Prepared<C>::C),
-                              p.s.groups,
-                              p.s.i,
-                              p.s.o,
-                              taps,
-                              p.slab.channel,
-                              p.plan.block,
-                              p.plan.blocks,
-                              p.plan.keys};
+  std::vector<int64_t> out = {p.s.groups, p.s.i, p.s.o, taps, p.slab.channel, p.plan.block, p.plan.blocks, p.plan.keys};
   for (size_t phase = 0; phase < p.s.phases.size(); ++phase) {
     const auto &tap = p.s.phases[phase].tap, &offset = p.slab.offset[phase];
     out.push_back(tap.size());
@@ -158,7 +179,7 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
     sort_nonzeros<T>(p.plan, p.s, op.mu, taps, order->data() + p.plan.keys, nonzeros.get(), parallel_for);
   }
   p.u = u.get(), p.v = v.get(), p.bias = op.bias ? bias.get() : nullptr;
-  parallel(parallel_for, p.grid.units() * c.groups, 1,
+  parallel(parallel_for, p.grid.units() * c.groups * p.shares.count, 1,
            [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });
 }
 

@@ -1,6 +1,8 @@
-// dx, du, dv and dμ on its support, a band of packed rows at a time; no dense gradient is made. With s_r = v_rᵀ dy:
+// dx, du, dv and dμ on its support, a unit of packed segments at a time; no dense gradient is made. With s_r = v_rᵀ dy:
 // dx = Σ_r the transposed depthwise convolution of s_r by u_r (and the nonzeros of μ, transposed), du_r the correlation
 // of x and s_r, dv_r = dy t_rᵀ with t_r the depthwise convolution of x by u_r.
+#include <numeric>
+
 #include "tiles.h"
 
 namespace fastfact {
@@ -9,13 +11,15 @@ namespace {
 template <class T>
 struct Prepared {
   using C = Compute<T>;
-  Geometry s, back;                      // from x to y, and from dy to dx
-  Grid grid;                             // of the rows of dy and of each phase of dx alike
-  int64_t flat_low, flat_rows;           // the rows of dy a unit reads, from the first of its own on
-  Slab<C> x_slab, flat_slab, back_slab;  // x; dy and s in the rows of dy; dy or s for the transposed convolution
-  Band own, flat, dx_band;
+  Geometry s, back;                 // from x to y, and from dy to dx
+  Grid grid;                        // of the rows and columns of dy and of each phase of dx alike
+  Slab x_slab, y_slab;              // of x; of dy and s, with all that dx reads
+  int64_t own;                      // in y_slab, the first output of a segment
+  int64_t s_rows[2], s_columns[2];  // in y_slab, where s may be other than zero
+  Tiling tilings[2];                // of a whole unit, and of the last band of a segment
   Plan plan, back_plan;
-  int64_t rank, parts;
+  Shares shares;  // of the input channels
+  int64_t rank, parts, chunk;
   Images<const T> x, dy;
   Images<T> dx;
   const C *u, *v;  // v [rank][group]: o → i
@@ -35,118 +39,130 @@ struct Run {
   using Pack = Packing<T, B>;
   static constexpr int L = kLanes<T, B>;
 
-  // Items are (group, part).
+  // Items are (group, share of the input channels, part of the units).
   FF_INLINE static void run(const Prepared<T>& p, int64_t begin, int64_t end) {
     const Geometry& s = p.s;
     const Grid& g = p.grid;
-    const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, own_first = -p.flat_low * p.flat.row;
-    const int64_t phases = p.back.phases.size();
-    const int64_t flat_channel = p.flat.channel, dx_phase = Ops::size(s.i, p.dx_band.quads(L));
-    const Stride of_flat = Ops::rows(flat_channel), of_t = Ops::tiles(depth), of_dx = Ops::tiles(s.i);
+    const Slab &x_slab = p.x_slab, &y_slab = p.y_slab;
+    const int64_t taps = s.phases[0].tap.size(), phases = p.back.phases.size(), most = p.shares.channels;
+    const int64_t registers = p.tilings[0].registers(), dx_phase = most * registers * L;
     const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_nonzeros;
-    const bool needs_s = p.rank && (p.needs_x || p.needs_u);
-    const Zeros<C> dy(s.o * flat_channel), back(needs_s ? depth * flat_channel : 0);
-    const int64_t together = p.x.channels_last ? Pack::kLine : kTogether;
-    const int64_t x_block = p.dvalues ? p.plan.block : together, dy_block = sparse_dx ? p.back_plan.block : kTogether;
-    // Of x first, then of s and dy.
-    const Zeros<C> slab(
-        std::max(needs_weights ? x_block * p.x_slab.channel + p.x_slab.slack : 0,
-                 p.needs_x ? std::max<int64_t>(dy_block, kTogether) * p.back_slab.channel + p.back_slab.slack : 0));
-    const Scratch<C> t(p.needs_v ? Ops::size(depth, p.own.quads(L)) : 0),
-        panels(p.needs_v ? p.dv_row * p.own.pixels : 0);
-    const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L);
-    const typename Pack::Pixels x_pixels(p.x, s.i, p.x_slab.places.size() * p.x_slab.copy);
-    const typename Pack::Pixels dy_pixels(p.dy, s.o, p.flat_slab.copy);
-    // Rows of dy or s as the input of the transposed convolution.
-    Planes<C> flat{nullptr, 0, flat_channel, p.flat.row, {}, {}, 0, 0};
-    const int64_t before = p.back.origin[0] + p.flat_low;
-    for (int64_t k = 0; k < g.segments; ++k) {
-      flat.segments.push_back({k * s.ow - before * p.flat.row, before, before + p.flat_rows});
-    }
-    flat.plan(p.back_slab, L);
+    const bool needs_s = p.rank && (p.needs_x || p.needs_u), needs_own = p.needs_v || p.dvalues;
+    const Scratch<C> dy(s.o * y_slab.channel), own(needs_own ? s.o * registers * L : 0);
+    const Zeros<C> back(needs_s ? p.rank * most * y_slab.channel : 0);
+    const Scratch<C> slabs(needs_weights ? p.chunk * x_slab.channel : 0);
+    const Scratch<C> t(p.needs_v ? p.rank * most * registers * L : 0);
+    const Scratch<C> panels(p.needs_v ? ceil_div(p.rank * most, L) * L * Ops::kMost * L : 0);
+    const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L), total(p.rank * taps * L);
+    typename Pack::Source x_source(p.x, g, x_slab, s.i), dy_source(p.dy, g, y_slab, s.o);
 
-    const auto nothing = [](auto&&...) {};
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t group = item / p.parts, part = item % p.parts;
-      const int64_t first = part * g.units() / p.parts, last = (part + 1) * g.units() / p.parts;
-      C* dv = p.needs_v ? p.dv + (part * s.groups + group) * p.dv_size() : nullptr;
+      const int64_t part = item % p.parts, share = item / p.parts % p.shares.count;
+      const int64_t group = item / p.parts / p.shares.count;
+      const int64_t i0 = share * most, count = std::min(most, s.i - i0), depth = p.rank * count;
+      const int64_t first_unit = part * g.units() / p.parts, last_unit = (part + 1) * g.units() / p.parts;
+      C* dv = p.needs_v ? p.dv + (part * s.groups + group) * p.dv_size() + i0 : nullptr;
       C* dvalues = p.dvalues ? p.dvalues + part * p.plan.count : nullptr;
-      if (dv) std::memset(static_cast<void*>(dv), 0, p.dv_size() * sizeof(C));
+      for (int64_t o = 0; o < s.o && dv; ++o) {
+        std::memset(static_cast<void*>(dv + o * p.dv_row), 0, ceil_div(depth, L) * L * sizeof(C));
+      }
       if (dvalues) {
-        const int64_t from = p.plan.start(0, group, 0)[0], to = p.plan.start(0, group, p.plan.blocks - 1)[s.o];
+        const int64_t block = p.plan.block, last = (i0 + count - 1) / block;
+        const int64_t from = p.plan.start(0, group, i0 / block)[0], to = p.plan.start(0, group, last)[s.o];
         std::memset(static_cast<void*>(dvalues + from), 0, (to - from) * sizeof(C));
       }
-      std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
-      for (int64_t unit = first; unit < last; ++unit) {
-        const int64_t registers = g.own(unit % g.bands) * p.own.row / L;
-        Pack::pack_images(p.dy, g, unit, 1, p.flat_low, p.flat_slab, group * s.o, s.o, dy_pixels, s.o, dy.get(),
-                          nothing, nothing);
-        for (int64_t r = 0; r < p.rank && needs_s; ++r) {
-          Ops::multiply(p.v + (r * s.groups + group) * s.i * s.o, s.i, s.o, dy.get(), of_flat, p.flat.quads(L), false,
-                        nullptr, back.get() + r * s.i * flat_channel, of_flat,
-                        r == 0 && needs_weights ? ahead(p.x, g, s.groups, unit) : Ahead{}, {});
+      std::memset(static_cast<void*>(total.get()), 0, p.rank * taps * L * sizeof(C));
+      for (int64_t unit = first_unit; unit < last_unit; ++unit) {
+        const Tiling& tiling = p.tilings[g.own(unit) < g.rows];
+        const int64_t tiles = tiling.tiles.size();
+        dy_source.find(unit, group * s.o);
+        for (int64_t o = 0; o < s.o; o += kChunk) {
+          dy_source.pack(o, std::min(kChunk, s.o - o), dy.get() + o * y_slab.channel);
         }
-        if (needs_weights) {
-          auto take = [&](int64_t i, int64_t count, const C* x) FF_INLINE_LAMBDA {
-            const int64_t* offsets = p.x_slab.offset[0].data();
+        for (int64_t r = 0; r < p.rank && needs_s; ++r) {
+          const C* v = p.v + ((r * s.groups + group) * s.i + i0) * s.o;
+          for (int64_t row = p.s_rows[0]; row < p.s_rows[1]; ++row) {
+            const int64_t at = row * y_slab.row + p.s_columns[0] * L;
+            Ops::multiply(v, count, s.o, dy.get() + at, Ops::rows(y_slab.channel), p.s_columns[1] - p.s_columns[0],
+                          false, nullptr, back.get() + r * count * y_slab.channel + at, y_slab.channel, Ahead{},
+                          Ahead{});
+          }
+        }
+        if (needs_own) {
+          for (const Tile& tile : tiling.tiles) {
+            const C* from = dy.get() + p.own + tile.row * y_slab.row + tile.column * L;
+            Ops::gather(tile, from, y_slab.channel, y_slab.row, s.o, own.get() + tile.first * s.o * L);
+          }
+        }
+        if (needs_weights) x_source.find(unit, group * s.i + i0);
+        for (int64_t first = 0; first < count && needs_weights; first += p.chunk) {
+          const int64_t channels = std::min(p.chunk, count - first);
+          x_source.pack(first, channels, slabs.get());
+          std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
+          for (const Tile& tile : tiling.tiles) {
+            const C* x = slabs.get() + tile.row * x_slab.row + tile.column * L;
+            const int64_t* offsets = x_slab.offset[0].data();
             for (int64_t r = 0; r < p.rank; ++r) {
-              const int64_t channel = r * s.i + i;
+              const int64_t channel = r * count + first, n = tile.registers();
               if (p.needs_v) {
-                Ops::depthwise(x, p.x_slab.channel, count, offsets, p.u + r * taps, taps, p.own.quads(L), false,
-                               t.get() + channel * of_t.channel, of_t);
+                Ops::depthwise(tile, x, x_slab.channel, x_slab.row, channels, offsets, p.u + r * taps, taps, false,
+                               t.get() + tile.first * depth * L, Ops::rows(n * L), channel);
               }
               if (p.needs_u) {
-                Ops::correlate(x, p.x_slab.channel, count, back.get() + channel * flat_channel + own_first,
-                               flat_channel, offsets, taps, registers, sums.get() + r * taps * L);
+                Ops::correlate(tile, x, x_slab.channel, x_slab.row, channels,
+                               back.get() + channel * y_slab.channel + p.own + tile.row * y_slab.row + tile.column * L,
+                               y_slab.channel, y_slab.row, offsets, taps, sums.get() + r * taps * L);
               }
             }
-          };
-          auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
-            if (!dvalues) return;
-            Ops::sampled(p.plan, p.plan.start(0, group, k), slab.get(), p.offsets, dy.get() + own_first, flat_channel,
-                         registers, dvalues);
-          };
-          Pack::pack_images(p.x, g, unit, s.stride[0], -s.origin[0], p.x_slab, group * s.i, s.i, x_pixels, x_block,
-                            slab.get(), take, take_block);
+          }
+          // Apart for a few channels: sums of sums round less.
+          for (int64_t k = 0; k < p.rank * taps * L && p.needs_u; ++k) total.get()[k] += sums.get()[k];
+          for (int64_t c = 0; c < channels && dvalues; c += p.plan.block) {
+            const int32_t* starts = p.plan.start(0, group, (i0 + first + c) / p.plan.block);
+            for (const Tile& tile : tiling.tiles) {
+              Ops::sampled(tile, slabs.get() + c * x_slab.channel + tile.row * x_slab.row + tile.column * L, x_slab.row,
+                           p.offsets, starts, s.o, own.get() + tile.first * s.o * L, dvalues);
+            }
+          }
         }
-        if (dv) {
-          Ops::transpose_panels(t.get(), of_t, depth, registers, panels.get());
-          Ops::multiply_transposed(dy.get() + own_first, flat_channel, s.o, panels.get(), depth, registers * L, dv,
-                                   ahead(p.dy, g, s.groups, unit + 1),
-                                   p.needs_x ? ahead(p.dx, g, s.groups, unit) : Ahead{});
+        const Ahead next = ahead(p.dy, g, s.groups, unit + 1);
+        const Ahead out = p.needs_x ? ahead(p.dx, g, s.groups, unit) : Ahead{};
+        for (int64_t k = 0; k < tiles && dv; ++k) {
+          const Tile& tile = tiling.tiles[k];
+          const int64_t n = tile.registers();
+          Ops::transpose_panels(t.get() + tile.first * depth * L, n * L, depth, n, panels.get());
+          Ops::multiply_transposed(own.get() + tile.first * s.o * L, n * L, s.o, panels.get(), depth, n * L, dv,
+                                   p.dv_row, next.part(k, tiles), out.part(k, tiles));
         }
         if (!p.needs_x) continue;
-        flat.data = back.get(), flat.size = depth * flat_channel;
-        if (needs_s) {
-          auto take = [&](int64_t channel, int64_t count, const C* packed) FF_INLINE_LAMBDA {
-            for (int64_t c = channel; c < channel + count; ++c, packed += p.back_slab.channel) {
-              const int64_t r = c / s.i, i = c % s.i;
-              for (int64_t phase = 0; phase < phases; ++phase) {
-                const std::vector<int64_t>& offsets = p.back_slab.offset[phase];
-                Ops::depthwise(packed, 0, 1, offsets.data(), p.back_u[phase] + r * offsets.size(), offsets.size(),
-                               p.dx_band.quads(L), r > 0, dx.get() + phase * dx_phase + i * of_dx.channel, of_dx);
-              }
+        for (int64_t phase = 0; phase < phases && needs_s; ++phase) {
+          const std::vector<int64_t>& offsets = y_slab.offset[phase];
+          for (const Tile& tile : tiling.tiles) {
+            for (int64_t r = 0; r < p.rank; ++r) {
+              Ops::depthwise(tile, back.get() + r * count * y_slab.channel + tile.row * y_slab.row + tile.column * L,
+                             y_slab.channel, y_slab.row, count, offsets.data(), p.back_u[phase] + r * offsets.size(),
+                             offsets.size(), r > 0, dx.get() + phase * dx_phase + tile.first * count * L,
+                             Ops::rows(tile.registers() * L));
             }
-          };
-          Pack::pack_blocks(p.back_slab, flat, depth, kTogether, kTogether, slab.get(), take, nothing);
+          }
         }
-        if (!needs_s) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
-        if (sparse_dx) {
-          flat.data = dy.get(), flat.size = s.o * flat_channel;
-          auto take_block = [&](int64_t k) FF_INLINE_LAMBDA {
-            for (int64_t phase = 0; phase < phases; ++phase) {
-              Ops::sparse(p.back_plan, p.back_plan.start(phase, group, k), slab.get(), p.back_nonzeros,
-                          kQuad * p.dx_band.quads(L), false, nullptr, dx.get() + phase * dx_phase, of_dx);
+        if (!needs_s && !sparse_dx) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
+        for (int64_t o = 0; o < s.o && sparse_dx; o += p.back_plan.block) {
+          for (int64_t phase = 0; phase < phases; ++phase) {
+            const int32_t* starts = p.back_plan.start(phase, group, o / p.back_plan.block) + i0;
+            for (const Tile& tile : tiling.tiles) {
+              Ops::sparse(tile, dy.get() + o * y_slab.channel + tile.row * y_slab.row + tile.column * L, y_slab.row,
+                          p.back_nonzeros, starts, count, !needs_s && o == 0, nullptr,
+                          dx.get() + phase * dx_phase + tile.first * count * L);
             }
-          };
-          Pack::pack_blocks(p.back_slab, flat, s.o, dy_block, kTogether, slab.get(), nothing, take_block);
+          }
         }
-        Pack::unpack(p.back, g, p.dx_band, unit, dx.get(), of_dx.channel, dx_phase, group * s.i, p.dx);
+        Pack::unpack(p.back, g, tiling, unit, dx.get(), dx_phase, count, group * s.i + i0, p.dx);
       }
       for (int64_t k = 0; k < p.rank * taps && p.needs_u; ++k) {
         C sum = 0;
-        for (int lane = 0; lane < L; ++lane) sum += sums.get()[k * L + lane];
-        p.du[(part * s.groups + group) * p.rank * taps + k] = sum;
+        for (int lane = 0; lane < L; ++lane) sum += total.get()[k * L + lane];
+        p.du[((part * s.groups + group) * p.shares.count + share) * p.rank * taps + k] = sum;
       }
     }
   }
@@ -156,7 +172,7 @@ template <class T>
 void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   using C = Compute<T>;
   const Conv& c = op.conv;
-  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), tile = sparse_registers(bytes) * lanes;
+  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), most_registers = tile_registers(bytes);
   const int64_t taps = c.kh * c.kw, outputs = c.groups * c.o, depth = op.rank * c.i, phases = c.stride[0] * c.stride[1];
   T *du = static_cast<T*>(op.du), *dv = static_cast<T*>(op.dv), *dvalues = static_cast<T*>(op.dvalues);
   if (c.n * outputs * c.i * c.oh * c.ow == 0) {
@@ -179,34 +195,40 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.dy = {static_cast<const T*>(op.dy), c.n, outputs, c.oh, c.ow, c.y_channels_last};
   p.dx = {static_cast<T*>(op.dx), c.n, c.groups * c.i, c.h, c.w, op.dx_channels_last};
-  p.grid = make_grid(c.n, p.needs_x ? std::max(c.oh, p.back.oh) : c.oh, std::max(c.ow, p.back.ow), lanes, c.groups,
-                     [&](int64_t segments) {
-                       const int64_t dx = p.needs_x ? c.i * phases : 0;
-                       return ceil_div(segments * c.ow, lanes) * lanes * (c.o + 3 * depth + dx);
-                     });
+  // The last phase reads what an output itself is.
+  Geometry reads{c.groups, c.o, c.i, c.oh, c.ow, {1, 1}, {0, 0}, {0, 0}, {1, 1}, {}};
+  if (p.needs_x) reads = p.back;
+  reads.phases.push_back({{0}, {reads.origin[0]}, {reads.origin[1]}});
+  p.grid = make_grid(reads, c.n, p.needs_x ? std::max(c.oh, p.back.oh) : c.oh,
+                     p.needs_x ? std::max(c.ow, p.back.ow) : c.ow, lanes, most_registers,
+                     2 * c.o + 2 * depth + (p.needs_x ? c.i * phases : 0), packing_cost(c, op.rank, op.mu));
   const Grid& g = p.grid;
-  // Whole images have zeros only beyond the rows of their own.
-  const bool halo = p.needs_x && g.strips * g.bands > 1;
-  p.flat_low = halo ? std::min<int64_t>(0, -p.back.origin[0]) : 0;
-  p.flat_rows = (halo ? std::max(g.rows, g.rows - p.back.origin[0] + p.back.reach[0]) : g.rows) - p.flat_low;
-  const Geometry same{c.groups, c.o, c.o, c.oh, c.ow, {1, 1}, {}, {}, {1, 1}, {{{0}, {0}, {0}}}};
-  p.x_slab = make_slab<C>(p.s, g.segments, g.rows, c.w, lanes);
-  p.flat_slab = make_slab<C>(same, g.segments, p.flat_rows, c.ow, lanes);
-  p.back_slab = make_slab<C>(p.back, g.segments, g.rows, c.ow, lanes);
-  p.own = make_band(g.segments, c.ow, g.rows, lanes), p.flat = make_band(g.segments, c.ow, p.flat_rows, lanes);
-  p.flat_slab.channel = p.flat.channel;
-  p.dx_band = make_band(g.segments, p.back.ow, g.rows, lanes);
+  p.x_slab = make_slab(p.s, g.rows, g.width, lanes);
+  p.y_slab = make_slab(reads, g.rows, g.width, lanes);
+  p.own = p.y_slab.offset.back()[0];
+  const int64_t own_row = p.own / p.y_slab.row, own_column = p.own % p.y_slab.row / lanes;
+  // Whole images have zeros only around them.
+  const bool all_rows = g.down * g.bands > 1, all_columns = g.across > 1;
+  p.s_rows[0] = all_rows ? 0 : own_row, p.s_rows[1] = all_rows ? p.y_slab.rows.size() : own_row + g.rows;
+  p.s_columns[0] = all_columns ? 0 : own_column;
+  p.s_columns[1] = all_columns ? p.y_slab.columns.size() : own_column + g.width;
+  p.tilings[0] = make_tiling(g.rows, g.width, most_registers);
+  p.tilings[1] = make_tiling(g.height - (g.bands - 1) * g.rows, g.width, most_registers);
   p.dv_row = ceil_div(depth, lanes) * lanes;
+  p.plan = make_plan(p.s, p.tilings[0], count),
+  p.back_plan = make_plan(p.back, p.tilings[0], p.needs_x ? op.mu.count : 0);
+  p.chunk = std::max(p.plan.block, kChunk);
   // The number of partial sums depends on the shape only, so that results repeat.
   const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + count + 1), 8, 64);
   p.parts = std::min(p.needs_u || p.needs_v || count ? most : INT64_MAX, g.units());
+  p.shares = op.rank > 1 ? Shares{1, c.i}
+                         : make_shares(p.parts * c.groups, c.i,
+                                       std::lcm(std::lcm(kProductRows, lanes), std::max<int64_t>(p.plan.block, 1)));
 
   const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * count);
-  const Scratch<C> du_parts(p.parts * c.groups * op.rank * taps);
+  const Scratch<C> du_parts(p.parts * c.groups * p.shares.count * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
   const Scratch<Nonzero<C>> back_nonzeros(p.needs_x ? op.mu.count : 0);
-  p.plan = make_plan(p.s, p.x_slab, count, tile, c.x_channels_last ? lanes : kTogether);
-  p.back_plan = make_plan(p.back, p.back_slab, p.needs_x ? op.mu.count : 0, tile, kTogether);
   const Scratch<int32_t> starts(p.plan.keys), offsets(count), back_starts(p.back_plan.keys);
   if (count) {
     find_order(p.plan, p.s, p.x_slab, op.mu, taps, starts.get(), offsets.get(), parallel_for);
@@ -222,7 +244,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     }
   }
   if (p.needs_x && op.mu.count) {
-    transpose_nonzeros<T>(p.back_plan, p.back, p.back_slab, op.mu, taps, back_starts.get(), back_nonzeros.get(),
+    transpose_nonzeros<T>(p.back_plan, p.back, p.y_slab, op.mu, taps, back_starts.get(), back_nonzeros.get(),
                           parallel_for);
     p.back_plan.starts = back_starts.get();
     p.back_nonzeros = back_nonzeros.get();
@@ -233,10 +255,11 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   }
   p.u = u.get(), p.v = v.get();
   p.du = du_parts.get(), p.dv = dv_parts.get(), p.dvalues = count ? values.get() : nullptr;
-  parallel(parallel_for, c.groups * p.parts, 1, [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });
+  parallel(parallel_for, c.groups * p.shares.count * p.parts, 1,
+           [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });
 
   add_parts(p.parts, c.groups, op.rank, c.o, c.i, taps, p.dv_row, p.du, p.needs_u ? du : nullptr, p.dv,
-            p.needs_v ? dv : nullptr, parallel_for);
+            p.needs_v ? dv : nullptr, parallel_for, p.shares.count);
   if (!count) return;
   parallel(parallel_for, count, 16384, [&](int64_t begin, int64_t end) {
     for (int64_t part = 1; part < p.parts; ++part) {

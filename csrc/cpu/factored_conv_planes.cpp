@@ -21,6 +21,8 @@ int64_t rows_of_panels(const Conv& c, int64_t lanes) {
   return 0;
 }
 
+constexpr int64_t kTogether = 4;  // channels staged at a time
+
 // A band of rows of a plane with zeros around it, as the depthwise part reads it. Rows of whole registers have zeros
 // between them; shorter ones lie end to end, `rows_together` to a register, and a mask for each column of taps tells
 // what lies inside.
@@ -436,8 +438,8 @@ struct RunBackward {
           }
           for (int64_t r = 0; r < p.rank && needs_s; ++r) {
             Ops::template multiply<C>(p.v + (r * c.groups + group) * c.i * c.o, c.i, c.o, dy.get(), Ops::rows(channel),
-                                      ceil_div(pixels, kQuad * L), false, nullptr, s.get() + r * c.i * channel,
-                                      Ops::rows(channel), r ? Ahead{} : ahead(p.x, image, c.i), {});
+                                      ceil_div(pixels, L), false, nullptr, s.get() + r * c.i * channel, channel,
+                                      r ? Ahead{} : ahead(p.x, image, c.i), {});
           }
           if (p.needs_u || dv) read_x(p.needs_u);
         }
@@ -446,8 +448,8 @@ struct RunBackward {
           total.get()[k] += sums.get()[k], sums.get()[k] = 0;
         }
         if (dv && !few) {
-          Ops::transpose_panels(t.get(), Ops::rows(channel), depth, pixels / L, turned.get());
-          Ops::multiply_transposed(dy.get(), channel, c.o, turned.get(), depth, pixels, dv,
+          Ops::transpose_panels(t.get(), channel, depth, pixels / L, turned.get());
+          Ops::multiply_transposed(dy.get(), channel, c.o, turned.get(), depth, pixels, dv, ceil_div(depth, L) * L,
                                    ahead(p.dy, image + p.images, c.o), ahead(p.dx, image, c.i));
         }
         for (int64_t k = 0; k < images && p.dx; ++k) {
@@ -496,7 +498,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.x = static_cast<const T*>(op.x), p.dy = static_cast<const T*>(op.dy), p.dx = static_cast<T*>(op.dx);
   p.stage = make_stage<C>(c, c.h, lanes, plane / lanes, 1);
   p.images = std::clamp<int64_t>(kLeast / plane, 1, ceil_div(c.n, kUnits)), p.units = ceil_div(c.n, p.images);
-  p.channel = (ceil_div(p.images * plane, kQuad * lanes) * kQuad + 1) * lanes;
+  p.channel = (ceil_div(p.images * plane, lanes) | 1) * lanes;
   p.dv_row = ceil_div(depth, lanes) * lanes;
   // The number of partial sums depends on the shape only, so that results repeat.
   const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + 1), 8, 64);

@@ -1,8 +1,8 @@
 // Packed images of the factored convolutions, and the way into and out of them.
 //
-// A row of a packed image holds rows of several images (or strips of rows of an image) side by side, so that any width
-// fills the registers. Each channel is packed once for each column a tap may have, shifted by it, with zeros where the
-// tap falls outside the image; rows outside it are zeros too. A tap then is one offset, in whole registers, for all
+// Images are cut into segments, all of one size, and each lane of the registers has a segment of its own: a whole image
+// where there are many, a part of one where there are few. A register then is one pixel of all segments, packed with as
+// much around the segment as the taps read, zeros outside the image, and a tap is one offset in whole registers for all
 // outputs of a channel.
 #pragma once
 
@@ -23,9 +23,6 @@ void with_conv_type(Type type, const F& f) {
   with_type(type, f);
 #endif
 }
-
-constexpr int64_t kQuad = 4;      // registers in which the kernels take outputs
-constexpr int64_t kTogether = 4;  // channels packed at a time, of contiguous images
 
 // Images [n, channels, h, w] in memory.
 template <class T>
@@ -91,157 +88,155 @@ inline Geometry transposed_geometry(const Conv& c) {
   return s;
 }
 
-// How outputs are cut into units of work: blocks of `segments` strips side by side, each in bands of rows.
+// How outputs are cut. A register has an output of each of so many segments, parts of images that are cut alike; a unit
+// of work is a block of segments, one a lane, or a band of their rows.
 struct Grid {
-  int64_t n, segments, strips, strip_rows;  // images, strips side by side, strips of an image, rows of a strip
-  int64_t blocks, rows, bands;              // rows of a band
+  int64_t n, down, across;  // images; segments of an image, one below the other and side by side
+  int64_t height, width;    // outputs of a segment
+  int64_t lanes, blocks;
+  int64_t rows, bands;  // rows of a band
+  struct Segment {
+    int64_t image, row, column;  // −1: there is none; its first output
+  };
+
   int64_t units() const { return blocks * bands; }
-  // Rows of a band that are this band's own.
-  int64_t own(int64_t band) const { return std::min(rows, strip_rows - band * rows); }
-  // Image of a segment, or −1, and its first row.
-  int64_t image(int64_t unit, int64_t segment) const {
-    const int64_t image = (unit / bands * segments + segment) / strips;
-    return image < n ? image : -1;
-  }
-  int64_t first_row(int64_t unit, int64_t segment) const {
-    return (unit / bands * segments + segment) % strips * strip_rows + unit % bands * rows;
+  // Rows of a unit that are its own.
+  int64_t own(int64_t unit) const { return std::min(rows, height - unit % bands * rows); }
+  Segment segment(int64_t unit, int64_t lane) const {
+    const int64_t index = unit / bands * lanes + lane, image = index / (down * across);
+    return {image < n ? image : -1, index / across % down * height + unit % bands * rows, index % across * width};
   }
 };
 
-// `row_elements(segments)`: what a unit keeps for each of its rows.
-template <class RowElements>
-Grid make_grid(int64_t n, int64_t rows, int64_t columns, int64_t lanes, int64_t groups,
-               const RowElements& row_elements) {
-  constexpr int64_t kKept = 1 << 19, kUnits = 4;  // elements of a unit, for the second cache; units, for the threads
-  Grid g{};
-  double best = 0;
-  for (int64_t segments = 1; segments <= lanes; ++segments) {
-    const int64_t strips = std::clamp<int64_t>(segments / std::max<int64_t>(n, 1), 1, rows);
-    const int64_t strip_rows = ceil_div(rows, strips), vectors = ceil_div(segments * columns, lanes);
-    const int64_t blocks = ceil_div(n * strips, segments), quads = ceil_div(strip_rows * vectors, kQuad);
-    const double work = blocks * (quads + 0.25) * (1 + 0.05 * vectors) * (strips > 1 ? 1.05 : 1);
-    if (segments > 1 && (work >= best || row_elements(segments) * std::min<int64_t>(strip_rows, 8) > kKept)) continue;
-    best = work, g = {n, segments, strips, strip_rows, blocks, 0, 0};
+// A tile of outputs that the kernels hold in registers, and how many registers the tiles before it have.
+struct Tile {
+  int64_t rows, columns, row, column, first;
+  int64_t registers() const { return rows * columns; }
+};
+
+constexpr int64_t kTileColumns = 10;
+inline constexpr int tile_registers(int bytes) { return bytes == 64 ? 20 : 10; }
+
+// Rows of a tile, 4, 2 or 1, so that they are few, and how many those are.
+inline std::pair<int64_t, int64_t> tile_rows(int64_t rows, int64_t columns, int64_t most) {
+  std::pair<int64_t, int64_t> best{0, INT64_MAX};
+  for (int64_t r = 4; r > 0; r /= 2) {
+    const int64_t pieces = ceil_div(columns, std::min(most / r, kTileColumns));
+    const int64_t tiles = pieces * (rows / r + rows % r / 2 + rows % r % 2);
+    if (tiles < best.second) best = {r, tiles};
   }
-  const int64_t vectors = ceil_div(g.segments * columns, lanes);
-  g.bands = ceil_div(g.strip_rows, std::clamp<int64_t>(kKept / row_elements(g.segments), 1, g.strip_rows));
-  while (g.blocks * g.bands * groups < kUnits && ceil_div(g.strip_rows, g.bands + 1) * vectors >= 2 * kQuad) ++g.bands;
-  g.rows = ceil_div(g.strip_rows, g.bands);
-  g.bands = ceil_div(g.strip_rows, g.rows);
-  return g;
+  return best;
 }
 
-// Rows of outputs of a channel, `columns` of each segment side by side.
-struct Band {
-  int64_t columns, rows, row, pixels, channel;  // elements: of a row, of all rows, from one channel to the next
-  int64_t quads(int64_t lanes) const { return ceil_div(pixels, kQuad * lanes); }
+// Outputs cut into tiles, and where they are.
+struct Tiling {
+  struct Place {
+    int64_t first, index, registers;  // registers before the tile, of the tile before this one, and of the tile
+  };
+  int64_t rows, columns;
+  std::vector<Tile> tiles;
+  std::vector<Place> places;  // [row][column]
+  int64_t registers() const { return rows * columns; }
 };
 
-inline Band make_band(int64_t segments, int64_t columns, int64_t rows, int64_t lanes) {
-  const int64_t row = ceil_div(segments * columns, lanes) * lanes;
-  // An odd number of registers spreads the channels over the sets of the caches.
-  return {columns, rows, row, rows * row, (ceil_div(rows * row, kQuad * lanes) * kQuad + 1) * lanes};
-}
-
-// The packed input of one channel, [copy][slot][row]: a copy for each column of a tap, the rows ordered by their phase
-// of the stride.
-template <class C>
-struct Slab {
-  using Bits = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
-  int64_t segments, columns, stride, width, row, copy, phases;
-  int64_t channel;                           // from one channel to the next; a store may run over by a register
-  std::vector<int64_t> places;               // the columns of the copies, less the origin
-  std::vector<int64_t> source;               // the input row of each slot, from the first that is read
-  std::vector<Bits> masks;                   // zeros, then [copy][columns]: all ones inside the image; whole registers
-  std::vector<std::vector<int64_t>> offset;  // of each tap of each phase of the geometry
-  int64_t slack;
-};
-
-// For `rows` rows of outputs from images of width `width`.
-template <class C>
-Slab<C> make_slab(const Geometry& s, int64_t segments, int64_t rows, int64_t width, int64_t lanes) {
-  Slab<C> out{};
-  out.segments = segments, out.columns = s.ow, out.stride = s.stride[1], out.width = width;
-  out.row = ceil_div(segments * s.ow, lanes) * lanes, out.slack = kQuad * lanes;
-  std::vector<int64_t> first(s.stride[0], -1);
-  for (int64_t phase = 0; phase < s.stride[0]; ++phase) {
-    int64_t last = -1;
-    for (const Taps& taps : s.phases) {
-      for (int64_t y : taps.row) {
-        if (y % s.stride[0] == phase) last = std::max(last, y / s.stride[0]);
+inline Tiling make_tiling(int64_t rows, int64_t columns, int64_t most) {
+  Tiling out{rows, columns, {}, std::vector<Tiling::Place>(rows * columns)};
+  const int64_t high = tile_rows(rows, columns, most).first;
+  const int64_t pieces = ceil_div(columns, std::min(most / high, kTileColumns));
+  int64_t first = 0;
+  for (int64_t row = 0, r = high; row < rows; row += r) {
+    while (r > rows - row) r /= 2;
+    for (int64_t k = 0; k < pieces; ++k) {
+      const int64_t column = columns * k / pieces, width = columns * (k + 1) / pieces - column;
+      for (int64_t j = 0; j < r * width; ++j) {
+        out.places[(row + j / width) * columns + column + j % width] = {first, j, r * width};
       }
-    }
-    if (last < 0) continue;
-    first[phase] = out.source.size(), ++out.phases;
-    for (int64_t y = 0; y < rows + last; ++y) out.source.push_back(y * s.stride[0] + phase);
-  }
-  for (const Taps& taps : s.phases) {
-    for (int64_t x : taps.column) {
-      if (std::find(out.places.begin(), out.places.end(), x - s.origin[1]) == out.places.end()) {
-        out.places.push_back(x - s.origin[1]);
-      }
-    }
-  }
-  out.copy = out.source.size() * out.row, out.channel = out.places.size() * out.copy + lanes;
-  out.masks.assign(lanes, 0);
-  for (int64_t place : out.places) {
-    for (int64_t x = 0; x < ceil_div(s.ow, lanes) * lanes; ++x) {
-      const int64_t at = x * s.stride[1] + place;
-      out.masks.push_back(x < s.ow && at >= 0 && at < width ? -1 : 0);
-    }
-  }
-  for (const Taps& taps : s.phases) {
-    out.offset.emplace_back();
-    for (size_t k = 0; k < taps.tap.size(); ++k) {
-      const auto copy = std::find(out.places.begin(), out.places.end(), taps.column[k] - s.origin[1]);
-      const int64_t slot = first[taps.row[k] % s.stride[0]] + taps.row[k] / s.stride[0];
-      out.offset.back().push_back((copy - out.places.begin()) * out.copy + slot * out.row);
+      out.tiles.push_back({r, width, row, column, first});
+      first += r * width;
     }
   }
   return out;
 }
 
-// Rows of images as pack() reads them: row y of channel c of a segment begins at segment.top + c·channel + y·pitch, and
-// is zeros outside [low, high). Row 0 is the first that the unit reads.
-template <class S>
-struct Planes {
-  struct Segment {
-    int64_t top, low, high;
-  };
-  // A register of the slab: where its elements are, less c·channel, and their mask.
-  struct Move {
-    int64_t from;
-    int32_t to, mask;
-  };
-  const S* data;
-  int64_t size, channel, pitch;  // elements that may be read, from one channel, row to the next
-  std::vector<Segment> segments;
-  std::vector<Move> moves;  // the same for all channels
-  int64_t first, last;      // what they read
-
-  // In the order in which stores may run over into the next segment, row or copy.
-  template <class C>
-  void plan(const Slab<C>& slab, int64_t lanes) {
-    const int64_t in_mask = ceil_div(slab.columns, lanes) * lanes;
-    moves.clear(), first = 0, last = slab.stride * lanes;
-    int64_t row = 0;
-    for (size_t copy = 0; copy < slab.places.size(); ++copy) {
-      for (int64_t y : slab.source) {
-        for (int64_t k = 0; k < slab.segments; ++k) {
-          const Segment& segment = segments[k];
-          const bool inside = y >= segment.low && y < segment.high;
-          for (int64_t j = 0; j < slab.columns; j += lanes) {
-            const int64_t at = segment.top + y * pitch + slab.places[copy] + j * slab.stride;
-            moves.push_back({inside ? at : 0, int32_t(row + k * slab.columns + j),
-                             int32_t(inside ? lanes + copy * in_mask + j : 0)});
-            if (inside) first = std::min(first, at), last = std::max(last, at + slab.stride * lanes);
-          }
-        }
-        row += slab.row;
-      }
+// `kept`: elements that a unit keeps for each of its outputs. `packing`: what it costs to pack a register of the input
+// beside all that is computed for a register of outputs.
+inline Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, int64_t most,
+                      int64_t kept, double packing) {
+  constexpr int64_t kKept = 1 << 19;  // elements of a unit
+  constexpr double kTile = 3;         // registers that a tile costs beside its own
+  Grid g{};
+  double best = 0;
+  for (int64_t down = 1; down <= std::min(rows, lanes); ++down) {
+    const int64_t height = ceil_div(rows, down);
+    if ((down - 1) * height >= rows) continue;
+    for (int64_t across = 1; down * across <= lanes && across <= columns; ++across) {
+      const int64_t width = ceil_div(columns, across), blocks = ceil_div(n * down * across, lanes);
+      if ((across - 1) * width >= columns) continue;
+      int64_t band = std::clamp<int64_t>(kKept / (width * lanes * kept), 1, height);
+      const int64_t bands = ceil_div(height, band);
+      band = ceil_div(height, bands);
+      const double packed = ((band - 1) * s.stride[0] + 1 + s.reach[0]) * ((width - 1) * s.stride[1] + 1 + s.reach[1]);
+      const double work =
+          blocks * bands * (band * width + kTile * tile_rows(band, width, most).second + packing * packed);
+      if (g.lanes && work >= best) continue;
+      best = work, g = {n, down, across, height, width, lanes, blocks, band, ceil_div(height, band)};
     }
   }
+  return g;
+}
+
+// The packed input of one channel, [row][column] registers: all rows and columns that the taps read, those of a phase
+// of the stride side by side, so that from an output to the next one it is one register and one row for any stride.
+struct Slab {
+  int64_t stride[2], origin[2];
+  std::vector<int64_t> rows, columns;        // as far from where a segment begins, its first output times the stride
+  int64_t row, channel;                      // elements from one row, one channel to the next
+  std::vector<std::vector<int64_t>> offset;  // of each tap of each phase of the geometry
+  int64_t registers() const { return rows.size() * columns.size(); }
 };
+
+// What `count` outputs read by taps at `taps`, in the order of a slab.
+inline std::vector<int64_t> rows_read(const std::vector<Taps>& phases, std::vector<int64_t> Taps::* at, int64_t stride,
+                                      int64_t count) {
+  int64_t low = INT64_MAX, high = INT64_MIN;
+  for (const Taps& taps : phases) {
+    for (int64_t k : taps.*at) low = std::min(low, k), high = std::max(high, k + (count - 1) * stride);
+  }
+  std::vector<int64_t> out;
+  if (low > high) return out;
+  std::vector<bool> read(high - low + 1);
+  for (const Taps& taps : phases) {
+    for (int64_t k : taps.*at) {
+      for (int64_t y = 0; y < count; ++y) read[k - low + y * stride] = true;
+    }
+  }
+  for (int64_t phase = 0; phase < stride; ++phase) {
+    for (int64_t y = phase; y <= high - low; y += stride) {
+      if (read[y]) out.push_back(low + y);
+    }
+  }
+  return out;
+}
+
+// For `rows` × `columns` outputs of a segment.
+inline Slab make_slab(const Geometry& s, int64_t rows, int64_t columns, int64_t lanes) {
+  Slab out{};
+  for (int d = 0; d < 2; ++d) out.stride[d] = s.stride[d], out.origin[d] = s.origin[d];
+  out.rows = rows_read(s.phases, &Taps::row, s.stride[0], rows);
+  out.columns = rows_read(s.phases, &Taps::column, s.stride[1], columns);
+  out.row = out.columns.size() * lanes;
+  out.channel = (out.registers() | 1) * lanes;  // an odd number spreads the channels over the sets of the caches
+  auto slot = [](const std::vector<int64_t>& of, int64_t at) {
+    return std::find(of.begin(), of.end(), at) - of.begin();
+  };
+  for (const Taps& taps : s.phases) {
+    out.offset.emplace_back();
+    for (size_t k = 0; k < taps.tap.size(); ++k) {
+      out.offset.back().push_back(slot(out.rows, taps.row[k]) * out.row + slot(out.columns, taps.column[k]) * lanes);
+    }
+  }
+  return out;
+}
 
 template <class C>
 struct Zeros : Scratch<C> {
@@ -274,185 +269,168 @@ struct Packing {
   using V = Vec<T, B>;
   static constexpr int L = kLanes<T, B>;
 
-  // Elements 0, step, 2·step, … (second = false) or from the middle on.
-  template <class W, int... lane>
-  FF_INLINE static W evens(W a, W b, std::integer_sequence<int, lane...>) {
-    return shuffle<(2 * lane)...>(a, b);
-  }
-  template <bool second, int... lane>
-  FF_INLINE static V interleaved(V a, V b, std::integer_sequence<int, lane...>) {
-    return shuffle<((lane + (second ? L : 0)) / 2 + lane % 2 * L)...>(a, b);
-  }
-
-  // All copies of the channels [channel, channel + count), count ≤ kTogether.
-  template <class S>
-  FF_INLINE static void pack(const Slab<C>& slab, const Planes<S>& planes, int64_t channel, int64_t count, C* to) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      const int64_t stride = slab.stride, base = channel * planes.channel, end = (count - 1) * planes.channel;
-      constexpr int kHalf = std::max(B / 2, 16);
-      if (stride > 2 || base + planes.first < 0 || base + end + planes.last > planes.size) {
-        move<0, B>(slab, planes, base, count, to);
-      } else if (stride == 2) {
-        move<2, B>(slab, planes, base, count, to);
-      } else if (slab.columns * int64_t(sizeof(C)) <= kHalf) {
-        // What a whole register would write of the next segment crosses a line of the cache.
-        move<1, kHalf>(slab, planes, base, count, to);
-      } else {
-        move<1, B>(slab, planes, base, count, to);
-      }
-    });
-  }
-
-  // The first `channels` channels, `together` at a time, each few handed to take(first, count, packed) and each block
-  // of them, packed at `to`, to take_block(number).
-  template <class From, class Take, class TakeBlock>
-  FF_INLINE static void pack_blocks(const Slab<C>& slab, const From& from, int64_t channels, int64_t block,
-                                    int64_t together, C* to, const Take& take, const TakeBlock& take_block) {
-    for (int64_t first = 0; first < channels; first += block) {
-      const int64_t last = std::min(first + block, channels);
-      for (int64_t c = first; c < last; c += together) {
-        const int64_t count = std::min(together, last - c);
-        C* packed = to + (c - first) * slab.channel;
-        pack(slab, from, c, count, packed);
-        take(c, count, packed);
-      }
-      take_block(first / block);
-    }
-  }
-
-  // W bytes at a time. Stride 0 stands for any, and for channels at the ends of what may be read.
-  template <int stride, int W, class S>
-  FF_INLINE static void move(const Slab<C>& slab, const Planes<S>& planes, int64_t base, int64_t count, C* to) {
-    if (stride > 0 && count == kTogether) return move<stride, W, kTogether>(slab, planes, base, to);
-    for (int64_t c = 0; c < count; ++c, base += planes.channel, to += slab.channel) {
-      move<stride, W, 1>(slab, planes, base, to);
-    }
-  }
-
-  template <int stride, int W, int channels, class S>
-  FF_INLINE static void move(const Slab<C>& slab, const Planes<S>& planes, int64_t base, C* to) {
-    using Bits = typename Slab<C>::Bits;
-    using Mask = typename VecOf<Bits, W>::Type;
-    using Part = typename VecOf<C, W>::Type;
-    const Bits* masks = slab.masks.data();
-    const S* data = planes.data + base;
-    for (const auto& move : planes.moves) {
-      if constexpr (stride == 0) {
-        for (int l = 0; l < L; ++l) {
-          to[move.to + l] = masks[move.mask + l] ? to_compute(data[move.from + l * slab.stride]) : C(0);
-        }
-      } else {
-        Mask mask;
-        std::memcpy(&mask, masks + move.mask, W);
-#pragma GCC unroll 4
-        for (int c = 0; c < channels; ++c) {
-          const S* from = data + move.from + c * planes.channel;
-          Part x = load<W>(from);
-          if constexpr (stride == 2) x = evens(x, load<B>(from + L), std::make_integer_sequence<int, L>{});
-          store<W>(to + move.to + c * slab.channel, bit_cast<Part>(bit_cast<Mask>(x) & mask));
-        }
-      }
-    }
-  }
-
-  // The rows [first, first + rows) that a unit reads, relative to the rows of its outputs times `stride`, of channels
-  // [channel, channel + channels) of contiguous images.
-  FF_INLINE static void find(const Images<const T>& x, const Grid& g, int64_t unit, int64_t stride, int64_t first,
-                             const Slab<C>& slab, int64_t channel, Planes<T>& out) {
-    const int64_t plane = x.h * x.w;
-    out.data = x.data, out.size = x.n * x.channels * plane, out.channel = plane, out.pitch = x.w;
-    out.segments.resize(g.segments);
-    for (int64_t k = 0; k < g.segments; ++k) {
-      const int64_t image = g.image(unit, k), top = g.first_row(unit, k) * stride + first;
-      out.segments[k] = {(image * x.channels + channel) * plane + top * x.w, -top, image < 0 ? -top : x.h - top};
-    }
-    out.plan(slab, L);
-  }
-
   static constexpr int64_t kLine = 64 / sizeof(C);
 
-  // Where each element of the slab's first channel is in channels_last images. Whole lines of the channels after it may
-  // be read there: outside the images of zeros, and at their end, beyond which nothing may be read, of a copy.
-  struct Pixels {
-    int64_t channels, line;  // of a group; in whole lines
-    Scratch<const T*> at;
-    Scratch<T> zeros, tail;
-
-    Pixels(const Images<const T>& x, int64_t group_channels, int64_t elements)
-        : channels(group_channels),
-          line(ceil_div(group_channels, kLine) * kLine),
-          at(x.channels_last ? elements : 0),
-          zeros(x.channels_last ? line : 0),
-          tail(x.channels_last ? 2 * line + x.channels : 0) {
-      if (x.channels_last) std::memset(static_cast<void*>(zeros.get()), 0, line * sizeof(T));
+  // Where the inputs of a unit are, for `pack`.
+  class Source {
+   public:
+    // Of images of groups of so many channels.
+    Source(const Images<const T>& images, const Grid& grid, const Slab& slab, int64_t group_channels)
+        : x_(images),
+          g_(grid),
+          slab_(slab),
+          line_(x_.channels_last ? ceil_div(group_channels, kLine) * kLine : 0),
+          at_(x_.channels_last ? slab.registers() * L : 0),
+          zeros_(line_),
+          tail_(x_.channels_last ? 2 * line_ + x_.channels : 0) {
+      std::memset(static_cast<void*>(zeros_.get()), 0, line_ * sizeof(T));
+      if (x_.channels_last) return;
+      const auto [low, high] = std::minmax_element(slab.columns.begin(), slab.columns.end());
+      left_ = *low, chunks_ = ceil_div(*high - *low + 1, L);
+      columns_.assign(chunks_ * L, -1);
+      for (size_t k = 0; k < slab.columns.size(); ++k) columns_[slab.columns[k] - left_] = k * L;
+      chunk_.resize(slab.rows.size() * chunks_ * L), whole_.resize(slab.rows.size() * chunks_);
     }
 
-    // From channel `channel` on, of the rows that a unit reads; see the other `find`.
-    void find(const Images<const T>& x, const Grid& g, int64_t unit, int64_t stride, int64_t first, const Slab<C>& slab,
-              int64_t channel) const {
-      const T* const data = x.data + channel;
-      const int64_t size = x.n * x.h * x.w * x.channels - channel;
-      const int64_t safe = size < line ? 0 : ((size - line) / x.channels + 1) * x.channels;  // pixels before this one
-      std::memset(static_cast<void*>(tail.get()), 0, (2 * line + x.channels) * sizeof(T));
-      if (safe < size) std::copy(data + safe, data + size, tail.get());
-      const T** to = at.get();
-      for (int64_t place : slab.places) {
-        for (int64_t y : slab.source) {
-          std::fill(to, to + slab.row, zeros.get());
-          for (int64_t k = 0; k < g.segments; ++k) {
-            const int64_t image = g.image(unit, k), row = g.first_row(unit, k) * stride + first + y;
-            if (image < 0 || row < 0 || row >= x.h) continue;
-            const int64_t begin = place < 0 ? ceil_div(-place, slab.stride) : 0, step = slab.stride * x.channels;
-            const int64_t end = std::min(slab.columns, ceil_div(std::max<int64_t>(0, x.w - place), slab.stride));
-            int64_t from = ((image * x.h + row) * x.w + place + begin * slab.stride) * x.channels;
-            for (int64_t j = begin; j < end; ++j, from += step) {
-              to[k * slab.columns + j] = from < safe ? data + from : tail.get() + (from - safe);
-            }
+    // Of a unit, from channel `channel` of the images on.
+    void find(int64_t unit, int64_t channel) {
+      x_.channels_last ? find_pixels(unit, channel) : find_chunks(unit, channel);
+    }
+
+    // The channels [channel, channel + count), each slab.channel elements after the one before.
+    FF_INLINE void pack(int64_t channel, int64_t count, C* to) const {
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        if (x_.channels_last) {
+          pack_pixels(channel, count, to);
+        } else {
+          for (int64_t c = 0; c < count; ++c) pack_chunks((channel + c) * x_.h * x_.w, to + c * slab_.channel);
+        }
+      });
+    }
+
+   private:
+    // Part of a row of an image: where its first element is, and which of its elements are inside the image.
+    struct Chunk {
+      int64_t from;
+      int32_t low, high;
+    };
+
+    // Whole lines of the channels may be read of each pixel: outside the images of zeros, and at their end, beyond
+    // which nothing may be read, of a copy.
+    void find_pixels(int64_t unit, int64_t channel) {
+      const T* const data = x_.data + channel;
+      const int64_t size = x_.n * x_.h * x_.w * x_.channels - channel;
+      const int64_t safe = size < line_ ? 0 : ((size - line_) / x_.channels + 1) * x_.channels;
+      std::memset(static_cast<void*>(tail_.get()), 0, (2 * line_ + x_.channels) * sizeof(T));
+      if (safe < size) std::copy(data + safe, data + size, tail_.get());
+      for (int64_t lane = 0; lane < L; ++lane) {
+        const Grid::Segment segment = g_.segment(unit, lane);
+        const int64_t left = segment.column * slab_.stride[1] - slab_.origin[1];
+        const T** to = at_.get() + lane;
+        for (int64_t y : slab_.rows) {
+          const int64_t row = segment.row * slab_.stride[0] - slab_.origin[0] + y;
+          const bool there = segment.image >= 0 && row >= 0 && row < x_.h;
+          const int64_t first = (segment.image * x_.h + row) * x_.w + left;
+          for (int64_t x : slab_.columns) {
+            const int64_t from = (first + x) * x_.channels;
+            const bool inside = there && left + x >= 0 && left + x < x_.w;
+            *to = !inside ? zeros_.get() : from < safe ? data + from : tail_.get() + (from - safe);
+            to += L;
           }
-          to += slab.row;
         }
       }
     }
-  };
 
-  // All copies of the channels [channel, channel + count), count ≤ kLine: a square of pixels and channels at a time.
-  FF_INLINE static void pack(const Slab<C>& slab, const Pixels& pixels, int64_t channel, int64_t count, C* to) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t p = 0; p < slab.copy; p += L) {
-        for (size_t copy = 0; copy < slab.places.size(); ++copy) {
-          const int64_t first = copy * slab.copy + p;
-          const T* const* at = pixels.at.get() + first;
-          for (int64_t c = 0; c < count; c += L) {
-            V lines[L];
+    // A square of segments and channels at a time.
+    FF_INLINE void pack_pixels(int64_t channel, int64_t count, C* to) const {
+      const T* const* at = at_.get();
+      for (int64_t r = 0; r < slab_.registers(); ++r, at += L, to += L) {
+        for (int64_t c = 0; c < count; c += L) {
+          V lines[L];
 #pragma GCC unroll 16
-            for (int l = 0; l < L; ++l) lines[l] = load<B>(at[l] + channel + c);
-            transpose_from<1, L>(lines);
-            C* line = to + c * slab.channel + first;
+          for (int l = 0; l < L; ++l) lines[l] = load<B>(at[l] + channel + c);
+          transpose_from<1, L>(lines);
+          C* line = to + c * slab_.channel;
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) {
+            if (c + l < count) store<B>(line + l * slab_.channel, lines[l]);
+          }
+        }
+      }
+    }
+
+    void find_chunks(int64_t unit, int64_t channel) {
+      Chunk* to = chunk_.data();
+      first_ = 0, last_ = L;
+      for (size_t row = 0; row < slab_.rows.size(); ++row) {
+        for (int64_t k = 0; k < chunks_; ++k) {
+          bool whole = true;
+          for (int64_t lane = 0; lane < L; ++lane) {
+            const Grid::Segment segment = g_.segment(unit, lane);
+            const int64_t y = segment.row * slab_.stride[0] - slab_.origin[0] + slab_.rows[row];
+            const int64_t x = segment.column * slab_.stride[1] - slab_.origin[1] + left_ + k * L;
+            const int64_t low = std::clamp<int64_t>(-x, 0, L), high = std::clamp<int64_t>(x_.w - x, low, L);
+            if (segment.image < 0 || y < 0 || y >= x_.h || low == high) {
+              *to++ = {0, 0, 0}, whole = false;
+              continue;
+            }
+            const int64_t from = ((segment.image * x_.channels + channel) * x_.h + y) * x_.w + x;
+            first_ = std::min(first_, from), last_ = std::max(last_, from + L);
+            whole &= low == 0 && high == L;
+            *to++ = {from, int32_t(low), int32_t(high)};
+          }
+          whole_[row * chunks_ + k] = whole;
+        }
+      }
+    }
+
+    // A square of segments and columns at a time, of the channel that begins `base` elements on.
+    FF_INLINE void pack_chunks(int64_t base, C* to) const {
+      using Index = IndexVec<T, B>;
+      Index number;
+      for (int l = 0; l < L; ++l) number[l] = l;
+      const bool inside = base + first_ >= 0 && base + last_ <= x_.n * x_.channels * x_.h * x_.w;
+      const Chunk* at = chunk_.data();
+      for (size_t row = 0; row < slab_.rows.size(); ++row, to += slab_.row) {
+        for (int64_t k = 0; k < chunks_; ++k, at += L) {
+          V lines[L];
+          if (!inside) {
+            for (int l = 0; l < L; ++l) {
+              alignas(64) C line[L]{};
+              for (int64_t j = at[l].low; j < at[l].high; ++j) line[j] = to_compute(x_.data[base + at[l].from + j]);
+              lines[l] = load<B>(line);
+            }
+          } else if (whole_[row * chunks_ + k]) {
+#pragma GCC unroll 16
+            for (int l = 0; l < L; ++l) lines[l] = load<B>(x_.data + base + at[l].from);
+          } else {
 #pragma GCC unroll 16
             for (int l = 0; l < L; ++l) {
-              if (c + l < count) store<B>(line + l * slab.channel, lines[l]);
+              const Index mask = (number >= at[l].low) & (number < at[l].high);
+              lines[l] = bit_cast<V>(bit_cast<Index>(load<B>(x_.data + base + at[l].from)) & mask);
             }
+          }
+          transpose_from<1, L>(lines);
+          const int64_t* columns = columns_.data() + k * L;
+          for (int l = 0; l < L; ++l) {
+            if (columns[l] >= 0) store<B>(to + columns[l], lines[l]);
           }
         }
       }
-    });
-  }
-
-  // pack_blocks for the rows that `find` finds, of `channels` channels from `channel` on.
-  template <class Take, class TakeBlock>
-  FF_INLINE static void pack_images(const Images<const T>& images, const Grid& g, int64_t unit, int64_t stride,
-                                    int64_t first, const Slab<C>& slab, int64_t channel, int64_t channels,
-                                    const Pixels& pixels, int64_t block, C* to, const Take& take,
-                                    const TakeBlock& take_block) {
-    if (images.channels_last) {
-      pixels.find(images, g, unit, stride, first, slab, channel);
-      pack_blocks(slab, pixels, channels, block, kLine, to, take, take_block);
-    } else {
-      Planes<T> planes;
-      find(images, g, unit, stride, first, slab, channel, planes);
-      pack_blocks(slab, planes, channels, block, kTogether, to, take, take_block);
     }
-  }
+
+    const Images<const T>& x_;
+    const Grid& g_;
+    const Slab& slab_;
+    const int64_t line_;    // channels of a group, in whole lines
+    Scratch<const T*> at_;  // [register][lane]
+    Scratch<T> zeros_, tail_;
+    int64_t left_ = 0, chunks_ = 0;  // the first column that is read; chunks of a row
+    std::vector<int64_t> columns_;   // where a column read goes, −1: nowhere
+    std::vector<Chunk> chunk_;       // [row][chunk][lane]
+    std::vector<uint8_t> whole_;     // whether all of a chunk is inside the images, in all lanes
+    int64_t first_ = 0, last_ = 0;   // what is read of the first channel
+  };
 
   // to[c][p] = from[p][c]
   FF_INLINE static void from_channels_last(const T* from, int64_t step, int64_t pixels, int64_t channels, C* to,
@@ -492,103 +470,102 @@ struct Packing {
     }
   }
 
-  // Writes a band, [phase][tile][channel][`tile` elements], of a unit to the images y, from channel `channel` on.
-  FF_INLINE static void unpack(const Geometry& s, const Grid& g, const Band& band, int64_t unit, const C* from,
-                               int64_t tile, int64_t phase_step, int64_t channel, const Images<T>& y) {
-    const int64_t own = g.own(unit % g.bands);
-    auto rows_of = [&](int64_t segment, int64_t phase_row) {
-      const int64_t below = y.h - phase_row - g.first_row(unit, segment) * s.step[0];
-      return g.image(unit, segment) < 0 ? 0 : std::min(own, ceil_div(std::max<int64_t>(0, below), s.step[0]));
-    };
-    const int64_t phases = s.step[0] * s.step[1], registers = ceil_div(own * band.row, L);
-    if (y.channels_last) {
-      const Scratch<int64_t> places(registers * L);
-      for (int64_t phase = 0; phase < phases; ++phase, from += phase_step) {
-        std::fill(places.get(), places.get() + registers * L, -1);
-        const int64_t first = phase / s.step[1], column = phase % s.step[1];
-        for (int64_t k = 0; k < g.segments; ++k) {
-          for (int64_t row = 0; row < rows_of(k, first); ++row) {
-            const int64_t line = (g.first_row(unit, k) + row) * s.step[0] + first;
-            int64_t place = ((g.image(unit, k) * y.h + line) * y.w + column) * y.channels + channel;
-            int64_t* at = places.get() + row * band.row + k * band.columns;
-            for (int64_t x = column; x < y.w; x += s.step[1], place += s.step[1] * y.channels) *at++ = place;
-          }
+  // Writes `channels` channels of a unit, [phase][tile][channel][registers of the tile], to the images y from channel
+  // `channel` on.
+  FF_INLINE static void unpack(const Geometry& s, const Grid& g, const Tiling& tiling, int64_t unit, const C* from,
+                               int64_t phase_step, int64_t channels, int64_t channel, const Images<T>& y) {
+    Grid::Segment segments[L];
+    for (int lane = 0; lane < L; ++lane) segments[lane] = g.segment(unit, lane);
+    for (int64_t row = 0; row < tiling.rows; ++row) {
+      for (int64_t phase = 0; phase < s.step[0]; ++phase) {
+        int64_t lines[L];  // of y, −1: none
+        for (int lane = 0; lane < L; ++lane) {
+          const int64_t line = (segments[lane].row + row) * s.step[0] + phase;
+          lines[lane] = segments[lane].image < 0 || line >= y.h ? -1 : line;
         }
-        outline<B>([&]() FF_INLINE_LAMBDA { to_channels_last(from, tile, s.o, registers, places.get(), y.data); });
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          const C* first = from + phase * s.step[1] * phase_step;
+          const Tiling::Place* places = tiling.places.data() + row * tiling.columns;
+          if (y.channels_last) {
+            unpack_pixels(s, segments, lines, places, tiling.columns, first, phase_step, channels, channel, y);
+          } else {
+            unpack_row(s, segments, lines, places, tiling.columns, first, phase_step, channels, channel, y);
+          }
+        });
       }
-      return;
-    }
-    const bool whole = band.row == y.w && band.columns == y.w && phases == 1;
-    const Scratch<C> line(phases * registers * L);
-    for (int64_t o = 0; o < s.o; ++o, from += tile) {
-      outline<B>([&]() FF_INLINE_LAMBDA {
-        for (int64_t phase = 0; phase < phases; ++phase) {
-          C* to = line.get() + phase * registers * L;
-          for (int64_t p = 0; p < registers * L; p += L) {
-            store<B>(to + p, load<B>(from + phase * phase_step + p / tile * tile * s.o + p % tile));
-          }
-        }
-        for (int64_t k = 0; k < g.segments; ++k) {
-          T* image = y.data + (g.image(unit, k) * y.channels + channel + o) * y.h * y.w;
-          for (int64_t phase_row = 0; phase_row < s.step[0]; ++phase_row) {
-            const int64_t rows = rows_of(k, phase_row), first = g.first_row(unit, k) * s.step[0] + phase_row;
-            const C* at = line.get() + phase_row * s.step[1] * registers * L + k * band.columns;
-            for (int64_t row = 0; row < (whole ? std::min<int64_t>(rows, 1) : rows); ++row) {
-              to_rows(at + row * band.row, registers * L, s.step[1], whole ? rows * y.w : y.w,
-                      image + (first + row * s.step[0]) * y.w);
-            }
-          }
-        }
-      });
     }
   }
 
-  // to[places[p] + c] = from[p / tile][c][p % tile] of all pixels p that have a place.
-  FF_INLINE static void to_channels_last(const C* from, int64_t tile, int64_t channels, int64_t registers,
-                                         const int64_t* places, T* to) {
-    for (int64_t r = 0; r < registers; ++r, places += L) {
-      const C* at = from + r * L / tile * tile * channels + r * L % tile;
+  FF_INLINE static void unpack_pixels(const Geometry& s, const Grid::Segment* segments, const int64_t* lines,
+                                      const Tiling::Place* places, int64_t columns, const C* from, int64_t phase_step,
+                                      int64_t channels, int64_t channel, const Images<T>& y) {
+    for (int64_t x = 0; x < columns * s.step[1]; ++x) {
+      const Tiling::Place place = places[x / s.step[1]];
+      const C* at = from + x % s.step[1] * phase_step + (place.first * channels + place.index) * L;
+      const int64_t step = place.registers * L;
+      T* to[L];
       bool all = true, some = false;
-      for (int l = 0; l < L; ++l) all &= places[l] >= 0, some |= places[l] >= 0;
+      for (int lane = 0; lane < L; ++lane) {
+        const int64_t column = segments[lane].column * s.step[1] + x;
+        const bool there = lines[lane] >= 0 && column < y.w;
+        to[lane] = there ? y.data + ((segments[lane].image * y.h + lines[lane]) * y.w + column) * y.channels + channel
+                         : nullptr;
+        all &= there, some |= there;
+      }
       if (!some) continue;
       int64_t c = 0;
       for (; c + L <= channels; c += L) {
-        V lines[L];
+        V square[L];
 #pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) lines[l] = load<B>(at + (c + l) * tile);
-        transpose_from<1, L>(lines);
+        for (int l = 0; l < L; ++l) square[l] = load<B>(at + (c + l) * step);
+        transpose_from<1, L>(square);
         if (all) {
 #pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) store<B>(to + places[l] + c, lines[l]);
+          for (int l = 0; l < L; ++l) store<B>(to[l] + c, square[l]);
         } else {
           for (int l = 0; l < L; ++l) {
-            if (places[l] >= 0) store<B>(to + places[l] + c, lines[l]);
+            if (to[l]) store<B>(to[l] + c, square[l]);
           }
         }
       }
       for (; c < channels; ++c) {
         for (int l = 0; l < L; ++l) {
-          if (places[l] >= 0) to[places[l] + c] = from_compute<T>(at[c * tile + l]);
+          if (to[l]) to[l][c] = from_compute<T>(at[c * step + l]);
         }
       }
     }
   }
 
-  // n elements of a row, made of those of `step` phases.
-  FF_INLINE static void to_rows(const C* from, int64_t phase_step, int64_t step, int64_t n, T* to) {
-    int64_t j = 0;
-    if (step == 1) {
-      for (; j + L <= n; j += L) store<B>(to + j, load<B>(from + j));
-      return store_some(from + j, n - j, to + j);
-    }
-    if (step == 2) {
-      for (; j + 2 * L <= n; j += 2 * L) {
-        const V a = load<B>(from + j / 2), b = load<B>(from + phase_step + j / 2);
-        store<B>(to + j, interleaved<false>(a, b, std::make_integer_sequence<int, L>{}));
-        store<B>(to + j + L, interleaved<true>(a, b, std::make_integer_sequence<int, L>{}));
+  FF_INLINE static void unpack_row(const Geometry& s, const Grid::Segment* segments, const int64_t* lines,
+                                   const Tiling::Place* places, int64_t columns, const C* from, int64_t phase_step,
+                                   int64_t channels, int64_t channel, const Images<T>& y) {
+    const int64_t width = columns * s.step[1];
+    for (int64_t c = 0; c < channels; ++c) {
+      for (int64_t x = 0; x < width; x += L) {
+        V square[L];
+        for (int l = 0; l < L; ++l) {
+          const int64_t at = std::min(x + l, width - 1);
+          const Tiling::Place place = places[at / s.step[1]];
+          square[l] = load<B>(from + at % s.step[1] * phase_step +
+                              (place.first * channels + c * place.registers + place.index) * L);
+        }
+        transpose_from<1, L>(square);
+        for (int l = 0; l < L; ++l) {
+          if (lines[l] < 0) continue;
+          const int64_t column = segments[l].column * s.step[1] + x;
+          const int64_t count = std::min(std::min(width - x, y.w - column), int64_t(L));
+          if (count <= 0) continue;
+          T* to = y.data + ((segments[l].image * y.channels + channel + c) * y.h + lines[l]) * y.w + column;
+          alignas(64) C line[L];
+          if (count == L) {
+            store<B>(to, square[l]);
+          } else {
+            store<B>(line, square[l]);
+            store_some(line, count, to);
+          }
+        }
       }
     }
-    for (; j < n; ++j) to[j] = from_compute<T>(from[j % step * phase_step + j / step]);
   }
 
   // to[p][c] = from[c][p]

@@ -23,8 +23,7 @@ FF_INLINE V sums_of_rows(Row& row, int first) {
 }
 
 // The order in which the kernels take the nonzeros of μ: [phase of the geometry][group][block of input channels][output
-// channel]. Offsets are from the first channel of the block on, and stay within what the first cache holds of a tile's
-// input.
+// channel]. Offsets are from the first channel of the block on.
 struct Plan {
   int64_t outputs, groups, block, blocks, keys, count;  // input channels of a block, blocks of a group
   const int32_t* starts;                                // [phases][groups][blocks][o + 1]: `keys` numbers
@@ -39,12 +38,6 @@ struct Nonzero {
   int32_t offset;
 };
 
-// From one channel to the next, and from one tile of registers to the next, in elements; see Tiles::tiles.
-struct Stride {
-  int64_t channel, tile;
-};
-
-inline constexpr int sparse_registers(int bytes) { return bytes == 64 ? 16 : 8; }  // of a tile of the sparse kernels
 // Rows and registers of columns of a product's tile: as many sums as leave room for the operands.
 inline constexpr int kProductRows = 6;
 inline constexpr int64_t wide(int bytes) { return bytes == 64 ? 4 : 2; }
@@ -54,6 +47,10 @@ struct Ahead {
   const char* at;
   int64_t bytes;
   int64_t at_once = 0;  // lines
+  Ahead part(int64_t k, int64_t parts) const {
+    const int64_t size = ceil_div(bytes, parts * 64) * 64, first = std::min(k * size, bytes);
+    return {at + first, std::min(size, bytes - first)};
+  }
   void spread(int64_t steps) { at_once = ceil_div(bytes / 64, std::max<int64_t>(steps, 1)); }
   FF_INLINE void fetch() {
     for (int64_t n = std::min(at_once, bytes / 64); n > 0; --n, at += 64, bytes -= 64) __builtin_prefetch(at, 0, 2);
@@ -63,17 +60,23 @@ struct Ahead {
 // All that a unit of whole images reads or writes of `images`; nothing where it is not one piece.
 template <class T>
 Ahead ahead(const Images<T>& images, const Grid& g, int64_t groups, int64_t unit) {
-  const int64_t image = unit * g.segments, size = images.channels * images.h * images.w;
-  if (g.strips * g.bands * groups != 1 || image >= g.n) return {nullptr, 0};
+  const int64_t image = unit * g.lanes, size = images.channels * images.h * images.w;
+  if (g.down * g.across * g.bands * groups != 1 || image >= g.n) return {nullptr, 0};
   return {reinterpret_cast<const char*>(images.data + image * size),
-          int64_t(std::min(g.segments, g.n - image) * size * sizeof(T))};
+          int64_t(std::min(g.lanes, g.n - image) * size * sizeof(T))};
 }
+
+// Where the operand of a product is that has its sums' registers: panels of so many registers, in each the steps of the
+// sum one after the other; in elements. The last panel may be narrower.
+struct Panels {
+  int64_t panel, step, last;  // from one panel to the next, from one step to the next, in the last panel
+};
 
 template <class T, int B>
 struct Tiles {
   using C = Compute<T>;
   using V = Vec<T, B>;
-  static constexpr int L = kLanes<T, B>, kM = kProductRows, kTile = sparse_registers(B);
+  static constexpr int L = kLanes<T, B>, kM = kProductRows, kMost = tile_registers(B);
   static constexpr int64_t kStep = 8;                              // steps of a product between fetches
   static constexpr int64_t kWide = wide(B), kDepth = 512 / kWide;  // a panel of so many steps in the first cache
 
@@ -84,56 +87,99 @@ struct Tiles {
     if constexpr (N > 1) pieces<N / 2>(first, count, f);
   }
 
-  // Channels in rows, or a tile of registers of all channels before the next tile: so the sparse kernels, which go from
-  // channel to channel, find them one after the other.
-  static constexpr Stride rows(int64_t channel) { return {channel, kTile * L}; }
-  static constexpr Stride tiles(int64_t channels) { return {kTile * L, channels * kTile * L}; }
-  static int64_t size(int64_t channels, int64_t quads) { return channels * ceil_div(kQuad * quads, kTile) * kTile * L; }
-  FF_INLINE static int64_t place(Stride stride, int64_t r) { return r / kTile * stride.tile + r % kTile * L; }
+  // f.operator()<R, W>() for a tile of R rows of W registers.
+  template <int R, int W, class F>
+  FF_INLINE static void with_columns(int64_t columns, const F& f) {
+    if constexpr (W > 1) {
+      if (columns < W) return with_columns<R, W - 1>(columns, f);
+    }
+    f.template operator()<R, W>();
+  }
+  template <class F>
+  FF_INLINE static void with_shape(const Tile& tile, const F& f) {
+    constexpr int most = kTileColumns;
+    if (tile.rows == 4) return with_columns<4, std::min(kMost / 4, most)>(tile.columns, f);
+    if (tile.rows == 2) return with_columns<2, std::min(kMost / 2, most)>(tile.columns, f);
+    with_columns<1, std::min(kMost, most)>(tile.columns, f);
+  }
 
-  // t[c][j] = Σ_tap u[tap] · x[c][offsets[tap] + j] for `quads` quads of registers, added to t if asked.
-  FF_INLINE static void depthwise(const C* x, int64_t x_channel, int64_t channels, const int64_t* offsets, const C* u,
-                                  int64_t taps, int64_t quads, bool add, C* t, Stride ts) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t c = 0; c < channels; ++c) {
-        pieces<8>(0, kQuad * quads, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
-          V sums[N]{};
-          const C* at = x + c * x_channel + first * L;
-          C* to = t + c * ts.channel + place(ts, first);
-          if (add) {
-#pragma GCC unroll 8
-            for (int p = 0; p < N; ++p) sums[p] = load<B>(to + p * L);
-          }
+  // Registers of a channel one after the other, channels so many elements apart.
+  static constexpr Panels rows(int64_t channel) { return {kWide * L, channel, channel}; }
+  // Panels in which the channels of a register follow each other.
+  static constexpr Panels panels(int64_t channels, int64_t registers) {
+    return {kWide * channels * L, kWide * L, registers % kWide * L};
+  }
+
+  // t[first + c][j] = Σ_tap u[tap] · x[c][offsets[tap] + j] for the registers j of a tile, the first of which is at x,
+  // added to t if asked. `row`: elements from one row of x to the next.
+  FF_INLINE static void depthwise(const Tile& tile, const C* x, int64_t x_channel, int64_t row, int64_t channels,
+                                  const int64_t* offsets, const C* u, int64_t taps, bool add, C* t, Panels ts,
+                                  int64_t first = 0) {
+    with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        for (int64_t c = 0; c < channels; ++c) {
+          V sums[R * W]{};
+          auto each = [&](auto&& f) FF_INLINE_LAMBDA {
+#pragma GCC unroll 20
+            for (int p = 0; p < R * W; ++p) {
+              const int64_t step = p / kWide * kWide + kWide <= R * W ? ts.step : ts.last;
+              f(sums[p], t + p / kWide * ts.panel + (first + c) * step + p % kWide * L);
+            }
+          };
+          if (add) each([](V& sum, const C* at) FF_INLINE_LAMBDA { sum = load<B>(at); });
           for (int64_t tap = 0; tap < taps; ++tap) {
             const V weight = u[tap] - V{};
-#pragma GCC unroll 8
-            for (int p = 0; p < N; ++p) sums[p] += weight * load<B>(at + offsets[tap] + p * L);
+            const C* at = x + offsets[tap];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 10
+              for (int w = 0; w < W; ++w) sums[r * W + w] += weight * load<B>(at + r * row + w * L);
+            }
           }
-#pragma GCC unroll 8
-          for (int p = 0; p < N; ++p) store<B>(to + p * L, sums[p]);
-        });
+          each([](V sum, C* at) FF_INLINE_LAMBDA { store<B>(at, sum); });
+          x += x_channel;
+        }
+      });
+    });
+  }
+
+  // The tile of each channel, the first register of which is at x, side by side.
+  FF_INLINE static void gather(const Tile& tile, const C* x, int64_t x_channel, int64_t row, int64_t channels, C* to) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t c = 0; c < channels; ++c, x += x_channel) {
+        for (int64_t r = 0; r < tile.rows; ++r) {
+          for (int64_t w = 0; w < tile.columns; ++w, to += L) store<B>(to, load<B>(x + r * row + w * L));
+        }
       }
     });
   }
 
-  // grads[tap] (lane by lane) += Σ_c Σ_j s[c][j] · x[c][offsets[tap] + j]: the gradient of u in `depthwise`.
-  FF_INLINE static void correlate(const C* x, int64_t x_channel, int64_t channels, const C* s, int64_t s_channel,
-                                  const int64_t* offsets, int64_t taps, int64_t registers, C* grads) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t c = 0; c < channels; ++c) {
-        pieces<8>(0, registers, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
-          V weights[N];
-#pragma GCC unroll 8
-          for (int p = 0; p < N; ++p) weights[p] = load<B>(s + c * s_channel + (first + p) * L);
+  // grads[tap] (lane by lane) += Σ_c Σ_j s[c][j] · x[c][offsets[tap] + j]: the gradient of u in `depthwise`; s in rows
+  // too.
+  FF_INLINE static void correlate(const Tile& tile, const C* x, int64_t x_channel, int64_t x_row, int64_t channels,
+                                  const C* s, int64_t s_channel, int64_t s_row, const int64_t* offsets, int64_t taps,
+                                  C* grads) {
+    with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        for (int64_t c = 0; c < channels; ++c, x += x_channel, s += s_channel) {
+          V weights[R][W];
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 10
+            for (int w = 0; w < W; ++w) weights[r][w] = load<B>(s + r * s_row + w * L);
+          }
           for (int64_t tap = 0; tap < taps; ++tap) {
-            const C* from = x + c * x_channel + offsets[tap] + first * L;
+            const C* at = x + offsets[tap];
             V sums[2] = {load<B>(grads + tap * L), V{}};
-#pragma GCC unroll 8
-            for (int p = 0; p < N; ++p) sums[p % 2] += weights[p] * load<B>(from + p * L);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 10
+              for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += weights[r][w] * load<B>(at + r * x_row + w * L);
+            }
             store<B>(grads + tap * L, sums[0] + sums[1]);
           }
-        });
-      }
+        }
+      });
     });
   }
 
@@ -203,34 +249,48 @@ struct Tiles {
     product<Most, N>(left, right, right_step, depth, start, start_row, start_step, y, y_row, next, out);
   }
 
-  // y[o][j] = start[o] + Σ_k v[o][k] · t[k][j] for `quads` quads of registers, v packed by pack_v, `start` a register
-  // for each output; null: 0. With `add`, to what y holds.
+  // y[o][j] = start[o] + Σ_k v[o][k] · t[k][j] for so many registers j, v packed by pack_v, `start` a register for each
+  // output; null: 0. With `add`, to what y holds.
   template <class E>
-  FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, Stride ts, int64_t quads,
-                                 bool add, const C* start, C* y, Stride ys, Ahead next, Ahead out) {
-    const int64_t panels = quads * (kQuad / kWide);
-    const int64_t steps = panels * ceil_div(outputs, kM) * (ceil_div(depth, kDepth) + depth / kStep);
+  FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, Panels ts, int64_t registers,
+                                 bool add, const C* start, C* y, int64_t y_channel, Ahead next, Ahead out) {
+    const int64_t steps =
+        ceil_div(registers, kWide) * ceil_div(outputs, kM) * (ceil_div(depth, kDepth) + depth / kStep);
     next.spread(steps), out.spread(steps);
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t q = 0; q < panels; ++q) {
-        for (int64_t k = 0; k < depth; k += kDepth) {
-          for (int64_t o = 0; o < outputs; o += kM) {
-            const int64_t rows = std::min<int64_t>(kM, outputs - o);
-            C* to = y + o * ys.channel + place(ys, q * kWide);
-            const bool on = add || k > 0;
-            rows_of_product<kWide, kM, E>(rows, {v + o * depth + k * rows, 1, rows},
-                                          t + k * ts.channel + place(ts, q * kWide), ts.channel,
-                                          std::min(kDepth, depth - k), on ? to : (start ? start + o * L : nullptr),
-                                          on ? ys.channel : L, on ? L : 0, to, ys.channel, next, out);
+    for (int64_t first = 0; first < registers; first += kWide, t += ts.panel) {
+      auto panel = [&]<int N>() FF_INLINE_LAMBDA {
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          const int64_t step = N == kWide ? ts.step : ts.last;
+          for (int64_t k = 0; k < depth; k += kDepth) {
+            for (int64_t o = 0; o < outputs; o += kM) {
+              const int64_t rows = std::min<int64_t>(kM, outputs - o);
+              C* to = y + o * y_channel + first * L;
+              const bool on = add || k > 0;
+              rows_of_product<N, kM, E>(rows, {v + o * depth + k * rows, 1, rows}, t + k * step, step,
+                                        std::min(kDepth, depth - k), on ? to : (start ? start + o * L : nullptr),
+                                        on ? y_channel : L, on ? L : 0, to, y_channel, next, out);
+            }
           }
-        }
-      }
-    });
+        });
+      };
+      with_width(std::min(kWide, registers - first), panel);
+    }
+  }
+
+  // f.operator()<N>() for a panel of N registers.
+  template <class F>
+  FF_INLINE static void with_width(int64_t width, const F& f) {
+    if constexpr (kWide == 4) {
+      if (width == 4) return f.template operator()<4>();
+      if (width == 3) return f.template operator()<3>();
+    }
+    if (width == 2) return f.template operator()<2>();
+    f.template operator()<1>();
   }
 
   // to[k / kWide registers][pixel][kWide registers of k] = t[k][pixel], zeros for k ≥ depth; the last panel may be
   // narrower.
-  FF_INLINE static void transpose_panels(const C* t, Stride ts, int64_t depth, int64_t registers, C* to) {
+  FF_INLINE static void transpose_panels(const C* t, int64_t t_channel, int64_t depth, int64_t registers, C* to) {
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t k0 = 0; k0 < depth; k0 += kWide * L) {
         const int64_t width = std::min(kWide, ceil_div(depth - k0, L));
@@ -239,8 +299,7 @@ struct Tiles {
             V lines[L];
             const int64_t k = k0 + w * L;
 #pragma GCC unroll 16
-            for (int l = 0; l < L; ++l)
-              lines[l] = k + l < depth ? load<B>(t + (k + l) * ts.channel + place(ts, j)) : V{};
+            for (int l = 0; l < L; ++l) lines[l] = k + l < depth ? load<B>(t + (k + l) * t_channel + j * L) : V{};
             transpose_from<1, L>(lines);
 #pragma GCC unroll 16
             for (int l = 0; l < L; ++l) store<B>(to + (l * width + w) * L, lines[l]);
@@ -251,107 +310,118 @@ struct Tiles {
     });
   }
 
-  // dv[o][k] += Σ_pixel dy[o][pixel] · t[k][pixel], t transposed by transpose_panels; rows of dv in whole registers.
+  // dv[o][k] += Σ_pixel dy[o][pixel] · t[k][pixel], t transposed by transpose_panels; rows of dv, dv_row elements
+  // apart, in whole registers.
   FF_INLINE static void multiply_transposed(const C* dy, int64_t dy_channel, int64_t outputs, const C* t, int64_t depth,
-                                            int64_t pixels, C* dv, Ahead next, Ahead out) {
+                                            int64_t pixels, C* dv, int64_t dv_row, Ahead next, Ahead out) {
     const int64_t row = ceil_div(depth, L) * L;
     const int64_t steps =
         ceil_div(row, kWide * L) * ceil_div(outputs, kM) * (ceil_div(pixels, kDepth) + pixels / kStep);
     next.spread(steps), out.spread(steps);
     for (int64_t k = 0; k < row; k += kWide * L) {
       const int64_t width = std::min(kWide, (row - k) / L);
-      auto panel = [&]<int N>() FF_INLINE_LAMBDA {
+      with_width(width, [&]<int N>() FF_INLINE_LAMBDA {
         outline<B>([&]() FF_INLINE_LAMBDA {
           for (int64_t first = 0; first < pixels; first += kDepth) {
             for (int64_t o = 0; o < outputs; o += kM) {
-              C* to = dv + o * row + k;
+              C* to = dv + o * dv_row + k;
               rows_of_product<N, kM, C>(std::min<int64_t>(kM, outputs - o),
                                         {dy + o * dy_channel + first, dy_channel, 1}, t + first * N * L, N * L,
-                                        std::min(kDepth, pixels - first), to, row, L, to, row, next, out);
+                                        std::min(kDepth, pixels - first), to, dv_row, L, to, dv_row, next, out);
             }
           }
         });
-      };
-      if constexpr (kWide == 4) {
-        if (width == 4) panel.template operator()<4>();
-        if (width == 3) panel.template operator()<3>();
-      }
-      if (width == 2) panel.template operator()<2>();
-      if (width == 1) panel.template operator()<1>();
+      });
       t += pixels * width * L;
     }
   }
 
-  // y[o][j] += Σ_nz value · x[offset + j] over the nonzeros starts[o] … starts[o + 1] of each output channel, for N
-  // registers. Not what y holds, but start[o], a register, is added to if y is `fresh`; null: 0.
-  template <int N>
-  FF_INLINE static void sparse_tile(const C* x, const Nonzero<C>* nonzeros, const int32_t* starts, int64_t outputs,
-                                    bool fresh, const C* start, C* y, int64_t y_channel) {
-    for (int64_t o = 0; o < outputs; ++o, y += y_channel) {
+  // y[o][j] += Σ_nz value · x[offset + j] over the nonzeros starts[o] … starts[o + 1] of each output channel, for the
+  // registers j of a tile, of which y has a channel after the other. Not what y holds, but start[o], a register, is
+  // added to if y is `fresh`; null: 0.
+  template <int R, int W>
+  FF_INLINE static void sparse_tile(const C* x, int64_t row, const Nonzero<C>* nonzeros, const int32_t* starts,
+                                    int64_t outputs, bool fresh, const C* start, C* y) {
+    for (int64_t o = 0; o < outputs; ++o, y += R * W * L) {
       const Nonzero<C>* nz = nonzeros + starts[o];
       const Nonzero<C>* const end = nonzeros + starts[o + 1];
-      V sums[N];
+      V sums[R][W];
       if (fresh) {
         const V first = start ? load<B>(start + o * L) : V{};
-#pragma GCC unroll 16
-        for (int p = 0; p < N; ++p) sums[p] = first;
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 10
+          for (int w = 0; w < W; ++w) sums[r][w] = first;
+        }
       } else {
         if (nz == end) continue;
-#pragma GCC unroll 16
-        for (int p = 0; p < N; ++p) sums[p] = load<B>(y + p * L);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 10
+          for (int w = 0; w < W; ++w) sums[r][w] = load<B>(y + (r * W + w) * L);
+        }
       }
 #pragma GCC unroll 2
       for (; nz < end; ++nz) {
         const C* from = x + nz->offset;
         const V weight = nz->value - V{};
-#pragma GCC unroll 16
-        for (int p = 0; p < N; ++p) sums[p] += weight * load<B>(from + p * L);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 10
+          for (int w = 0; w < W; ++w) sums[r][w] += weight * load<B>(from + r * row + w * L);
+        }
       }
-#pragma GCC unroll 16
-      for (int p = 0; p < N; ++p) store<B>(y + p * L, sums[p]);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 10
+        for (int w = 0; w < W; ++w) store<B>(y + (r * W + w) * L, sums[r][w]);
+      }
     }
   }
 
   // y[o][j] = start[o], a register for each output; null: 0.
-  FF_INLINE static void fill(const C* start, int64_t outputs, int64_t registers, C* y, Stride ys) {
+  FF_INLINE static void fill(const C* start, int64_t outputs, int64_t registers, C* y) {
     outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t k = 0; k < outputs * registers; ++k) {
-        const int64_t o = k / registers;
-        store<B>(y + o * ys.channel + place(ys, k % registers), start ? load<B>(start + o * L) : V{});
+      for (int64_t o = 0; o < outputs; ++o) {
+        const V value = start ? load<B>(start + o * L) : V{};
+        for (int64_t k = 0; k < registers; ++k, y += L) store<B>(y, value);
       }
     });
   }
 
-  // The nonzeros `starts` of a block of input channels, packed at x.
-  FF_INLINE static void sparse(const Plan& plan, const int32_t* starts, const C* x, const Nonzero<C>* nonzeros,
-                               int64_t registers, bool fresh, const C* start, C* y, Stride ys) {
-    pieces<kTile>(0, registers, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
-      outline<B>([&]() FF_INLINE_LAMBDA {
-        sparse_tile<N>(x + first * L, nonzeros, starts, plan.outputs, fresh, start, y + place(ys, first), ys.channel);
-      });
+  FF_INLINE static void sparse(const Tile& tile, const C* x, int64_t row, const Nonzero<C>* nonzeros,
+                               const int32_t* starts, int64_t outputs, bool fresh, const C* start, C* y) {
+    with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
+      outline<B>([&]() FF_INLINE_LAMBDA { sparse_tile<R, W>(x, row, nonzeros, starts, outputs, fresh, start, y); });
     });
   }
 
   // grads[nz] += Σ_j y[o][j] · x[offsets[nz] + j]: the gradient of the values in `sparse`. The lanes of L nonzeros, of
   // whatever outputs, are summed at once.
-  template <int N>
-  FF_INLINE static void sampled_tile(const C* x, const int32_t* offsets, const int32_t* starts, int64_t outputs,
-                                     const C* y, int64_t y_channel, C* grads) {
+  template <int R, int W>
+  FF_INLINE static void sampled_tile(const C* x, int64_t row, const int32_t* offsets, const int32_t* starts,
+                                     int64_t outputs, const C* y, C* grads) {
     alignas(64) C lanes[L * L];
     auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<B>(lanes + n * L); };
     int32_t nz = starts[0];
     int held = 0;
-    for (int64_t o = 0; o < outputs; ++o, y += y_channel) {
+    for (int64_t o = 0; o < outputs; ++o, y += R * W * L) {
       const int32_t end = starts[o + 1];
       if (nz == end) continue;
-      V dy[N];
-#pragma GCC unroll 16
-      for (int p = 0; p < N; ++p) dy[p] = load<B>(y + p * L);
+      V dy[R][W];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 10
+        for (int w = 0; w < W; ++w) dy[r][w] = load<B>(y + (r * W + w) * L);
+      }
       do {
         const C* from = x + offsets[nz++];
         V sums[2]{};
-#pragma GCC unroll 16
-        for (int p = 0; p < N; ++p) sums[p % 2] += dy[p] * load<B>(from + p * L);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 10
+          for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += dy[r][w] * load<B>(from + r * row + w * L);
+        }
         store<B>(lanes + held * L, sums[0] + sums[1]);
         if (++held == L) {
           store<B>(grads + nz - L, load<B>(grads + nz - L) + sums_of_rows<L, V>(waiting, 0));
@@ -362,26 +432,54 @@ struct Tiles {
     for (int n = 0; n < held; ++n) grads[nz - held + n] += sum_lanes(waiting(n));
   }
 
-  FF_INLINE static void sampled(const Plan& plan, const int32_t* starts, const C* x, const int32_t* offsets, const C* y,
-                                int64_t y_channel, int64_t registers, C* grads) {
-    pieces<kTile>(0, registers, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
-      outline<B>([&]() FF_INLINE_LAMBDA {
-        sampled_tile<N>(x + first * L, offsets, starts, plan.outputs, y + first * L, y_channel, grads);
-      });
+  FF_INLINE static void sampled(const Tile& tile, const C* x, int64_t row, const int32_t* offsets,
+                                const int32_t* starts, int64_t outputs, const C* y, C* grads) {
+    with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
+      outline<B>([&]() FF_INLINE_LAMBDA { sampled_tile<R, W>(x, row, offsets, starts, outputs, y, grads); });
     });
   }
 };
 
-// For so many nonzeros, whose order is still to be given, and channels that are packed `together`.
-template <class C>
-Plan make_plan(const Geometry& s, const Slab<C>& slab, int64_t count, int64_t tile, int64_t together) {
+// Input channels packed at a time, at least: lines of channels_last images, one after the other.
+constexpr int64_t kChunk = 16;
+
+// What it costs to pack a register beside all that is computed for a register of outputs, in instructions.
+inline double packing_cost(const Conv& c, int64_t rank, const Sparse& mu) {
+  const double nonzeros = double(mu.count) / std::max<int64_t>(c.groups * c.i, 1);
+  return 12 / (rank * (c.kh * c.kw + c.o) + 1.5 * nonzeros + 1);
+}
+
+// The channels of a group, shared out among items of work where there are few units; each item then packs for itself.
+struct Shares {
+  int64_t count, channels;  // of a share
+};
+
+// For `items` items of all channels; shares are multiples of `step` channels.
+inline Shares make_shares(int64_t items, int64_t channels, int64_t step) {
+  constexpr int64_t kItems = 4;
+  const int64_t most = std::max<int64_t>(1, channels / step);
+  const int64_t count = std::clamp<int64_t>(ceil_div(kItems, std::max<int64_t>(items, 1)), 1, most);
+  const int64_t share = ceil_div(ceil_div(channels, count), step) * step;
+  return {std::max<int64_t>(1, ceil_div(channels, share)), share};
+}
+
+// For so many nonzeros, whose order is still to be given: blocks of input channels of which the first cache holds what
+// a tile reads, and more where a row of a block would have few nonzeros.
+inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count) {
   Plan plan{s.o, s.groups, 0, 0, 0, count, nullptr};
   if (!count) return plan;
-  const int64_t halo = ceil_div(s.reach[0], s.stride[0]) * slab.row;
-  const int64_t bytes = slab.places.size() * slab.phases * (tile + halo) * sizeof(C);
+  constexpr int64_t kFirst = 32768, kMostBytes = 81920, kNonzeros = 8;
+  const Tile& tile = tiling.tiles[0];
+  const int64_t registers = rows_read(s.phases, &Taps::row, s.stride[0], tile.rows).size() *
+                            rows_read(s.phases, &Taps::column, s.stride[1], tile.columns).size();
+  const int64_t bytes = std::max<int64_t>(registers, 1) * register_bytes();
   const double per_channel = double(count) / (s.groups * s.o * s.i);
-  plan.block = std::max<int64_t>({1, 32768 / bytes, std::min<int64_t>(81920 / bytes, int64_t(8 / per_channel))});
-  plan.block = std::min(std::max<int64_t>(plan.block / together, 1) * together, s.i);
+  const int64_t wanted = std::max<int64_t>(
+      kFirst / bytes, std::min<int64_t>(kMostBytes / bytes, int64_t(std::min(kNonzeros / per_channel, 1e6))));
+  // A power of two, so that whole lines of channels are whole blocks.
+  plan.block = 1;
+  while (plan.block * 3 <= wanted * 2) plan.block *= 2;
+  plan.block = std::min(plan.block, s.i);
   plan.blocks = ceil_div(s.i, plan.block);
   plan.keys = s.phases.size() * s.groups * plan.blocks * (s.o + 1);
   return plan;
@@ -409,9 +507,8 @@ inline void sum_starts(const Plan& plan, int32_t* starts) {
 
 // The order of the nonzeros of μ, of `taps` taps, for s from the input channels of μ to its output channels: the plan's
 // `starts` and, in that order, the offset of each. A row of μ has the nonzeros of a block one after the other.
-template <class C>
-void find_order(const Plan& plan, const Geometry& s, const Slab<C>& slab, const Sparse& mu, int64_t taps,
-                int32_t* starts, int32_t* offsets, ParallelFor parallel_for) {
+inline void find_order(const Plan& plan, const Geometry& s, const Slab& slab, const Sparse& mu, int64_t taps,
+                       int32_t* starts, int32_t* offsets, ParallelFor parallel_for) {
   const int64_t columns = s.i * taps;
   const Scratch<int32_t> of(columns);
   for (int64_t k = 0; k < columns; ++k) {
@@ -463,8 +560,8 @@ void sort_nonzeros(const Plan& plan, const Geometry& s, const Sparse& mu, int64_
 
 // The nonzeros of μ in the order of the plan, for s from the output channels of μ to its input channels.
 template <class T>
-void transpose_nonzeros(const Plan& plan, const Geometry& s, const Slab<Compute<T>>& slab, const Sparse& mu,
-                        int64_t taps, int32_t* starts, Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
+void transpose_nonzeros(const Plan& plan, const Geometry& s, const Slab& slab, const Sparse& mu, int64_t taps,
+                        int32_t* starts, Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
   struct Column {
     int32_t key, offset;
   };
@@ -535,14 +632,15 @@ void pack_v(const T* v, int64_t groups, int64_t inputs, int64_t outputs, int64_t
 }
 
 // du [rank, taps] and dv [rank, groups·o, i], null where not asked for, from their partial sums du_parts
-// [part][group][rank · taps] and dv_parts [part][group][o][rank · i, in rows of `row`], which are lost.
+// [part][group][share][rank · taps] and dv_parts [part][group][o][rank · i, in rows of `row`], which are lost.
 template <class T>
 void add_parts(int64_t parts, int64_t groups, int64_t rank, int64_t o, int64_t i, int64_t taps, int64_t row,
-               const Compute<T>* du_parts, T* du, Compute<T>* dv_parts, T* dv, ParallelFor parallel_for) {
+               const Compute<T>* du_parts, T* du, Compute<T>* dv_parts, T* dv, ParallelFor parallel_for,
+               int64_t shares = 1) {
   using C = Compute<T>;
   for (int64_t k = 0; k < rank * taps && du; ++k) {
     C sum = 0;
-    for (int64_t item = 0; item < parts * groups; ++item) sum += du_parts[item * rank * taps + k];
+    for (int64_t item = 0; item < parts * groups * shares; ++item) sum += du_parts[item * rank * taps + k];
     du[k] = from_compute<T>(sum);
   }
   if (!dv) return;
