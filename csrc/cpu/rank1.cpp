@@ -133,6 +133,46 @@ FF_INLINE void write_row(T* w, const T* mu, int64_t n, int64_t rank, const T* sc
   }
 }
 
+constexpr int kTogether = 4;  // rows whose sums share what is read along them
+
+// The same for rows of `stride` that differ in their scale alone, [rank][kTogether].
+template <class T, int B>
+FF_INLINE void write_rows(T* w, const T* mu, int64_t stride, int64_t n, int64_t rank, const Compute<T>* scale,
+                          const T* along, int64_t along_stride) {
+  using V = Vec<T, B>;
+  constexpr int L = kLanes<T, B>;
+  int64_t j = 0;
+  for (; j + 2 * L <= n; j += 2 * L) {
+    V sum[kTogether][2];
+    for (int64_t r = 0; r < rank; ++r) {
+      const T* from = along + r * along_stride + j;
+      const V a[2] = {in_register(load<B>(from)), in_register(load<B>(from + L))};
+#pragma GCC unroll 4
+      for (int m = 0; m < kTogether; ++m) {
+        const V by = V{} + scale[r * kTogether + m];
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) sum[m][h] = r == 0 ? a[h] * by : sum[m][h] + a[h] * by;
+      }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < kTogether; ++m) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        if (mu) sum[m][h] += load<B>(mu + m * stride + j + h * L);
+        store<B>(w + m * stride + j + h * L, sum[m][h]);
+      }
+    }
+  }
+  for (int64_t m = 0; m < kTogether && j < n; ++m) {
+    for (int64_t i = j; i < n; ++i) {
+      auto sum = to_compute(along[i]) * scale[m];
+      for (int64_t r = 1; r < rank; ++r) sum += to_compute(along[r * along_stride + i]) * scale[r * kTogether + m];
+      if (mu) sum += to_compute(mu[m * stride + i]);
+      w[m * stride + i] = from_compute<T>(sum);
+    }
+  }
+}
+
 constexpr int64_t kSegment = 8192;
 
 // Items are (client, row, segment of a row).
@@ -141,8 +181,23 @@ struct WriteRows {
   FF_INLINE static void run(const Rank1& op, const Plan& plan, const Mu<T>& mu, const T* u_transposed, int64_t begin,
                             int64_t end) {
     const int64_t segments = ceil_div(plan.columns, kSegment);
+    const bool alike = op.layout == kLinear || (op.layout == kKernel && (!op.channels_last || op.size.taps() == 1));
+    const bool together = alike && segments == 1 && op.rank > 1;
+    const Scratch<Compute<T>> scales(together ? op.rank * kTogether : 0);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t k = item / (plan.rows * segments), m = item / segments % plan.rows;
+      if (together && item + kTogether <= end && m + kTogether <= plan.rows) {
+        const T *u = client<T>(op.u, k), *v = client<T>(op.v, k);
+        const int64_t at = m * plan.columns;
+        for (int64_t r = 0; r < op.rank; ++r)
+          copy<B>(v + r * plan.v_numel + m, kTogether, scales.get() + r * kTogether);
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          write_rows<T, B>(static_cast<T*>(op.w) + k * op.size.numel() + at, mu.at(k, at), plan.columns, plan.columns,
+                           op.rank, scales.get(), u, plan.u_numel);
+        });
+        item += kTogether - 1;
+        continue;
+      }
       const int64_t start = item % segments * kSegment, n = std::min(kSegment, plan.columns - start);
       const T* u = u_transposed ? u_transposed + k * op.rank * plan.u_numel : client<T>(op.u, k);
       const T* v = client<T>(op.v, k);
@@ -387,6 +442,36 @@ FF_INLINE void sum_rows_and_columns(const T* g, int64_t stride, int64_t rows, in
   }
 }
 
+// The same for exactly `Rows` rows, whose sums stay in registers, and sums of columns that are added to.
+template <int Rows, class T, int B>
+FF_INLINE void sum_few_rows_and_columns(const T* g, int64_t stride, int64_t n, const Compute<T>* scale, const T* along,
+                                        Vec<T, B>* row_sums, Compute<T>* column_sums) {
+  using V = Vec<T, B>;
+  constexpr int L = kLanes<T, B>;
+  V sums[Rows], by[Rows];
+#pragma GCC unroll 4
+  for (int m = 0; m < Rows; ++m) sums[m] = row_sums[m], by[m] = V{} + scale[m];
+  int64_t j = 0;
+  for (; j + 2 * L <= n; j += 2 * L) {
+    const V a0 = load<B>(along + j), a1 = load<B>(along + j + L);
+    V c0 = load<B>(column_sums + j), c1 = load<B>(column_sums + j + L);
+#pragma GCC unroll 4
+    for (int m = 0; m < Rows; ++m) {
+      const V g0 = load<B>(g + m * stride + j), g1 = load<B>(g + m * stride + j + L);
+      sums[m] = sums[m] + g0 * a0 + g1 * a1;
+      c0 += g0 * by[m];
+      c1 += g1 * by[m];
+    }
+    store<B>(column_sums + j, c0);
+    store<B>(column_sums + j + L, c1);
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < Rows; ++m) row_sums[m] = sums[m];
+  if (j < n) {
+    sum_rows_and_columns<T, B>(g + j, stride, Rows, n - j, scale, along + j, row_sums, column_sums + j, true);
+  }
+}
+
 // Linear and kernel layouts where v is a number for each row and u runs along it. A block is four rows, or for
 // channels_last the kh sets of kw rows of one output.
 template <class T, int B>
@@ -399,11 +484,16 @@ struct BackwardRows {
     const int64_t step = in_sets ? 1 : 4, sets = in_sets ? op.size.kh : 1, most = std::max<int64_t>(4, op.size.kw);
     const Scratch<Vec<T, B>> sums(most);
     const Scratch<C> scale(most);
+    // What several ranks read is converted once.
+    const bool once = !std::is_same_v<T, C> && !in_sets && rank > 1;
+    const Scratch<C> g(once ? step * n : 0), u(once ? rank * un : 0);
     for (int64_t item = begin; item < end; ++item) {
       const ChunkOf<T> c(op, plan, chunks, u_transposed, partial, item);
       std::fill(c.du, c.du + rank * un, C(0));
+      if (once) copy<B>(c.u, rank * un, u.get());
       for (int64_t m = c.first; m < c.last; m += step) {
         const int64_t rows = in_sets ? op.size.kw : std::min(step, c.last - m), v_at = in_sets ? m * rows : m;
+        if (once) copy<B>(c.g + m * n, rows * n, g.get());
         for (int64_t r = 0; r < rank; ++r) {
           for (int64_t j = 0; j < rows; ++j) {
             sums.get()[j] = Vec<T, B>{};
@@ -411,6 +501,18 @@ struct BackwardRows {
           }
           for (int64_t set = 0; set < sets; ++set) {
             const int64_t row = in_sets ? (m * sets + set) * rows : m, along = r * un + set * n;
+            if (rows == 4) {
+              outline<B>([&]() FF_INLINE_LAMBDA {
+                if (once) {
+                  sum_few_rows_and_columns<4, C, B>(g.get(), n, n, scale.get(), u.get() + along, sums.get(),
+                                                    c.du + along);
+                } else {
+                  sum_few_rows_and_columns<4, T, B>(c.g + row * n, n, n, scale.get(), c.u + along, sums.get(),
+                                                    c.du + along);
+                }
+              });
+              continue;
+            }
             sum_rows_and_columns<T, B>(c.g + row * n, n, rows, n, scale.get(), c.u + along, sums.get(), c.du + along,
                                        true);
           }
