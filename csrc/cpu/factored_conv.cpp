@@ -1,8 +1,10 @@
 // y = conv(x, Σ_r u_r ⊗ v_r + μ), a unit of packed segments at a time: t_r = the depthwise convolution of x by u_r, y =
 // v t, and the nonzeros of μ added to it.
+#include <memory>
 #include <numeric>
+#include <vector>
 
-#include "orders.h"
+#include "recent.h"
 #include "tiles.h"
 
 namespace fastfact {
@@ -127,58 +129,89 @@ Prepared<T> prepare(const FactoredConv& op) {
   return p;
 }
 
-constexpr int64_t kOrderBytes = 256 << 20;
-
-// All numbers but the positions that find_order reads.
+// v and μ as the kernels read them.
 template <class C>
-std::vector<int64_t> numbers_of(const Prepared<C>& p, int64_t taps) {
-  std::vector<int64_t> out = {p.s.groups, p.s.i, p.s.o, taps, p.slab.channel, p.plan.block, p.plan.blocks, p.plan.keys};
-  for (size_t phase = 0; phase < p.s.phases.size(); ++phase) {
-    const auto &tap = p.s.phases[phase].tap, &offset = p.slab.offset[phase];
-    out.push_back(tap.size());
-    out.insert(out.end(), tap.begin(), tap.end()), out.insert(out.end(), offset.begin(), offset.end());
+struct Weights {
+  std::vector<int64_t> plan;  // all numbers they depend on besides
+  uint64_t digest;
+  std::vector<int32_t> starts;
+  int64_t count;
+  Scratch<Nonzero<C>> nonzeros;
+  int64_t factors;
+  Scratch<C> v;
+
+  Weights(std::vector<int64_t> plan, uint64_t digest, int64_t starts, int64_t count, int64_t factors)
+      : plan(std::move(plan)),
+        digest(digest),
+        starts(starts),
+        count(count),
+        nonzeros(count),
+        factors(factors),
+        v(factors) {}
+  int64_t bytes() const {
+    return plan.size() * sizeof(int64_t) + starts.size() * sizeof(int32_t) + count * sizeof(Nonzero<C>) +
+           factors * sizeof(C);
   }
+};
+
+template <class T>
+std::vector<int64_t> numbers_of(const Prepared<T>& p, int64_t taps) {
+  std::vector<int64_t> out = {p.s.groups,     p.s.i,        p.s.o,         p.rank,      p.pairs,     taps,
+                              p.slab.channel, p.plan.block, p.plan.blocks, p.plan.keys, p.plan.count};
+  const auto &tap = p.s.phases[0].tap, &offset = p.slab.offset[0];
+  out.insert(out.end(), tap.begin(), tap.end()), out.insert(out.end(), offset.begin(), offset.end());
   return out;
 }
 
-// The starts of the plan, and the offsets.
+// Where μ comes again they are kept, up to kKept bytes, and found by the digest of all numbers they were made of.
 template <class T>
-Orders::Order order_of(const Prepared<T>& p, const FactoredConv& op, ParallelFor parallel_for) {
-  static Orders& orders = *new Orders(kOrderBytes);  // never destroyed: threads may outlive main
-  const int64_t taps = op.conv.kh * op.conv.kw;
-  std::vector<int64_t> numbers;
+std::shared_ptr<const Weights<Compute<T>>> weights_of(const Prepared<T>& p, const FactoredConv& op,
+                                                      ParallelFor parallel_for) {
+  using W = Weights<Compute<T>>;
+  constexpr int64_t kKept = 256 << 20;
+  static Recent<W>& recent = *new Recent<W>(kKept);  // never destroyed: threads may outlive main
+  const Conv& c = op.conv;
+  const int64_t taps = c.kh * c.kw, count = op.mu.count, factors = op.rank * c.groups * c.o * c.i;
+  std::vector<int64_t> plan;
+  uint64_t key = 0;
   if (op.repeated) {
-    numbers = numbers_of(p, taps);
-    if (auto found = orders.find(numbers, op.mu.index, op.mu.count)) return found;
+    plan = numbers_of(p, taps);
+    key = digest(op.mu.index, count * sizeof(int32_t), 0x2545F4914F6CDD1D, parallel_for);
+    key = digest(op.mu.values, count * sizeof(T), key, parallel_for);
+    key = digest(op.v, factors * sizeof(T), key, parallel_for);
+    const auto same = [&](const W& e) { return e.digest == key && e.plan == plan; };
+    if (auto found = recent.find(same, [](const W&) { return true; })) return found;
   }
-  std::vector<int32_t> order(p.plan.keys + op.mu.count);
-  find_order(p.plan, p.s, p.slab, op.mu, taps, order.data(), order.data() + p.plan.keys, parallel_for);
-  if (numbers.empty()) return std::make_shared<const std::vector<int32_t>>(std::move(order));
-  return orders.add(std::move(numbers), op.mu.index, op.mu.count, std::move(order));
+  const auto out = std::make_shared<W>(std::move(plan), key, p.plan.keys, count, factors);
+  if (factors) {
+    pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, out->v.get(),
+           parallel_for);
+  }
+  if (count) {
+    const Scratch<int32_t> offsets(count);
+    Plan of = p.plan;
+    of.starts = out->starts.data();
+    find_order(of, p.s, p.slab, op.mu, taps, out->starts.data(), offsets.get(), parallel_for);
+    sort_nonzeros<T>(of, p.s, op.mu, taps, offsets.get(), out->nonzeros.get(), parallel_for);
+  }
+  if (op.repeated) recent.add(out);
+  return out;
 }
 
 template <class T>
 void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   using C = Compute<T>;
   const Conv& c = op.conv;
-  const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), taps = c.kh * c.kw, outputs = c.groups * c.o;
+  const int64_t lanes = register_bytes() / sizeof(C), taps = c.kh * c.kw, outputs = c.groups * c.o;
   Prepared<T> p = prepare<T>(op);
-  const Orders::Order order = op.mu.count ? order_of(p, op, parallel_for) : nullptr;
-  const Scratch<C> u(op.rank * taps), v(outputs * op.rank * c.i), bias(op.bias ? outputs * lanes : 0);
-  const Scratch<Nonzero<C>> nonzeros(op.mu.count);
+  const auto weights = weights_of(p, op, parallel_for);
+  const Scratch<C> u(op.rank * taps), bias(op.bias ? outputs * lanes : 0);
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
-  if (op.rank) {
-    pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, v.get(),
-           parallel_for);
-  }
   for (int64_t k = 0; k < outputs * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
-  if (op.mu.count) {
-    p.plan.starts = order->data(), p.nonzeros = nonzeros.get();
-    sort_nonzeros<T>(p.plan, p.s, op.mu, taps, order->data() + p.plan.keys, nonzeros.get(), parallel_for);
-  }
-  p.u = u.get(), p.v = v.get(), p.bias = op.bias ? bias.get() : nullptr;
+  p.plan.starts = weights->starts.data(), p.nonzeros = op.mu.count ? weights->nonzeros.get() : nullptr;
+  p.u = u.get(), p.v = weights->v.get(), p.bias = op.bias ? bias.get() : nullptr;
   parallel(parallel_for, p.grid.units() * c.groups * p.shares.count, 1,
            [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });
 }

@@ -26,7 +26,7 @@ struct FactoredConv {
   const void *x, *u, *v, *bias;  // u [rank, kh, kw], v [rank, groups·o, i], bias [groups·o] or null
   Sparse mu;
   void* y;
-  bool repeated = false;  // whether μ comes again: the order of its nonzeros is then remembered
+  bool repeated = false;  // whether v and μ come again: as the kernels read them they are then kept
 };
 
 struct FactoredConvBackward {

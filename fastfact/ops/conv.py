@@ -283,9 +283,10 @@ def factored_conv2d(
     PyTorch's convolutions are. Raises ValueError for shapes or dtypes that do not fit, and, on the CPU, for positions
     that are not ascending or not in W; a GPU does not look at them.
 
-    repeated: whether the same μ comes again, with inputs of this shape. Where no gradient is asked for, the CPU kernels
-    then remember in which order they take its nonzeros: 12 bytes for each, 256 MiB in all, those used last. An order
-    serves only where the index is number by number the one that it was found for.
+    repeated: whether the same v and μ come again, with inputs of this shape. Where no gradient is asked for, the CPU
+    kernels then keep both in the order in which they read them: 8 bytes for each nonzero and 4 for each number of v,
+    256 MiB in all, those used last. All numbers are read in each call to know that they are the same (a digest of
+    64 bits).
     """
     size, *how, clients, (x, u, v, values, index, bias) = _checked(
         OP, "spatial", x, u, v, values, index, bias, size, stride, padding, dilation, groups
