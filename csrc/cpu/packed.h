@@ -162,7 +162,7 @@ inline Tiling make_tiling(int64_t rows, int64_t columns, int64_t most) {
 // beside all that is computed for a register of outputs.
 inline Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, int64_t most,
                       int64_t kept, double packing) {
-  constexpr int64_t kKept = 1 << 19;  // elements of a unit
+  constexpr int64_t kKept = 1 << 20;  // elements of a unit
   constexpr double kTile = 3;         // registers that a tile costs beside its own
   Grid g{};
   double best = 0;

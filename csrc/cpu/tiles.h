@@ -1,6 +1,8 @@
 // The kernels of the factored convolutions on packed images (see packed.h), and the nonzeros of μ in their order.
 #pragma once
 
+#include <unistd.h>
+
 #include <memory>
 
 #include "packed.h"
@@ -463,19 +465,29 @@ inline Shares make_shares(int64_t items, int64_t channels, int64_t step) {
   return {std::max<int64_t>(1, ceil_div(channels, share)), share};
 }
 
+// Bytes of the first cache.
+inline int64_t first_cache() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+  static const int64_t bytes = std::clamp<int64_t>(sysconf(_SC_LEVEL1_DCACHE_SIZE), 32768, 65536);
+  return bytes;
+#else
+  return 32768;
+#endif
+}
+
 // For so many nonzeros, whose order is still to be given: blocks of input channels of which the first cache holds what
 // a tile reads, and more where a row of a block would have few nonzeros.
 inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count) {
   Plan plan{s.o, s.groups, 0, 0, 0, count, nullptr};
   if (!count) return plan;
-  constexpr int64_t kFirst = 32768, kMostBytes = 81920, kNonzeros = 8;
+  constexpr int64_t kMost = 81920, kNonzeros = 8;
   const Tile& tile = tiling.tiles[0];
   const int64_t registers = rows_read(s.phases, &Taps::row, s.stride[0], tile.rows).size() *
                             rows_read(s.phases, &Taps::column, s.stride[1], tile.columns).size();
   const int64_t bytes = std::max<int64_t>(registers, 1) * register_bytes();
   const double per_channel = double(count) / (s.groups * s.o * s.i);
   const int64_t wanted = std::max<int64_t>(
-      kFirst / bytes, std::min<int64_t>(kMostBytes / bytes, int64_t(std::min(kNonzeros / per_channel, 1e6))));
+      first_cache() / bytes, std::min<int64_t>(kMost / bytes, int64_t(std::min(kNonzeros / per_channel, 1e6))));
   // A power of two, so that whole lines of channels are whole blocks.
   plan.block = 1;
   while (plan.block * 3 <= wanted * 2) plan.block *= 2;
