@@ -331,6 +331,17 @@ struct Attend {
 
   // The larger of each lane; NaN stays.
   FF_INLINE static V larger(V a, V b) {
+#if defined(__x86_64__) && !defined(__clang__)
+    // GCC makes one comparison for each lane here.
+    if constexpr (B == 64 && sizeof(C) == 4) {
+      V out;
+      asm("vcmpps $3, %1, %1, %%k1\n\tvmaxps %2, %1, %0\n\tvmovaps %1, %0%{%%k1%}"
+          : "=&v"(out)
+          : "v"(b), "v"(a)
+          : "k1");
+      return out;
+    }
+#endif
     return bit_cast<V>(pick<I>(mask_of<I>(b > a) | mask_of<I>(b != b), bit_cast<I>(b), bit_cast<I>(a)));
   }
 

@@ -21,6 +21,7 @@ namespace {
 constexpr int64_t kRegisters = 8;        // of rows of a unit
 constexpr int64_t kItems = 16;           // wanted of work, for the threads
 constexpr int64_t kLeastWork = 1 << 16;  // multiplications of an item
+constexpr int64_t kSorted = 64;          // more rows repay nonzeros that are sorted
 constexpr int64_t kOutputs = 96;         // outputs computed before they are written
 constexpr int64_t kFewRows = 16;         // up to these, factors are read where they lie
 constexpr int64_t kSummed = 512;         // rows of a part of du and dv, at least
@@ -48,6 +49,19 @@ Rows<T> rows_of(const Matrix<void>& m) {
 
 struct Unit {
   int64_t first, rows;
+};
+
+// Items of work that threads take one by one, for units may have fewer rows than others.
+class Items {
+ public:
+  explicit Items(int64_t count) : count_(count) {}
+  int64_t count() const { return count_; }
+  // The next item, `count` or more where none is left.
+  int64_t take() const { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  const int64_t count_;
+  mutable std::atomic<int64_t> next_{0};
 };
 
 std::vector<Unit> make_units(int64_t n, int64_t lanes, int64_t most) {
@@ -90,7 +104,7 @@ struct Work {
 bool ascending(const Sparse& mu, int64_t size, ParallelFor parallel_for) {
   if (!mu.count) return true;
   std::atomic<bool> valid{mu.index[0] >= 0 && mu.index[mu.count - 1] < size};
-  parallel(parallel_for, mu.count - 1, 1 << 16, [&](int64_t begin, int64_t end) {
+  parallel(parallel_for, mu.count - 1, 1 << 15, [&](int64_t begin, int64_t end) {
     bool sorted = true;
     for (int64_t j = begin; j < end; ++j) sorted &= mu.index[j] < mu.index[j + 1];
     if (!sorted) valid = false;
@@ -98,15 +112,21 @@ bool ascending(const Sparse& mu, int64_t size, ParallelFor parallel_for) {
   return valid;
 }
 
+// The first of ascending positions that is not below `position`, looked for from `from` on.
+const int32_t* find_near(const int32_t* from, const int32_t* last, int64_t position) {
+  int64_t step = 16;
+  for (; last - from > step && from[step] < position; step *= 2) from += step;
+  return std::lower_bound(from, last - from > step ? from + step + 1 : last, position);
+}
+
 template <class C>
 void find_bounds(const Work<C>& p, int64_t count, int32_t* bounds, ParallelFor parallel_for) {
-  parallel(parallel_for, p.o, 1 + 4096 / (p.blocks + 1), [&](int64_t begin, int64_t end) {
-    const int32_t *const last = p.index + count, *row = std::lower_bound(p.index, last, begin * p.i);
+  parallel(parallel_for, p.o, 1 + 1024 / (p.blocks + 1), [&](int64_t begin, int64_t end) {
+    const int32_t *const last = p.index + count, *nz = std::lower_bound(p.index, last, begin * p.i);
     for (int64_t o = begin; o < end; ++o) {
-      const int32_t* const next = std::lower_bound(row, last, (o + 1) * p.i);
       for (int64_t b = 0; b <= p.blocks; ++b) {
-        row = std::lower_bound(row, next, o * p.i + std::min(b * p.block, p.i));
-        bounds[o * (p.blocks + 1) + b] = int32_t(row - p.index);
+        if (b) nz = find_near(nz, last, o * p.i + std::min(b * p.block, p.i));
+        bounds[o * (p.blocks + 1) + b] = int32_t(nz - p.index);
       }
     }
   });
@@ -119,12 +139,11 @@ void sort_by_inputs(const Work<C>& p, const Sparse& mu, int32_t* bounds, int32_t
   const T* const from = static_cast<const T*>(mu.values);
   std::vector<int32_t> rows(p.o + 1);
   for (int64_t o = 0; o <= p.o; ++o) {
-    const int32_t* const start = mu.index + (o ? rows[o - 1] : 0);
-    rows[o] = int32_t(std::lower_bound(start, mu.index + mu.count, o * p.i) - mu.index);
+    rows[o] = int32_t(find_near(mu.index + (o ? rows[o - 1] : 0), mu.index + mu.count, o * p.i) - mu.index);
   }
   for (int64_t b = 0; b < p.blocks; ++b) {
     const int64_t first = b * p.block, last = std::min(p.o, first + p.block);
-    const int64_t chunks = std::clamp<int64_t>((rows[last] - rows[first]) >> 14, 1, 16);
+    const int64_t chunks = std::clamp<int64_t>((rows[last] - rows[first]) >> 12, 1, 16);
     std::vector<int32_t> next(chunks * p.i);  // of each chunk and input: how many, then where the next one goes
     auto each = [&](const auto& body) {
       parallel(parallel_for, chunks, 1, [&](int64_t begin, int64_t end) {
@@ -196,6 +215,67 @@ struct Panels {
     }
   }
 
+  static constexpr int64_t kBlock = kLanes<C, B>;  // rows and channels that are turned together
+
+  // Lines of `kBlock` rows from `row` on that are turned after these.
+  template <class T>
+  FF_INLINE static void fetch_rows(const T* from, int64_t channels, int64_t row, int64_t rows, bool writes) {
+#pragma GCC unroll 16
+    for (int64_t l = 0; l < kBlock; ++l) {
+      if (row + l >= rows) break;
+      if (writes) {
+        __builtin_prefetch(from + l * channels, 1);
+      } else {
+        __builtin_prefetch(from + l * channels);
+      }
+    }
+  }
+
+  template <class T>
+  FF_INLINE static void from_rows(const T* from, int64_t rows, int64_t channels, C* panel) {
+    for (int64_t p = 0; p < rows; p += kBlock, from += kBlock * channels) {
+      const int64_t count = std::min(kBlock, rows - p);
+      int64_t c = 0;
+      for (; c + kBlock <= channels && count == kBlock; c += kBlock) {
+        fetch_rows(from + kBlock * channels + c, channels, p + kBlock, rows, false);
+        Vec<C, B> lines[kBlock];
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kBlock; ++l) lines[l] = load<B>(from + l * channels + c);
+        transpose_from<1, kBlock>(lines);
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kBlock; ++l) store<B>(panel + (c + l) * P + p, lines[l]);
+      }
+      for (; c < channels; ++c) {
+        for (int64_t l = 0; l < count; ++l) panel[c * P + p + l] = to_compute(from[l * channels + c]);
+      }
+    }
+  }
+
+  // To rows that are `row` elements apart.
+  template <class T>
+  FF_INLINE static void to_rows(const C* panel, int64_t rows, int64_t channels, T* to, int64_t row) {
+    for (int64_t p = 0; p < rows; p += kBlock, to += kBlock * row) {
+      const int64_t count = std::min(kBlock, rows - p);
+      int64_t c = 0;
+      for (; c + kBlock <= channels; c += kBlock) {
+        fetch_rows(to + kBlock * row + c, row, p + kBlock, rows, true);
+        Vec<C, B> lines[kBlock];
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kBlock; ++l) lines[l] = load<B>(panel + (c + l) * P + p);
+        transpose_from<1, kBlock>(lines);
+        if (count == kBlock) {
+#pragma GCC unroll 16
+          for (int64_t l = 0; l < kBlock; ++l) store<B>(to + l * row + c, lines[l]);
+        } else {
+          for (int64_t l = 0; l < count; ++l) store<B>(to + l * row + c, lines[l]);
+        }
+      }
+      for (; c < channels; ++c) {
+        for (int64_t l = 0; l < count; ++l) to[l * row + c] = from_compute<T>(panel[c * P + p + l]);
+      }
+    }
+  }
+
   // A panel of `channels` channels from memory, zeros beyond the rows of the unit.
   template <class T>
   FF_INLINE static void read(const Rows<const T>& m, const Unit& unit, int64_t channels, C* panel) {
@@ -206,7 +286,7 @@ struct Panels {
         });
       });
     } else {
-      Packing<T, B>::from_channels_last(m.data + unit.first * m.channels, m.channels, unit.rows, channels, panel, P);
+      outline<B>([&]() FF_INLINE_LAMBDA { from_rows(m.data + unit.first * m.channels, unit.rows, channels, panel); });
     }
     if (unit.rows == P) return;
     for (int64_t c = 0; c < channels; ++c) std::fill(panel + c * P + unit.rows, panel + (c + 1) * P, C(0));
@@ -221,7 +301,7 @@ struct Panels {
           for (int64_t c = 0; c < channels; ++c) copy<B>(panel + c * P + done, count, to + c * m.plane);
         });
       } else {
-        Packing<T, B>::to_channels_last(panel, P, channels, unit.rows, m.data + unit.first * m.channels, m.channels);
+        to_rows(panel, unit.rows, channels, m.data + unit.first * m.channels, m.channels);
       }
     });
   }
@@ -308,7 +388,8 @@ struct Panels {
           V dots[2]{};
 #pragma GCC unroll 8
           for (int p = 0; p < N; ++p) {
-            const V gradient = load<W>(out + p * L);
+            V gradient = load<W>(out + p * L);
+            if constexpr (kInput && kValues) gradient = in_register(gradient);
             if constexpr (kInput) sums[p] += weight * gradient;
             if constexpr (kValues) dots[p % 2] += in[p] * gradient;
           }
@@ -397,12 +478,12 @@ struct RunForward {
   static constexpr int64_t kSlack = B / sizeof(C);
 
   // Items are (unit, split); to make panels, units.
-  FF_INLINE static void run(const Forward<T>& w, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Forward<T>& w, const Items& items) {
     const bool split = w.panels;
     const int64_t most = ceil_div(w.o, w.splits), together = w.blocks == 1 ? std::min(kOutputs, most) : most;
     const Scratch<C> own(split ? 0 : w.i * w.row), own_hidden(split ? 0 : w.rank * w.row);
     const Scratch<C> y(w.turns ? 0 : together * w.row + kSlack);
-    for (int64_t item = begin; item < end; ++item) {
+    for (int64_t item; (item = items.take()) < items.count();) {
       const int64_t n = w.turns ? item : w.unit_of(item), k = item % w.splits;
       const Unit& unit = w.units[n];
       C* const x = split ? w.panels + n * w.i * w.row : own.get();
@@ -450,12 +531,12 @@ struct RunBackward {
   static constexpr int64_t kSlack = B / sizeof(C);
 
   // Items are (part, split); to make panels and to sum the parts of dx, units.
-  FF_INLINE static void run(const Backward<T>& w, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Backward<T>& w, const Items& items) {
     const bool split = w.gradients;
     const int64_t copies = w.by_inputs ? 1 : w.splits;  // of dx: by inputs each split has its own part of one
     const Scratch<C> x(split ? 0 : w.i * w.row), dy(split ? 0 : w.o * w.row), dx(split ? 0 : w.i * w.row + kSlack);
     const Scratch<C> h(w.rank * w.row + kSlack);
-    for (int64_t item = begin; item < end; ++item) {
+    for (int64_t item; (item = items.take()) < items.count();) {
       if (split && w.step != Backward<T>::kMultiply) {
         const Unit& unit = w.units[item];
         C *const from = w.panels + item * w.i * w.row, *const out = w.gradients + item * w.o * w.row;
@@ -713,7 +794,7 @@ struct Prepared {
     W w{};
     const int64_t lanes = register_bytes() / sizeof(C), fewer = registers_by_inputs(op.i, op.o);
     w.i = op.i, w.o = op.o, w.rank = op.rank;
-    w.by_inputs = std::is_same_v<W, Backward<T>> && op.n > kRegisters * lanes;
+    w.by_inputs = std::is_same_v<W, Backward<T>> && op.n > std::min(kRegisters * lanes, kSorted);
     w.units = make_units(op.n, lanes, w.by_inputs ? fewer : kRegisters);
     const int64_t registers = ceil_div(w.units[0].rows, lanes);
     w.row = (registers > 4 ? 8 : registers > 2 ? 4 : registers) * lanes;
@@ -765,8 +846,9 @@ void forward(const FactoredLinear& op, ParallelFor parallel_for) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
   w.x = rows_of<T>(op.x), w.y = rows_of<T>(op.y), w.bias = op.bias ? bias.get() : nullptr;
-  auto work = [&](int64_t items) {
-    parallel(parallel_for, items, 1, [&](int64_t begin, int64_t end) { dispatch<RunForward, T>(w, begin, end); });
+  auto work = [&](int64_t count) {
+    const Items items(count);
+    parallel(parallel_for, count, 1, [&](int64_t, int64_t) { dispatch<RunForward, T>(w, items); });
   };
   if (shared) {
     w.panels = panels.get(), w.hidden = hidden.get(), w.turns = true;
@@ -798,9 +880,10 @@ void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
       std::memset(static_cast<void*>(w.grads + begin), 0, (end - begin) * sizeof(C));
     });
   }
-  auto work = [&](int64_t items, typename Backward<T>::Step step) {
+  auto work = [&](int64_t count, typename Backward<T>::Step step) {
+    const Items items(count);
     w.step = step;
-    parallel(parallel_for, items, 1, [&](int64_t begin, int64_t end) { dispatch<RunBackward, T>(w, begin, end); });
+    parallel(parallel_for, count, 1, [&](int64_t, int64_t) { dispatch<RunBackward, T>(w, items); });
   };
   if (shared) {
     w.panels = panels.get(), w.gradients = gradients.get(), w.inputs = inputs.get();

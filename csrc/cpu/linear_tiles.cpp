@@ -516,64 +516,59 @@ struct Made {
   }
 };
 
-template <class F>
-bool with_weight(Type type, const F& f) {
+// High ranks cost more in tiles of W than beside a few rows.
+bool are_few(int64_t n, int64_t rank) { return n <= (rank > kFewRanks ? 4 : 1) * kFewRows; }
+
+// multiply(W), or few(W) where rows are few; false where the positions of μ do not ascend.
+template <class Op, class Multiply, class Few>
+bool with_weight(const Op& op, ParallelFor parallel_for, const Multiply& multiply, const Few& few) {
   bool valid = true;
-  with_type(type, [&](auto one) {
-    if constexpr (!std::is_same_v<decltype(one), double>) valid = f(one);
+  with_type(op.type, [&](auto one) {
+    using T = decltype(one);
+    if constexpr (!std::is_same_v<T, double>) {
+      const auto support = find_bits(op.o, op.i, op.mu, parallel_for);
+      if (!(valid = bool(support))) return;
+      const Made<T> made(op, *support);
+      are_few(op.n, op.rank) ? few(made.w) : multiply(made.w);
+    }
   });
   return valid;
 }
 
 }  // namespace
 
-namespace {
-
-// High ranks cost more in tiles of W than beside a few rows.
-bool are_few(int64_t n, int64_t rank) { return n <= (rank > kFewRanks ? 4 : 1) * kFewRows; }
-
-}  // namespace
-
 bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool backward) {
   if (type == Type::f64 || !spreads(register_bytes())) return false;
   // Where the products of nonzeros take as long; backward they are sorted first, which many rows repay.
-  const double density = n <= 4 ? .15 : backward && n < 512 ? .24 : .33;
+  const bool wide = register_bytes() == 64;
+  double density = .33;
+  if (n <= 4) {
+    density = .15;
+  } else if (wide && n < 512) {
+    density = backward && n <= 64 ? .17 : .29;
+  } else if (backward && n < 512) {
+    density = .24;
+  }
   return n && double(count) > density * double(i) * double(o);
 }
 
 bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
-  return with_weight(op.type, [&](auto type) {
-    using T = decltype(type);
-    const auto support = find_bits(op.o, op.i, op.mu, parallel_for);
-    if (!support) return false;
-    const Made<T> made(op, *support);
-    if (are_few(op.n, op.rank)) {
-      multiply_few(made.w, op, parallel_for);
-      return true;
-    }
+  auto multiply = [&]<class T>(const Weight<T>& w) {
     const Padded<T> bias(op.bias, op.bias ? 1 : 0, op.o);
-    multiply_rows(made.w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data.get() : nullptr,
+    multiply_rows(w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data.get() : nullptr,
                   static_cast<T*>(op.y.data), parallel_for);
-    return true;
-  });
+  };
+  return with_weight(op, parallel_for, multiply, [&](const auto& w) { multiply_few(w, op, parallel_for); });
 }
 
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
-  return with_weight(op.type, [&](auto type) {
-    using T = decltype(type);
-    const auto support = find_bits(op.o, op.i, op.mu, parallel_for);
-    if (!support) return false;
-    const Made<T> made(op, *support);
-    if (are_few(op.n, op.rank)) {
-      multiply_few_backward(made.w, op, parallel_for);
-      return true;
-    }
+  auto multiply = [&]<class T>(const Weight<T>& w) {
     const T *x = static_cast<const T*>(op.x.data), *dy = static_cast<const T*>(op.dy.data);
-    if (op.dx.data) multiply_rows(made.w, false, op.n, dy, nullptr, static_cast<T*>(op.dx.data), parallel_for);
+    if (op.dx.data) multiply_rows(w, false, op.n, dy, nullptr, static_cast<T*>(op.dx.data), parallel_for);
     T *const dvalues = static_cast<T*>(op.dvalues), *const du = static_cast<T*>(op.du), *dv = static_cast<T*>(op.dv);
-    if (dvalues || du || dv) sum_gradients(made.w, op.n, x, dy, dvalues, du, dv, parallel_for);
-    return true;
-  });
+    if (dvalues || du || dv) sum_gradients(w, op.n, x, dy, dvalues, du, dv, parallel_for);
+  };
+  return with_weight(op, parallel_for, multiply, [&](const auto& w) { multiply_few_backward(w, op, parallel_for); });
 }
 
 }  // namespace fastfact

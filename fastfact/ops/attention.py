@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastfact.ops.backends import implementation, kernel_serves
+from fastfact.ops.backends import PRODUCTS_ARE_SLOW, implementation, kernel_serves
 from fastfact.ops.common import recording
 
 OP, BACKWARD = "attention", "attention_backward"
-SHORT = 1 << 14
+SHORT = 1 << (17 if PRODUCTS_ARE_SLOW else 14)
 """Up to so many numbers of a head's keys the kernel is no slower than PyTorch's, as measured."""
 _VIEWS = frozenset(
     f"{name}Backward0"

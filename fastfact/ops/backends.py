@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastfact.base import machine
 from fastfact.ops.registry import BACKENDS, OPS, with_kernels
 
 log = logging.getLogger("fastfact")
@@ -208,3 +209,12 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _serving = before
+
+
+def has_slow_products(capability: str, processor: str) -> bool:
+    """Whether PyTorch's products of float32 and float64 reach half of what the processor can: on those of AMD MKL has
+    no AVX-512."""
+    return capability == "AVX512" and "AMD" in processor
+
+
+PRODUCTS_ARE_SLOW = has_slow_products(torch.backends.cpu.get_cpu_capability(), machine.processor())

@@ -1,11 +1,13 @@
 """The linear layer of a low-rank weight from its parts: σ serves all clients in one product, BA is never made."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fastfact.base.formats import FLOATING
 from fastfact.ops import reference
-from fastfact.ops.backends import implementation, kernel_serves, library_serves
+from fastfact.ops.backends import PRODUCTS_ARE_SLOW, implementation, kernel_serves, library_serves
 from fastfact.ops.common import (
     autocast,
     call,
@@ -21,19 +23,35 @@ from fastfact.ops.common import (
 from fastfact.ops.reference import OWN
 
 OP, BACKWARD = "lowrank_linear", "lowrank_linear_backward"
-NARROW, WIDE, ENOUGH = 1 << 18, 1 << 24, 128
-"""The kernel for CPUs with AVX2 is no slower than PyTorch's products, as measured, where σ has up to NARROW numbers; up
-to WIDE where ENOUGH rows repay the copy it makes of σ, which beyond takes too much memory; and in half precision."""
-_IS_MEASURED = torch.backends.cpu.get_cpu_capability() == "AVX2"
+WIDE = 1 << 24
+"""Of how many numbers σ may be for the kernel, which makes a copy of it that beyond takes too much memory."""
+
+
+class _Measured(NamedTuple):
+    """Where the kernel is no slower than PyTorch's products, as measured: where σ has up to `narrow` numbers, up to
+    WIDE where `enough` rows repay the copy, and in half precision or not."""
+
+    narrow: int
+    enough: int
+    half: bool
+
+
+_OF_AVX2, _OF_SLOW_PRODUCTS = _Measured(1 << 18, 128, True), _Measured(0, 16, False)
+_HERE = _OF_SLOW_PRODUCTS if PRODUCTS_ARE_SLOW else None
+if torch.backends.cpu.get_cpu_capability() == "AVX2":
+    _HERE = _OF_AVX2
 
 
 def _kernel_pays(op: str, x: Tensor, sigma: Tensor) -> bool:
     """Whether a kernel serves, and is not slower than the reference."""
     if not kernel_serves(op, x) or not library_serves(op, x):
         return kernel_serves(op, x)
-    most = WIDE if x.shape[:-1].numel() >= ENOUGH else NARROW
-    pays = sigma.shape[-1] * sigma.shape[-2] <= most or x.element_size() == 2
-    return _IS_MEASURED and pays and sigma.dim() == (2 if x.dim() == 3 else x.dim())
+    if _HERE is None or sigma.dim() != (2 if x.dim() == 3 else x.dim()):
+        return False
+    if x.element_size() == 2:
+        return _HERE.half
+    most = WIDE if x.shape[:-1].numel() >= _HERE.enough else _HERE.narrow
+    return sigma.shape[-1] * sigma.shape[-2] <= most
 
 
 def _plain(x: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float) -> Tensor:

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastfact import ops, use_backend
-from fastfact.ops import lowrank
+from fastfact.ops import backends, lowrank
 
 K, N, IN, OUT, R, SCALE = 3, 5, 7, 4, 2, 1.5
 NAMES = ("x", "sigma", "a", "b", "bias")
@@ -168,17 +168,26 @@ def test_the_compiled_kernel_is_taken_where_it_was_measured_to_be_faster(monkeyp
             ops.lowrank_linear(*(torch.zeros(s, dtype=dtype) for s in shapes))
         return bool(calls)
 
-    monkeypatch.setattr(lowrank, "_IS_MEASURED", True)
+    monkeypatch.setattr(lowrank, "_HERE", lowrank._OF_AVX2)
     assert serves(2, 3, 512, 512) and serves(2, 3, 64, 8, torch.float64)
     assert not serves(2, 3, 513, 512) and serves(2, 3, 513, 512, torch.bfloat16) and serves(2, 64, 513, 512)
     assert not serves(2, 3, 8, 8, own=(2,))
     with monkeypatch.context() as patch:
-        patch.setattr(lowrank, "WIDE", lowrank.NARROW)
+        patch.setattr(lowrank, "WIDE", 1 << 18)
         assert not serves(2, 64, 513, 512)
     with use_backend("reference"):
         assert not serves(2, 3, 8, 8)
-    monkeypatch.setattr(lowrank, "_IS_MEASURED", False)
-    assert not serves(2, 3, 8, 8)
+    monkeypatch.setattr(lowrank, "_HERE", lowrank._OF_SLOW_PRODUCTS)
+    assert serves(2, 8, 513, 512) and not serves(2, 7, 8, 8) and not serves(2, 64, 8, 8, torch.bfloat16)
+    monkeypatch.setattr(lowrank, "_HERE", None)
+    assert not serves(2, 64, 8, 8)
+
+
+def test_products_are_slow_where_mkl_has_no_avx512():
+    assert backends.has_slow_products("AVX512", "AMD EPYC 9575F")
+    assert not backends.has_slow_products("AVX512", "Intel(R) Xeon(R)") and not backends.has_slow_products(
+        "AVX2", "AMD"
+    )
 
 
 def test_opcheck():
