@@ -125,9 +125,10 @@ Tensor convolve(const Tensor& x_, const OptionalTensor& u_, const OptionalTensor
   c.x_channels_last = c.y_channels_last = x.channels_last;
   const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_);
   for (int64_t j = 0; j < k; ++j) {
-    fastfact::factored_conv({type_of(x_), c, checked.rank, part(x.tensor, j), u.part(j), v.part(j), bias.part(j),
-                             nonzeros(checked, values, index, j), part(y, j), repeated},
-                            parallel_for);
+    fastfact::factored_conv(
+        {type_of(x_), c, checked.rank, part(x.tensor, j), u.part(j), v.part(j), bias.part(j),
+         nonzeros(checked, values, index, j), part(y, j), repeated, torch::stable::get_num_threads()},
+        parallel_for);
   }
   return y;
 }
@@ -305,7 +306,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
     fastfact::factored_conv_backward(
         {type_of(x_), c, checked.rank, part(x.tensor, j), part(dy.tensor, j), u.part(j), v.part(j),
          nonzeros(checked, values, index, j), x.channels_last, wants[0] ? part(dx, j) : nullptr,
-         wants[1] ? part(du, j) : nullptr, wants[2] ? part(dv, j) : nullptr, wants[3] ? part(dvalues, j) : nullptr},
+         wants[1] ? part(du, j) : nullptr, wants[2] ? part(dv, j) : nullptr, wants[3] ? part(dvalues, j) : nullptr,
+         torch::stable::get_num_threads()},
         parallel_for);
   }
   return {dx, du, dv, dvalues};

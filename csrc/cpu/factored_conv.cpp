@@ -1,7 +1,6 @@
 // y = conv(x, Σ_r u_r ⊗ v_r + μ), a unit of packed segments at a time: t_r = the depthwise convolution of x by u_r, y =
 // v t, and the nonzeros of μ added to it.
 #include <memory>
-#include <numeric>
 #include <vector>
 
 #include "recent.h"
@@ -124,7 +123,7 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.tilings[0] = make_tiling(p.grid.rows, p.grid.width, most);
   p.tilings[1] = make_tiling(p.grid.height - (p.grid.bands - 1) * p.grid.rows, p.grid.width, most);
   p.plan = make_plan(p.s, p.tilings[0], op.mu.count);
-  p.shares = make_shares(p.grid.units() * c.groups, c.o, std::lcm(kProductRows, lanes));
+  p.shares = make_shares(p.grid.units() * c.groups, c.o, lanes, op.threads);
   p.chunk = std::max(p.plan.block, kChunk);
   return p;
 }
@@ -158,6 +157,7 @@ template <class T>
 std::vector<int64_t> numbers_of(const Prepared<T>& p, int64_t taps) {
   std::vector<int64_t> out = {p.s.groups,     p.s.i,        p.s.o,         p.rank,      p.pairs,     taps,
                               p.slab.channel, p.plan.block, p.plan.blocks, p.plan.keys, p.plan.count};
+  if (p.rank) out.push_back(p.shares.channels);
   const auto &tap = p.s.phases[0].tap, &offset = p.slab.offset[0];
   out.insert(out.end(), tap.begin(), tap.end()), out.insert(out.end(), offset.begin(), offset.end());
   return out;
@@ -185,7 +185,7 @@ std::shared_ptr<const Weights<Compute<T>>> weights_of(const Prepared<T>& p, cons
   const auto out = std::make_shared<W>(std::move(plan), key, p.plan.keys, count, factors);
   if (factors) {
     pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, out->v.get(),
-           parallel_for);
+           parallel_for, p.shares.channels);
   }
   if (count) {
     const Scratch<int32_t> offsets(count);

@@ -27,6 +27,7 @@ struct FactoredConv {
   Sparse mu;
   void* y;
   bool repeated = false;  // whether v and μ come again: as the kernels read them they are then kept
+  int64_t threads = 1;    // how many `parallel_for` has; no number depends on it
 };
 
 struct FactoredConvBackward {
@@ -37,6 +38,7 @@ struct FactoredConvBackward {
   Sparse mu;
   bool dx_channels_last;
   void *dx, *du, *dv, *dvalues;  // null where not asked for
+  int64_t threads = 1;           // as above
 };
 
 void factored_conv(const FactoredConv& op, ParallelFor parallel_for);

@@ -1,8 +1,6 @@
 // dx, du, dv and dμ on its support, a unit of packed segments at a time; no dense gradient is made. With s_r = v_rᵀ dy:
 // dx = Σ_r the transposed depthwise convolution of s_r by u_r (and the nonzeros of μ, transposed), du_r the correlation
 // of x and s_r, dv_r = dy t_rᵀ with t_r the depthwise convolution of x by u_r.
-#include <numeric>
-
 #include "tiles.h"
 
 namespace fastfact {
@@ -18,8 +16,8 @@ struct Prepared {
   int64_t s_rows[2], s_columns[2];  // in y_slab, where s may be other than zero
   Tiling tilings[2];                // of a whole unit, and of the last band of a segment
   Plan plan, back_plan;
-  Shares shares;  // of the input channels
-  int64_t rank, parts, chunk;
+  Shares shares;                       // of the input channels
+  int64_t rank, parts, chunk, chunks;  // input channels packed at a time, and of a group how many times
   Images<const T> x, dy;
   Images<T> dx;
   const C *u, *v;  // v [rank][group]: o → i
@@ -53,7 +51,8 @@ struct Run {
     const Scratch<C> slabs(needs_weights ? p.chunk * x_slab.channel : 0);
     const Scratch<C> t(p.needs_v ? p.rank * most * registers * L : 0);
     const Scratch<C> panels(p.needs_v ? ceil_div(p.rank * most, L) * L * Ops::kMost * L : 0);
-    const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L), total(p.rank * taps * L);
+    const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L);
+    const Scratch<C> total(p.chunks * p.rank * taps * L);
     typename Pack::Source x_source(p.x, g, x_slab, s.i), dy_source(p.dy, g, y_slab, s.o);
 
     for (int64_t item = begin; item < end; ++item) {
@@ -71,7 +70,7 @@ struct Run {
         const int64_t from = p.plan.start(0, group, i0 / block)[0], to = p.plan.start(0, group, last)[s.o];
         std::memset(static_cast<void*>(dvalues + from), 0, (to - from) * sizeof(C));
       }
-      std::memset(static_cast<void*>(total.get()), 0, p.rank * taps * L * sizeof(C));
+      std::memset(static_cast<void*>(total.get()), 0, p.chunks * p.rank * taps * L * sizeof(C));
       for (int64_t unit = first_unit; unit < last_unit; ++unit) {
         const Tiling& tiling = p.tilings[g.own(unit) < g.rows];
         const int64_t tiles = tiling.tiles.size();
@@ -115,8 +114,9 @@ struct Run {
               }
             }
           }
-          // Apart for a few channels: sums of sums round less.
-          for (int64_t k = 0; k < p.rank * taps * L && p.needs_u; ++k) total.get()[k] += sums.get()[k];
+          // Apart for a few channels: sums of sums round less, and do not depend on the shares.
+          C* const to = total.get() + first / p.chunk * p.rank * taps * L;
+          for (int64_t k = 0; k < p.rank * taps * L && p.needs_u; ++k) to[k] += sums.get()[k];
           for (int64_t c = 0; c < channels && dvalues; c += p.plan.block) {
             const int32_t* starts = p.plan.start(0, group, (i0 + first + c) / p.plan.block);
             for (const Tile& tile : tiling.tiles) {
@@ -159,10 +159,11 @@ struct Run {
         }
         Pack::unpack(p.back, g, tiling, unit, dx.get(), dx_phase, count, group * s.i + i0, p.dx);
       }
-      for (int64_t k = 0; k < p.rank * taps && p.needs_u; ++k) {
+      C* du = p.du + ((part * s.groups + group) * p.chunks + i0 / p.chunk) * p.rank * taps;
+      for (int64_t k = 0; k < ceil_div(count, p.chunk) * p.rank * taps && p.needs_u; ++k) {
         C sum = 0;
         for (int lane = 0; lane < L; ++lane) sum += total.get()[k * L + lane];
-        p.du[((part * s.groups + group) * p.shares.count + share) * p.rank * taps + k] = sum;
+        du[k] = sum;
       }
     }
   }
@@ -221,12 +222,11 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   // The number of partial sums depends on the shape only, so that results repeat.
   const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + count + 1), 8, 64);
   p.parts = std::min(p.needs_u || p.needs_v || count ? most : INT64_MAX, g.units());
-  p.shares = op.rank > 1 ? Shares{1, c.i}
-                         : make_shares(p.parts * c.groups, c.i,
-                                       std::lcm(std::lcm(kProductRows, lanes), std::max<int64_t>(p.plan.block, 1)));
+  p.shares = op.rank > 1 ? Shares{1, c.i} : make_shares(p.parts * c.groups, c.i, p.chunk, op.threads);
+  p.chunks = ceil_div(c.i, p.chunk);
 
   const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * count);
-  const Scratch<C> du_parts(p.parts * c.groups * p.shares.count * op.rank * taps);
+  const Scratch<C> du_parts(p.parts * c.groups * p.chunks * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
   const Scratch<Nonzero<C>> back_nonzeros(p.needs_x ? op.mu.count : 0);
   const Scratch<int32_t> starts(p.plan.keys), offsets(count), back_starts(p.back_plan.keys);
@@ -251,7 +251,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   }
   for (int64_t r = 0; r < op.rank; ++r) {
     pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, kProductRows, false,
-           v.get() + r * outputs * c.i, parallel_for);
+           v.get() + r * outputs * c.i, parallel_for, p.shares.channels);
   }
   p.u = u.get(), p.v = v.get();
   p.du = du_parts.get(), p.dv = dv_parts.get(), p.dvalues = count ? values.get() : nullptr;
@@ -259,7 +259,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
            [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });
 
   add_parts(p.parts, c.groups, op.rank, c.o, c.i, taps, p.dv_row, p.du, p.needs_u ? du : nullptr, p.dv,
-            p.needs_v ? dv : nullptr, parallel_for, p.shares.count);
+            p.needs_v ? dv : nullptr, parallel_for, p.chunks);
   if (!count) return;
   parallel(parallel_for, count, 16384, [&](int64_t begin, int64_t end) {
     for (int64_t part = 1; part < p.parts; ++part) {

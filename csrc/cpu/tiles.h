@@ -457,12 +457,17 @@ struct Shares {
 };
 
 // For `items` items of all channels; shares are multiples of `step` channels.
-inline Shares make_shares(int64_t items, int64_t channels, int64_t step) {
-  constexpr int64_t kItems = 4;
-  const int64_t most = std::max<int64_t>(1, channels / step);
-  const int64_t count = std::clamp<int64_t>(ceil_div(kItems, std::max<int64_t>(items, 1)), 1, most);
-  const int64_t share = ceil_div(ceil_div(channels, count), step) * step;
-  return {std::max<int64_t>(1, ceil_div(channels, share)), share};
+inline Shares make_shares(int64_t items, int64_t channels, int64_t step, int64_t threads) {
+  constexpr double kPacking = 0.2;  // of an item's time
+  threads = std::max<int64_t>(threads, 1);
+  Shares best{1, std::max<int64_t>(channels, 1)};
+  double least = ceil_div(items, threads);
+  for (int64_t count = 2; count <= threads && (count - 1) * step < channels; ++count) {
+    const int64_t share = ceil_div(ceil_div(channels, count), step) * step, shares = ceil_div(channels, share);
+    const double time = ceil_div(items * shares, threads) * (kPacking + (1 - kPacking) * share / channels);
+    if (time < 0.95 * least) least = time, best = {shares, share};
+  }
+  return best;
 }
 
 // Bytes of the first cache.
@@ -615,17 +620,20 @@ void transpose_nonzeros(const Plan& plan, const Geometry& s, const Slab& slab, c
 }
 
 // v [rank, groups·o, i] for Tiles::multiply, from `inputs` to `outputs` channels: [group][outputs / width][rank ·
-// inputs][width], the last block narrower. With `swapped`, from the output channels of v to its input channels. Of
-// pairs, a block has half as many.
+// inputs][width], the last block narrower, as that of each `share` outputs. With `swapped`, from the output channels of
+// v to its input channels. Of pairs, a block has half as many.
 template <class T>
 void pack_v(const T* v, int64_t groups, int64_t inputs, int64_t outputs, int64_t rank, bool swapped, int64_t width,
-            bool pairs, Compute<T>* to, ParallelFor parallel_for) {
+            bool pairs, Compute<T>* to, ParallelFor parallel_for, int64_t share = INT64_MAX) {
   const int64_t rows = swapped ? inputs : outputs, columns = swapped ? outputs : inputs;
-  const int64_t blocks = ceil_div(outputs, width), depth = rank * inputs;
+  share = std::min(share, outputs);
+  const int64_t in_share = ceil_div(share, width), blocks = ceil_div(outputs, share) * in_share, depth = rank * inputs;
   parallel(parallel_for, groups * blocks, ceil_div(16384, width * depth), [&](int64_t begin, int64_t end) {
     const Scratch<Compute<T>> single(pairs ? width * depth : 0);
     for (int64_t block = begin; block < end; ++block) {
-      const int64_t group = block / blocks, o = block % blocks * width, m = std::min(width, outputs - o);
+      const int64_t group = block / blocks, first = block % blocks / in_share * share;
+      const int64_t o = first + block % in_share * width, m = std::min(width, std::min(first + share, outputs) - o);
+      if (m <= 0) continue;
       Compute<T>* const packed = to + (group * outputs + o) * depth / (pairs ? 2 : 1);
       Compute<T>* next = pairs ? single.get() : packed;
       for (int64_t r = 0; r < rank; ++r) {
@@ -644,15 +652,16 @@ void pack_v(const T* v, int64_t groups, int64_t inputs, int64_t outputs, int64_t
 }
 
 // du [rank, taps] and dv [rank, groups·o, i], null where not asked for, from their partial sums du_parts
-// [part][group][share][rank · taps] and dv_parts [part][group][o][rank · i, in rows of `row`], which are lost.
+// [part][group][chunk of the input channels][rank · taps] and dv_parts [part][group][o][rank · i, in rows of `row`],
+// which are lost.
 template <class T>
 void add_parts(int64_t parts, int64_t groups, int64_t rank, int64_t o, int64_t i, int64_t taps, int64_t row,
                const Compute<T>* du_parts, T* du, Compute<T>* dv_parts, T* dv, ParallelFor parallel_for,
-               int64_t shares = 1) {
+               int64_t chunks = 1) {
   using C = Compute<T>;
   for (int64_t k = 0; k < rank * taps && du; ++k) {
     C sum = 0;
-    for (int64_t item = 0; item < parts * groups * shares; ++item) sum += du_parts[item * rank * taps + k];
+    for (int64_t item = 0; item < parts * groups * chunks; ++item) sum += du_parts[item * rank * taps + k];
     du[k] = from_compute<T>(sum);
   }
   if (!dv) return;

@@ -155,6 +155,25 @@ def test_planes_without_mu(case):
     compare(draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1)), size, how)
 
 
+def test_few_images_on_more_threads():
+    """Channels are shared out where there are fewer units than threads, and no bit depends on it."""
+    size, how = (70, 100, 3, 3), {"padding": 1}
+    t = draw(3, size, 7, 9, 1, 0.1, torch.float32)
+    compare(t, size, how)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3, 5):
+            torch.set_num_threads(number)
+            y, leaves = run(t, size, how)
+            y.sin().sum().backward()
+            results.append([y.detach(), *(leaf.grad for leaf in leaves.values())])
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_planes_in_other_dtypes(dtype):
     for n, size, h, w, rank, density, how in PLANES:
