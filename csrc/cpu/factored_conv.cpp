@@ -16,7 +16,7 @@ struct Prepared {
   Geometry s;
   Grid grid;
   Slab slab;
-  Tiling tilings[2];  // of a whole unit, and of the last band of a segment
+  Tilings tilings;
   Plan plan;
   Shares shares;        // of the outputs
   int64_t rank, chunk;  // input channels packed at a time
@@ -39,7 +39,7 @@ struct Run {
     const Grid& g = p.grid;
     const Slab& slab = p.slab;
     const bool sparse = p.nonzeros;
-    const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, registers = p.tilings[0].registers();
+    const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, registers = p.tilings.whole.registers();
     const int64_t block = sparse ? p.plan.block : p.chunk, factors = p.pairs ? 2 : 1;
     const Scratch<C> slabs(p.chunk * slab.channel), t(depth * registers * L), y(p.shares.channels * registers * L);
     const Scratch<C> single(p.pairs ? p.chunk * Ops::kMost * L : 0);
@@ -47,7 +47,7 @@ struct Run {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / p.shares.count / s.groups, group = item / p.shares.count % s.groups;
       const int64_t o = item % p.shares.count * p.shares.channels, outputs = std::min(p.shares.channels, s.o - o);
-      const Tiling& tiling = p.tilings[g.own(unit) < g.rows];
+      const Tiling& tiling = p.tilings.of(unit, g);
       const C* start = p.bias ? p.bias + (group * s.o + o) * L : nullptr;
       auto add_to_t = [&](const Tile& tile, const C* x, int64_t first, int64_t count) FF_INLINE_LAMBDA {
         const int64_t n = tile.registers();
@@ -120,9 +120,8 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.y = {static_cast<T*>(op.y), c.n, c.groups * c.o, c.oh, c.ow, c.y_channels_last};
   p.grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, c.i * op.rank + c.o, packing_cost(c, op.rank, op.mu));
   p.slab = make_slab(p.s, p.grid.rows, p.grid.width, lanes);
-  p.tilings[0] = make_tiling(p.grid.rows, p.grid.width, most);
-  p.tilings[1] = make_tiling(p.grid.height - (p.grid.bands - 1) * p.grid.rows, p.grid.width, most);
-  p.plan = make_plan(p.s, p.tilings[0], op.mu.count);
+  p.tilings = make_tilings(p.grid, most);
+  p.plan = make_plan(p.s, p.tilings.whole, op.mu.count);
   p.shares = make_shares(p.grid.units() * c.groups, c.o, lanes, op.threads);
   p.chunk = std::max(p.plan.block, kChunk);
   return p;
@@ -180,7 +179,7 @@ std::shared_ptr<const Weights<Compute<T>>> weights_of(const Prepared<T>& p, cons
     key = digest(op.mu.values, count * sizeof(T), key, parallel_for);
     key = digest(op.v, factors * sizeof(T), key, parallel_for);
     const auto same = [&](const W& e) { return e.digest == key && e.plan == plan; };
-    if (auto found = recent.find(same, [](const W&) { return true; })) return found;
+    if (auto found = recent.find(same)) return found;
   }
   const auto out = std::make_shared<W>(std::move(plan), key, p.plan.keys, count, factors);
   if (factors) {

@@ -14,7 +14,7 @@ struct Prepared {
   Slab x_slab, y_slab;              // of x; of dy and s, with all that dx reads
   int64_t own;                      // in y_slab, the first output of a segment
   int64_t s_rows[2], s_columns[2];  // in y_slab, where s may be other than zero
-  Tiling tilings[2];                // of a whole unit, and of the last band of a segment
+  Tilings tilings;
   Plan plan, back_plan;
   Shares shares;                       // of the input channels
   int64_t rank, parts, chunk, chunks;  // input channels packed at a time, and of a group how many times
@@ -43,7 +43,7 @@ struct Run {
     const Grid& g = p.grid;
     const Slab &x_slab = p.x_slab, &y_slab = p.y_slab;
     const int64_t taps = s.phases[0].tap.size(), phases = p.back.phases.size(), most = p.shares.channels;
-    const int64_t registers = p.tilings[0].registers(), dx_phase = most * registers * L;
+    const int64_t registers = p.tilings.whole.registers(), dx_phase = most * registers * L;
     const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_nonzeros;
     const bool needs_s = p.rank && (p.needs_x || p.needs_u), needs_own = p.needs_v || p.dvalues;
     const Scratch<C> dy(s.o * y_slab.channel), own(needs_own ? s.o * registers * L : 0);
@@ -72,7 +72,7 @@ struct Run {
       }
       std::memset(static_cast<void*>(total.get()), 0, p.chunks * p.rank * taps * L * sizeof(C));
       for (int64_t unit = first_unit; unit < last_unit; ++unit) {
-        const Tiling& tiling = p.tilings[g.own(unit) < g.rows];
+        const Tiling& tiling = p.tilings.of(unit, g);
         const int64_t tiles = tiling.tiles.size();
         dy_source.find(unit, group * s.o);
         for (int64_t o = 0; o < s.o; o += kChunk) {
@@ -213,11 +213,10 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.s_rows[0] = all_rows ? 0 : own_row, p.s_rows[1] = all_rows ? p.y_slab.rows.size() : own_row + g.rows;
   p.s_columns[0] = all_columns ? 0 : own_column;
   p.s_columns[1] = all_columns ? p.y_slab.columns.size() : own_column + g.width;
-  p.tilings[0] = make_tiling(g.rows, g.width, most_registers);
-  p.tilings[1] = make_tiling(g.height - (g.bands - 1) * g.rows, g.width, most_registers);
+  p.tilings = make_tilings(g, most_registers);
   p.dv_row = ceil_div(depth, lanes) * lanes;
-  p.plan = make_plan(p.s, p.tilings[0], count),
-  p.back_plan = make_plan(p.back, p.tilings[0], p.needs_x ? op.mu.count : 0);
+  p.plan = make_plan(p.s, p.tilings.whole, count),
+  p.back_plan = make_plan(p.back, p.tilings.whole, p.needs_x ? op.mu.count : 0);
   p.chunk = std::max(p.plan.block, kChunk);
   // The number of partial sums depends on the shape only, so that results repeat.
   const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + count + 1), 8, 64);

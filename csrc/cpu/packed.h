@@ -158,6 +158,16 @@ inline Tiling make_tiling(int64_t rows, int64_t columns, int64_t most) {
   return out;
 }
 
+// Of a whole unit, and of the last band of a segment.
+struct Tilings {
+  Tiling whole, last;
+  const Tiling& of(int64_t unit, const Grid& g) const { return g.own(unit) < g.rows ? last : whole; }
+};
+
+inline Tilings make_tilings(const Grid& g, int64_t most) {
+  return {make_tiling(g.rows, g.width, most), make_tiling(g.height - (g.bands - 1) * g.rows, g.width, most)};
+}
+
 // `kept`: elements that a unit keeps for each of its outputs. `packing`: what it costs to pack a register of the input
 // beside all that is computed for a register of outputs.
 inline Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, int64_t most,
@@ -268,7 +278,6 @@ struct Packing {
   using C = Compute<T>;
   using V = Vec<T, B>;
   static constexpr int L = kLanes<T, B>;
-
   static constexpr int64_t kLine = 64 / sizeof(C);
 
   // Where the inputs of a unit are, for `pack`.
@@ -362,11 +371,12 @@ struct Packing {
     void find_chunks(int64_t unit, int64_t channel) {
       Chunk* to = chunk_.data();
       first_ = 0, last_ = L;
+      Grid::Segment segments[L];
+      for (int lane = 0; lane < L; ++lane) segments[lane] = g_.segment(unit, lane);
       for (size_t row = 0; row < slab_.rows.size(); ++row) {
         for (int64_t k = 0; k < chunks_; ++k) {
           bool whole = true;
-          for (int64_t lane = 0; lane < L; ++lane) {
-            const Grid::Segment segment = g_.segment(unit, lane);
+          for (const Grid::Segment& segment : segments) {
             const int64_t y = segment.row * slab_.stride[0] - slab_.origin[0] + slab_.rows[row];
             const int64_t x = segment.column * slab_.stride[1] - slab_.origin[1] + left_ + k * L;
             const int64_t low = std::clamp<int64_t>(-x, 0, L), high = std::clamp<int64_t>(x_.w - x, low, L);

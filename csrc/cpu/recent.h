@@ -7,7 +7,6 @@
 #include <memory>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 namespace fastfact {
 
@@ -20,25 +19,15 @@ class Recent {
 
   explicit Recent(int64_t limit) : limit_(limit) {}
 
-  // The entry used last of those for which alike(entry), asked while the lock is held, and same(entry), asked without
-  // it, are true; null where there is none.
-  template <class Alike, class Same>
-  Kept find(const Alike& alike, const Same& same) {
-    std::vector<Kept> candidates;
-    if (const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock); lock) {
-      for (const Kept& entry : entries_) {
-        if (alike(*entry)) candidates.push_back(entry);
-      }
-    }
-    for (const Kept& entry : candidates) {
-      if (!same(*entry)) continue;
-      if (const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock); lock) {
-        const auto at = std::find(entries_.begin(), entries_.end(), entry);
-        if (at != entries_.end()) entries_.splice(entries_.begin(), entries_, at);
-      }
-      return entry;
-    }
-    return nullptr;
+  // The entry used last of those for which same(entry) is true; null where there is none.
+  template <class Same>
+  Kept find(const Same& same) {
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (!lock) return nullptr;
+    const auto at = std::find_if(entries_.begin(), entries_.end(), [&](const Kept& entry) { return same(*entry); });
+    if (at == entries_.end()) return nullptr;
+    entries_.splice(entries_.begin(), entries_, at);
+    return *at;
   }
 
   void add(Kept entry) {

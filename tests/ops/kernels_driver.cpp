@@ -809,14 +809,19 @@ void factored_convolution() {
     name += " " + std::to_string(n);
   }
   const Sparse mu{index.data(), values.data.data(), int64_t(index.size())};
-  factored_conv({kType<T>, c, rank, x.data.data(), u.data.data(), v.data.data(), biased ? bias.data.data() : nullptr,
-                 mu, y.data()},
-                threads);
-  compare(name, y, y_true);
+  const bool repeated = pick_int(0, 1);
+  const int64_t shared_by = one_of({1, 2, 5});
+  for (int call = 0; call < 1 + repeated; ++call) {
+    y = unwritten<T>(y.size());
+    factored_conv({kType<T>, c, rank, x.data.data(), u.data.data(), v.data.data(), biased ? bias.data.data() : nullptr,
+                   mu, y.data(), repeated, shared_by},
+                  threads);
+    compare(name, y, y_true);
+  }
   const bool needs_u = pick_int(0, 3), needs_v = pick_int(0, 3), needs_values = pick_int(0, 3);
   factored_conv_backward({kType<T>, c, rank, x.data.data(), dy.data.data(), u.data.data(), v.data.data(), mu, dx_last,
                           needs_x ? dx.data() : nullptr, needs_u ? du.data() : nullptr, needs_v ? dv.data() : nullptr,
-                          needs_values ? dvalues.data() : nullptr},
+                          needs_values ? dvalues.data() : nullptr, shared_by},
                          threads);
   if (needs_x) compare(name + " dx", dx, dx_true);
   if (needs_u) compare(name + " du", du, du_true);
