@@ -4,10 +4,15 @@
 // that factor times a number. Where that axis holds the few taps of a kernel (contiguous W), W is read as [p, q] with
 // small q, and a register of p's is spread over the q registers it fills.
 //
-// Compact μ is made dense a tile at a time, in cache, for the same loops.
+// Compact μ is made dense a tile at a time, in cache, for the same loops: one by one, or where it is dense enough by
+// registers, from its support as bits.
 #include <algorithm>
 #include <atomic>
+#include <memory>
+#include <vector>
 
+#include "gemm.h"
+#include "support.h"
 #include "vec.h"
 
 namespace fastfact {
@@ -357,11 +362,146 @@ FF_INLINE bool each_place(const Support& support, int64_t k, const Size& s, bool
   return j == last;
 }
 
-// A tile of μ from its compact form: positions [begin, end) of a client.
+// The supports of all clients as bits, each a row after the other of kBitsInRow positions.
+struct Supports {
+  static constexpr int64_t kBitsInRow = 4096;
+  std::vector<std::shared_ptr<const OwnBits>> of;  // each client's; empty where values are placed one by one
+  bool valid = true;
+
+  const Bits* at(int64_t k) const { return of.empty() ? nullptr : of[of.size() == 1 ? 0 : k].get(); }
+};
+
+// A value placed alone costs as much as so many positions by registers, more where these convert.
+constexpr int64_t kPlacedAlone = 4, kConverted = 3;
+
+Supports find_supports(Type type, const Support& support, int64_t clients, const Size& s, ParallelFor parallel_for) {
+  Supports out;
+  const int64_t alone = type == Type::f32 ? kPlacedAlone : kConverted;
+  if (!spreads(register_bytes()) || type == Type::f64 || support.count * alone < s.numel()) return out;
+  const int64_t rows = ceil_div(s.numel(), Supports::kBitsInRow);
+  for (int64_t k = 0; k < (support.index.client_stride ? clients : 1); ++k) {
+    const int32_t* index = client<int32_t>(support.index, k);
+    out.of.push_back(find_bits(rows, Supports::kBitsInRow, {index, nullptr, support.count}, parallel_for));
+    out.valid = out.valid && out.of.back() && index[support.count - 1] < s.numel();
+  }
+  return out;
+}
+
+// Values by their support as bits. Positions are taken eight at a time, from a multiple of eight on.
+template <class T, int B>
+struct BySupport {
+  using V = Vec<float, B>;
+  static constexpr int L = kLanes<float, B>;
+  static constexpr int64_t kSpare = 16;  // elements before and after a stretch that may be read and written
+
+  FF_INLINE static unsigned byte(const Bits& bits, int64_t at) {
+    return reinterpret_cast<const uint8_t*>(bits.bits)[at / 8];
+  }
+
+  FF_INLINE static int64_t values_before(const Bits& bits, int64_t at) {
+    const int64_t word = at / 64;
+    return bits.before[word] + (at % 64 ? __builtin_popcountll(bits.bits[word] & ((uint64_t(1) << at % 64) - 1)) : 0);
+  }
+
+  // The weight at positions [begin, end), from `to` on.
+  template <class To>
+  FF_INLINE static void fill(const Bits& bits, const T* values, int64_t count, int64_t begin, int64_t end, To* to) {
+    int64_t at = begin / 8 * 8;
+    const T *from = values + values_before(bits, at), *last = values + count - 8;
+    for (to -= begin - at; at < end; at += 8, to += 8) {
+      const unsigned some = byte(bits, at);
+      store<32>(to, spread(some, from, last));
+      from += __builtin_popcount(some);
+    }
+  }
+
+  // The values at positions [begin, end) of a weight, g from `begin` on.
+  template <class From>
+  FF_INLINE static void take(const Bits& bits, const From* g, int64_t begin, int64_t end, T* values) {
+    T *to = values + values_before(bits, begin), *const stop = values + values_before(bits, end);
+    auto next = [&](int64_t at, unsigned which, const From* eight) FF_INLINE_LAMBDA {
+      const unsigned some = byte(bits, at) & which;
+      gather(some, load<32>(eight), to, stop);
+      to += __builtin_popcount(some);
+    };
+    auto edge = [&](int64_t at) FF_INLINE_LAMBDA {
+      From some[8] = {};
+      const int64_t first = std::max(at, begin), n = std::min(at + 8, end) - first;
+      std::memcpy(static_cast<void*>(some + (first - at)), g + (first - begin), n * sizeof(From));
+      next(at, ((1u << n) - 1) << (first - at), some);
+    };
+    int64_t at = begin / 8 * 8;
+    if (at < begin) edge(at), at += 8;
+    for (; at + 8 <= end; at += 8) next(at, 0xff, g + (at - begin));
+    if (at < end) edge(at);
+  }
+
+  // x [inputs, taps] to y [taps, inputs].
+  template <class To>
+  FF_INLINE static void turn(const float* x, int64_t inputs, int64_t taps, To* y) {
+    int64_t i = 0;
+    for (; i + L <= inputs; i += L) {
+      for (int64_t tap = 0; tap < taps; tap += L) {
+        V lines[L];
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) lines[l] = load<B>(x + (i + l) * taps + tap);
+        PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) {
+          if (tap + l < taps) store<B>(y + (tap + l) * inputs + i, lines[l]);
+        }
+      }
+    }
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      for (int64_t n = i; n < inputs; ++n) y[tap * inputs + n] = from_compute<To>(x[n * taps + tap]);
+    }
+  }
+
+  // y [taps, inputs] to x [inputs, taps]. What is stored beyond the last tap is written over by the next input's.
+  FF_INLINE static void turn_back(const T* y, int64_t inputs, int64_t taps, float* x) {
+    int64_t i = 0;
+    for (; i + L <= inputs; i += L) {
+      for (int64_t tap = (taps - 1) / L * L; tap >= 0; tap -= L) {
+        V lines[L];
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) lines[l] = load<B>(y + std::min(tap + l, taps - 1) * inputs + i);
+        PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) store<B>(x + (i + l) * taps + tap, lines[l]);
+      }
+    }
+    for (; i < inputs; ++i) {
+      for (int64_t tap = 0; tap < taps; ++tap) x[i * taps + tap] = to_compute(y[tap * inputs + i]);
+    }
+  }
+};
+
+inline bool turned(const Size& s, bool channels_last) { return channels_last && s.taps() > 1 && s.i > 1; }
+
+// A tile of μ from its compact form: positions [begin, end) of a client, from `bits` if that is given. So many elements
+// as `BySupport` spares may be written before and after them.
 template <class T, int B>
 struct FillTile {
-  FF_INLINE static void run(const Rank1& op, int64_t k, int64_t begin, int64_t end, T* tile, std::atomic<bool>* valid) {
+  FF_INLINE static void run(const Rank1& op, const Bits* bits, int64_t k, int64_t begin, int64_t end, T* tile,
+                            std::atomic<bool>* valid) {
     const T* values = client<T>(op.mu, k);
+    if constexpr (spreads(B) && !std::is_same_v<T, double>) {
+      using By = BySupport<T, B>;
+      if (bits && !turned(op.size, op.channels_last)) {
+        return By::fill(*bits, values, op.support.count, begin, end, tile);
+      }
+      if (bits) {
+        const int64_t output = op.size.i * op.size.taps();
+        const Scratch<float> some(output + 2 * By::kSpare);
+        float* x = some.get() + By::kSpare;
+        std::memset(x + output, 0, By::kSpare * sizeof(float));
+        for (int64_t o = begin; o < end; o += output) {
+          By::fill(*bits, values, op.support.count, o, o + output, x);
+          outline<B>([&]() FF_INLINE_LAMBDA { By::turn(x, op.size.i, op.size.taps(), tile + (o - begin)); });
+        }
+        return;
+      }
+    }
     std::memset(static_cast<void*>(tile), 0, (end - begin) * sizeof(T));
     const bool ordered = each_place(op.support, k, op.size, op.channels_last, begin, end,
                                     [&](int64_t j, int64_t place) FF_INLINE_LAMBDA { tile[place] = values[j]; });
@@ -758,8 +898,8 @@ Chunks make_chunks(const Op& op, const Plan& plan) {
 // The gradient of the values of compact μ, of the positions in one chunk.
 template <class T, int B>
 struct GatherChunk {
-  FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, int64_t item,
-                            std::atomic<bool>* valid) {
+  FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const Supports& supports,
+                            int64_t item, std::atomic<bool>* valid) {
     const int64_t k = item / chunks.count, first = item % chunks.count * chunks.per_chunk;
     const int64_t last = std::min(chunks.units, first + chunks.per_chunk);
     // A unit of the view layout is a column of its matrix, any other a stretch of memory.
@@ -768,6 +908,24 @@ struct GatherChunk {
     for (int64_t m = 0; m < rows; ++m) {
       const int64_t begin = m * row + first * unit, end = m * row + last * unit;
       const T* g = client<T>(op.grad, k) + begin;
+      if constexpr (spreads(B) && !std::is_same_v<T, double>) {
+        using By = BySupport<T, B>;
+        const Bits* bits = supports.at(k);
+        if (bits && !turned(op.size, op.channels_last)) {
+          By::take(*bits, g, begin, end, out);
+          continue;
+        }
+        if (bits) {
+          const int64_t output = op.size.i * op.size.taps();
+          const Scratch<float> some(output + By::kSpare);
+          for (int64_t o = begin; o < end; o += output) {
+            outline<B>([&]()
+                           FF_INLINE_LAMBDA { By::turn_back(g + (o - begin), op.size.i, op.size.taps(), some.get()); });
+            By::take(*bits, some.get(), o, o + output, out);
+          }
+          continue;
+        }
+      }
       const bool ordered = each_place(op.support, k, op.size, op.channels_last, begin, end,
                                       [&](int64_t j, int64_t place) FF_INLINE_LAMBDA { out[j] = g[place]; });
       if (!ordered) *valid = false;
@@ -806,13 +964,20 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
     const int64_t together = op.channels_last && plan.kind == Plan::kRows ? op.size.taps() * items.in_row : 1;
     const int64_t per_tile = together * std::max<int64_t>(1, kTile / (together * items.largest));
     const int64_t tiles = ceil_div(items.count, per_tile), elements = per_tile * items.largest;
+    const Supports supports = find_supports(op.type, op.support, op.clients, op.size, parallel_for);
+    if (!supports.valid) {
+      valid = false;
+      return;
+    }
     parallel(parallel_for, op.clients * tiles, ceil_div(kGrain, elements), [&](int64_t begin, int64_t end) {
-      const Scratch<T> tile(elements);
+      constexpr int64_t spare = BySupport<T, 32>::kSpare;
+      const Scratch<T> room(elements + 2 * spare);
+      T* tile = room.get() + spare;
       for (int64_t n = begin; n < end; ++n) {
         const int64_t k = n / tiles, first = n % tiles * per_tile, last = std::min(items.count, first + per_tile);
         const int64_t at = items.start(first);
-        dispatch<FillTile, T>(op, k, at, items.start(last), tile.get(), &valid);
-        write({{tile.get(), 0}, at}, k * items.count + first, k * items.count + last);
+        dispatch<FillTile, T>(op, supports.at(k), k, at, items.start(last), tile, &valid);
+        write({{tile, 0}, at}, k * items.count + first, k * items.count + last);
       }
     });
   });
@@ -835,6 +1000,12 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
     const Chunks chunks = make_chunks(op, plan);
     const bool factors = op.du || op.dv, values = op.dvalues && op.support.count > 0;
     if (!factors && !values) return;
+    const Supports supports =
+        values ? find_supports(op.type, op.support, op.clients, op.size, parallel_for) : Supports{};
+    if (!supports.valid) {
+      valid = false;
+      return;
+    }
     const Scratch<C> partial(factors ? chunks.count * ranks * un : 0);
     const Scratch<T> transposed(plan.transpose_u ? ranks * un : 0);
     if (plan.transpose_u) transpose_u(op.u, op.clients, op.rank, op.size.i, op.size.kh, transposed.get());
@@ -854,7 +1025,7 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
                // One chunk at a time, so that it is in cache for both.
                for (int64_t item = begin; item < end; ++item) {
                  if (factors) sum(item, item + 1);
-                 dispatch<GatherChunk, T>(op, plan, chunks, item, &valid);
+                 dispatch<GatherChunk, T>(op, plan, chunks, supports, item, &valid);
                }
              });
     if (!op.du) return;

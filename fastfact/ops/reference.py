@@ -561,7 +561,7 @@ def repeated_factored_conv2d(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """`factored_conv2d`, of v and μ that come again: compiled kernels keep both in the order in which they read them."""
+    """`factored_conv2d`, of v and μ that come again: compiled kernels keep both as they read them."""
     return factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups)
 
 

@@ -74,6 +74,13 @@ COMPACT = [
     ((1, 300, 200, 1, 1), SPATIAL, 1, True, 0.3, False),
     ((2, 30, 3, 5, 5), KERNEL, 1, True, 0.3, False),
     ((1, 150, 300), LINEAR, 2, False, 0.3, False),
+    # dense enough to be spread by registers; of odd sizes; as many taps as lanes and more
+    ((2, 70, 41, 3, 3), SPATIAL, 1, True, 0.6, False),
+    ((3, 37, 21, 3, 3), KERNEL, 2, False, 0.7, True),
+    ((1, 50, 37, 5, 5), SPATIAL, 1, True, 0.9, False),
+    ((2, 19, 33, 4, 4), KERNEL, 1, True, 0.5, True),
+    ((2, 61, 33, 1, 3), VIEW, 1, False, 0.8, False),
+    ((3, 75, 101), LINEAR, 1, False, 1.0, False),
 ]
 
 
