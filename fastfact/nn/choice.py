@@ -13,14 +13,16 @@ others; any other value is the directory to remember answers in. Under torch.com
 torch.func, and dispatch modes the rule decides.
 """
 
+import contextlib
 import functools
 import itertools
 import json
 import logging
 import math
+import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,11 +36,11 @@ from fastfact.ops.common import transforming
 log = logging.getLogger("fastfact")
 
 PATHS = ("reconstruct", "factored", "fused", "product", "reordered")
-BUDGET, SHORT, ROUNDS, FEW, BEHIND = 0.1, 0.02, 12, 3, 1.5
-"""Seconds for a question, seconds that short work is repeated for at least, runs of each path within which that is
-enough, how many of them come before a path is left out, and how much slower than another it is then."""
-OTHERS = 1 << 21
-"""Bytes of other memory that are written before each run."""
+BUDGET, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.02, 3, 1.5, 12, 1.2
+"""Seconds for a question, and those that short work is repeated for at least; runs of each path after which one that
+takes so many times what another takes is left out, and those after which one that takes less is."""
+OTHERS = 1 << 23
+"""Bytes of other memory that are written before each part of a run."""
 MARGIN = 1.03
 """How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads."""
 
@@ -167,7 +169,7 @@ def forget() -> None:
         _generation += 1
 
 
-def choose(work: Work, sides: Callable[[], Mapping[str, Callable[[], object]]]) -> str:
+def choose(work: Work, sides: Callable[[], Mapping[str, "Side"]]) -> str:
     """The path for `work`. sides: () → path → a function that does the work on that path, called where it has to be
     measured; what it raises (RuntimeError, ValueError) rules a path out."""
     question = work.question()
@@ -213,8 +215,46 @@ def can_measure() -> bool:
     return not (modes or capturing or transforming() or torch.jit.is_tracing())
 
 
-def times(sides: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """path → the shortest time of a run in seconds, within the budget; a path that fails is left out.
+class Timed:
+    """What a path calls to be timed: `with timed(x): …`, for each part of its work; the seconds add up.
+
+    Before each part `others` takes the place in the caches that the other layers of a network take, of code as of
+    numbers; what the layer before has just written, x, is read anew. Of one thread on the CPU those seconds count that
+    it had the processor, whatever else the machine does.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._others = torch.zeros(OTHERS, dtype=torch.uint8, device="cpu")
+        self._gpu = torch.cuda.is_initialized()
+        self._clock = time.perf_counter if self._gpu or torch.get_num_threads() > 1 else time.thread_time
+
+    def of(self, side: "Side") -> float:
+        """Seconds of a run."""
+        self.seconds = 0.0
+        side(self)
+        return self.seconds
+
+    @contextlib.contextmanager
+    def __call__(self, just_written: torch.Tensor) -> Iterator[None]:
+        self._others.add_(1)
+        just_written.detach().sum()
+        began = self._now()
+        yield
+        self.seconds += self._now() - began
+
+    def _now(self) -> float:
+        if self._gpu:
+            torch.cuda.synchronize()
+        return self._clock()
+
+
+Side = Callable[[Timed], object]
+"""A run of a path."""
+
+
+def times(sides: Mapping[str, Side]) -> dict[str, float]:
+    """path → the time of a run in seconds, within the budget; a path that fails is left out.
 
     Where hooks of the caller would see what autograd saves (activation checkpoints), it runs in a thread of its own.
     """
@@ -232,46 +272,34 @@ def times(sides: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     return found[0]
 
 
-def _times(sides: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    shortest, began = {}, time.perf_counter()
-    others = torch.zeros(OTHERS, dtype=torch.uint8, device="cpu")
+def _times(sides: Mapping[str, Side]) -> dict[str, float]:
+    first, began, timed = {}, time.perf_counter(), Timed()
     for path, side in sides.items():
         try:
-            shortest[path] = _time(side, others)
+            first[path] = timed.of(side)
         except (RuntimeError, ValueError) as error:
             log.debug("%s cannot be taken: %s", path, error)
     # The first run of a path also prepares, and another program may be in the way: it counts only where it was long.
-    behind = max(4 * BEHIND * min(shortest.values(), default=0), SHORT)
-    first = next(iter(shortest), None)
-    if first and shortest[first] >= behind:
+    behind = max(4 * BEHIND * min(first.values(), default=0), SHORT)
+    path = next(iter(first), None)
+    if path and first[path] >= behind:
         # What the process prepares once, such as a library, falls to the first run of all.
-        shortest[first] = min(shortest[first], _time(sides[first], others))
-    alive = [path for path in shortest if shortest[path] < behind]
-    warm: dict[str, float] = {}
+        first[path] = min(first[path], timed.of(sides[path]))
+    runs = {path: [took] for path, took in first.items()}
+    alive = [path for path in runs if first[path] < behind]
     for done in itertools.count(1):
         for path in alive:
-            warm[path] = min(warm.get(path, math.inf), _time(sides[path], others))
+            runs[path].append(timed.of(sides[path]))
         took = time.perf_counter() - began
-        if done >= FEW:
-            least = min(warm.values(), default=0)
-            alive = [path for path in alive if warm[path] < BEHIND * least]
-        if len(alive) < 2 or took > BUDGET or (done >= ROUNDS and took > SHORT):
+        if done >= FEW and took > SHORT:
+            usual = {path: _usual(runs[path]) for path in alive}
+            least = min(usual.values(), default=0)
+            alive = [path for path in alive if usual[path] < (CLEAR if done >= ROUNDS else BEHIND) * least]
+        if len(alive) < 2 or took > BUDGET:
             break
-    return {path: min(took, warm.get(path, took)) for path, took in shortest.items()}
+    return {path: _usual(found) for path, found in runs.items()}
 
 
-def _time(side: Callable[[], object], others: torch.Tensor) -> float:
-    """Seconds of a run; of one thread on the CPU those it had the processor, whatever else the machine does.
-
-    Before it, `others` takes the place in the caches that the other layers of a network take, of code as of numbers.
-    """
-    gpu = torch.cuda.is_initialized()
-    others.add_(1)
-    clock = time.perf_counter if gpu or torch.get_num_threads() > 1 else time.thread_time
-    if gpu:
-        torch.cuda.synchronize()
-    began = clock()
-    side()
-    if gpu:
-        torch.cuda.synchronize()
-    return clock() - began
+def _usual(runs: list[float]) -> float:
+    """The mean of the shortest quarter of the runs."""
+    return statistics.fmean(sorted(runs)[: max(1, len(runs) // 4)])

@@ -502,7 +502,11 @@ class FactorizedLayer(nn.Module):
     def path_for(self, x: Tensor) -> str:
         """The path that the forward takes for x: "reconstruct", "factored", "fused", "product" or "reordered"."""
         found = self._by_twin(x, FactorizedLayer.path_for)
-        return found or self._path(x, *self._operands())
+        return found or self._path(self._brought(x), *self._operands())
+
+    def _brought(self, x: Tensor) -> Tensor:
+        """x in the form in which the layer computes with it."""
+        return x
 
     def _packed(
         self, tensors: dict[str, Tensor], kept: weight_cache.Kept | None
@@ -621,38 +625,38 @@ class FactorizedLayer(nn.Module):
             one = self._call(path, inputs, own, own_bias)
             return one or (lambda x: self._compute(path, x, own, own_bias, kept))
 
-        def side(path: str):
-            def run() -> None:
-                with torch.set_grad_enabled(trained):
-                    # As in evaluation once W is kept: the factors are looked at, and it serves.
-                    if watched and path in OF_WEIGHT:
-                        direct.still(watched)
-                    y = call(path)(inputs)
-                    if trained:
-                        # `torch.autograd.grad` without its checks, which import for .4 s the first time.
-                        engine = torch.autograd.Variable._execution_engine
-                        engine.run_backward((y,), (y.detach(),), False, False, tuple(leaves), True, False)
+        def forward(path: str, x: Tensor) -> Tensor:
+            # As in evaluation once W is kept: the factors are looked at, and it serves.
+            if watched and path in OF_WEIGHT:
+                direct.still(watched)
+            return call(path)(x)
 
-            return run
-
-        return {path: side(path) for path in paths}
+        return {path: _side(functools.partial(forward, path), inputs, leaves, trained) for path in paths}
 
     def times(self, x: Tensor, training: bool) -> tuple[dict[str, float], str]:
-        """(path → seconds, the path that "auto" takes) for x, as it is in evaluation, or for a training step.
+        """(path → seconds, the path that "auto" takes) for x, as it is in evaluation, or for a training step; the
+        seconds of the dense layer beside them as those of "dense".
 
-        The paths are timed now, whatever is remembered; where there is one only, it is not timed.
+        They are timed now, whatever is remembered.
         """
-        mode = self.training
+        mode, dense_side = self.training, self._dense_side(x, training)
+        x = self._brought(x.detach()).requires_grad_(x.requires_grad)
         try:
             self.train(training)
             with torch.set_grad_enabled(training):
                 tensors, kept = self._operands()
                 paths, chosen = self._candidates(x, tensors), self._path(x, tensors, kept)
-                if len(paths) == 1:
-                    return {}, chosen
-                return choice.times(self._sides(paths, x, tensors, self.bias, kept, training)), chosen
+                sides = self._sides(paths, x, tensors, self.bias, kept, training)
+                return choice.times({"dense": dense_side, **sides}), chosen
         finally:
             self.train(mode)
+
+    def _dense_side(self, x: Tensor, trained: bool) -> choice.Side:
+        """The same of the dense layer of the same function."""
+        dense, inputs = self.to_dense(), x.detach().requires_grad_(trained and x.requires_grad)
+        if is_channels_last(x):
+            dense.to(memory_format=torch.channels_last)
+        return _side(dense.forward, inputs, [t for t in (inputs, *dense.parameters()) if t.requires_grad], trained)
 
     def work(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> choice.Work:
         """What the choice is asked about for an input x."""
@@ -1091,12 +1095,14 @@ class FactorizedConv2d(FactorizedLayer):
             return nn.Conv2d._conv_forward(self, x, weight, bias)
         return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
+    def _brought(self, x):
+        if not self.channels_last or x.dim() != 4 or torch._C._are_functorch_transforms_active():
+            return x
+        return x.contiguous(memory_format=torch.channels_last)
+
     def _forward(self, x):
-        if self.channels_last and x.dim() == 4 and not torch._C._are_functorch_transforms_active():
-            last = x.contiguous(memory_format=torch.channels_last)
-            if last is not x:
-                return super().forward(last)
-        return super()._forward(x)
+        last = self._brought(x)
+        return super()._forward(x) if last is x else super().forward(last)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"
@@ -1147,6 +1153,15 @@ class FactorizedConv1d(FactorizedConv2d):
 
     def _pair(self, setting: str) -> tuple[int, int]:
         return (0 if setting == "padding" else 1), *getattr(self, setting)
+
+    def path_for(self, x: Tensor) -> str:
+        return super().path_for(x.unsqueeze(-2))
+
+    def times(self, x: Tensor, training: bool) -> tuple[dict[str, float], str]:
+        return super().times(x.unsqueeze(-2), training)
+
+    def _dense_side(self, x, trained):
+        return super()._dense_side(x.squeeze(-2), trained)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
@@ -1283,6 +1298,21 @@ def _multiply(
 def _by_columns(weight: Tensor) -> Tensor:
     """W [o, i] with its columns one after the other in memory: products of few rows read it along the outputs."""
     return weight.t().contiguous().t()
+
+
+def _side(forward: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], trained: bool) -> choice.Side:
+    """A run of forward(x), with the gradients of `leaves` where `trained`, for `choice`."""
+
+    def run(timed: choice.Timed) -> None:
+        with torch.set_grad_enabled(trained), timed(x):
+            y = forward(x)
+        if trained:
+            # `torch.autograd.grad` without its checks, which import for .4 s the first time.
+            engine, gradient = torch.autograd.Variable._execution_engine, y.detach()
+            with timed(gradient):
+                engine.run_backward((y,), (gradient,), False, False, tuple(leaves), True, False)
+
+    return run
 
 
 @functools.cache

@@ -267,11 +267,37 @@ def test_choices_are_taken_again(measured, tmp_path, monkeypatch):
         choice.set_choices({"question": "other"})
 
 
+def timed(run):
+    """A path of one part."""
+
+    def side(timer):
+        with timer(torch.zeros(1)):
+            run()
+
+    return side
+
+
 def work_for(seconds):
     """Have the processor for so long."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
+
+
+def test_what_a_part_is_timed_after_and_what_counts(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    timer = choice.Timed()
+
+    def side(timed):
+        for _ in range(2):
+            with timed(torch.zeros(1)):
+                work_for(0.002)
+            work_for(0.01)
+
+    before = timer._others.clone()
+    for _ in range(2):
+        assert 0.004 <= timer.of(side) < 0.012
+    assert (timer._others == before + 4).all()
 
 
 def test_the_budget_holds_and_a_path_far_behind_or_impossible_is_left_out(monkeypatch):
@@ -283,8 +309,9 @@ def test_the_budget_holds_and_a_path_far_behind_or_impossible_is_left_out(monkey
             runs[name] += 1
             work_for(seconds)
 
-        return run
+        return timed(run)
 
+    @timed
     def fails():
         raise RuntimeError("not implemented for 'Half'")
 
@@ -307,7 +334,7 @@ def test_short_work_that_was_held_up_is_timed_again(held_up, monkeypatch):
             runs[name] += 1
             work_for(0.015 if runs[name] - 1 == held_up else 1e-4)
 
-        return run
+        return timed(run)
 
     seconds = choice.times({"first": side("first", held_up), "second": side("second", -1)})
     assert seconds["first"] < 0.005 and seconds["second"] < 0.005
@@ -321,7 +348,7 @@ def test_what_a_process_prepares_once_is_no_time_of_a_path():
             work_for(seconds if prepared else 0.2)
             prepared.append(True)
 
-        return run
+        return timed(run)
 
     seconds = choice.times({"first": side(0.001), "second": side(0.003)})
     assert seconds["first"] < seconds["second"]
@@ -329,13 +356,13 @@ def test_what_a_process_prepares_once_is_no_time_of_a_path():
 
 def test_a_thread_that_waits_for_the_processor_is_not_slow(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    seconds = choice.times({"waits": lambda: time.sleep(0.002), "works": lambda: work_for(0.001)})
+    seconds = choice.times({"waits": timed(lambda: time.sleep(0.002)), "works": timed(lambda: work_for(0.001))})
     assert seconds["waits"] < seconds["works"]
 
 
 def test_a_kind_of_work_no_path_can_do_is_for_the_rule(remembering):
     def sides():
-        return {path: lambda: (_ for _ in ()).throw(RuntimeError("no")) for path in ("reconstruct", "factored")}
+        return {path: timed(lambda: (_ for _ in ()).throw(RuntimeError("no"))) for path in ("reconstruct", "factored")}
 
     assert choice.choose(work(), sides) == choice.rule(work())
 
@@ -415,7 +442,37 @@ def test_the_plan_of_a_network_shows_the_path_of_each_layer(tmp_path):
     for row in rows:
         assert row["density"] == pytest.approx(0.3, abs=0.01) and row["input"].startswith("8×")
         assert row["path"] in ("factored", "reconstruct") and row["factored"] > 0 and row["reconstruct"] > 0
+        assert row["dense"] > 0 and row["product"] is None
     assert rows[0]["layer"] in out and "all layers" in out
+    assert "fused" not in out and "product" not in out and out.count("*") == 2 * 9 + 1
+
+
+def test_the_plan_shows_every_path_that_a_layer_has(tmp_path, monkeypatch):
+    from calls import call
+
+    pytest.importorskip("torchvision")
+    monkeypatch.setattr(choice, "BUDGET", 0.0)
+    file = tmp_path / "plan.json"
+    code, out, error = call("info", "--plan", "squeezenet1_1", "--input", "3x40x40", "--batch", "2", "--json", file)
+    assert code == 0, error
+    rows = json.loads(file.read_text())["layers"]
+    has = {(row["layer"], row["step"]): [path for path in choice.PATHS if row[path] is not None] for row in rows}
+    assert len(rows) == 2 * 26 and rows[0]["weight"] == "64×3×3×3" and rows[0]["input"] == "2×3×40×40"
+    assert has["features.3.squeeze", "forward"] == ["reconstruct", "factored", "product", "reordered"]
+    assert has["features.3.squeeze", "training"] == ["reconstruct", "factored", "product"]
+    assert has["features.3.expand3x3", "forward"] == ["reconstruct", "factored", "reordered"]
+    assert all(row["dense"] > 0 and row["path"] in has[row["layer"], row["step"]] for row in rows)
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_times_of_a_layer_of_sequences_and_of_one_that_brings_its_input_into_a_format(training):
+    sequences = ff.nn.FactorizedConv1d(8, 16, 3, padding=1).compact(0.2)
+    seconds, path = sequences.times(torch.randn(2, 8, 10), training)
+    assert path in seconds and {"dense", "reconstruct", "factored"} == seconds.keys()
+    pixels = layer(0.2, 8, 16, 1).to(memory_format=torch.channels_last)
+    seconds, path = pixels.times(torch.randn(2, 8, 5, 5), training)
+    assert path in seconds and "product" in seconds
 
 
 def test_the_plan_of_a_run(tmp_path):
@@ -436,9 +493,10 @@ def test_the_plan_of_a_run(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("no-such-model",), "must be a run directory or one of"),
+        (("no-such-model",), "must be a run directory, a network of torchvision or one of"),
         (("resnet9", "--density", "2"), "density=2.0"),
         (("resnet9", "--input", "3x32x"), "input='3x32x'"),
+        (("squeezenet1_1", "--input", "1x32x32"), "must be the shape of a square image"),
     ],
 )
 def test_a_plan_of_nothing_there_is(arguments, message):
