@@ -72,7 +72,8 @@ def _torchvision():
     return torchvision.models
 
 
-def _of_torchvision(name: str) -> bool:
+def of_torchvision(name: str) -> bool:
+    """Whether torchvision is there and has a network of that name."""
     with contextlib.suppress(ValueError):
         return name in _torchvision().list_models(_torchvision())
     return False
@@ -81,22 +82,27 @@ def _of_torchvision(name: str) -> bool:
 def network(name: str, side: int) -> nn.Module:
     """The dense network, as it is made."""
     torch.manual_seed(0)
-    if name in models.MODELS and not _of_torchvision(name):
+    if name in models.MODELS and not of_torchvision(name):
         return models.build(name, (3, side, side), CLASSES)
     sized = {"image_size": side} if name.startswith("vit") else {}
     own = {"aux_logits": False, "init_weights": True} if name in ("inception_v3", "googlenet") else {}
     return _torchvision().get_model(name, weights=None, num_classes=CLASSES, **sized, **own)
 
 
-def pair(name: str, density: float, side: int) -> dict[str, nn.Module]:
-    """Ours and the dense network of the same function, batch norms with the statistics of a batch: with those of a new
-    network activations may vanish or overflow in evaluation."""
+def specs(name: str, sparse: bool) -> Callable[[str, nn.Module], ff.Rank1]:
+    """The spec of each layer of a network."""
     rank = about(name).linear_rank
 
     def spec(path: str, module: nn.Module) -> ff.Rank1:
-        return ff.Rank1(rank=1 if isinstance(module, nn.modules.conv._ConvNd) else rank, sparse=density > 0)
+        return ff.Rank1(rank=1 if isinstance(module, nn.modules.conv._ConvNd) else rank, sparse=sparse)
 
-    ours = ff.factorize(network(name, side), spec, init="svd").train()
+    return spec
+
+
+def pair(name: str, density: float, side: int) -> dict[str, nn.Module]:
+    """Ours and the dense network of the same function, batch norms with the statistics of a batch: with those of a new
+    network activations may vanish or overflow in evaluation."""
+    ours = ff.factorize(network(name, side), specs(name, density > 0), init="svd").train()
     layers = ff.factorized_layers(ours).values() if 0 < density < 1 else ()
     for layer in layers:
         layer.prune_(density)

@@ -327,13 +327,23 @@ def info(
     density: Annotated[
         float | None, typer.Option(help=escape("Of μ, for --plan [default: 0.1, or the run's]."))
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Batch size, for --plan.")] = 64,
-    shape: Annotated[str, typer.Option("--input", metavar="CxHxW", help="Shape of a sample, for --plan.")] = "3x32x32",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help=escape("For --plan [default: 64, 8 or 16 for torchvision's]."))
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--input",
+            metavar="CxHxW",
+            help=escape("Of a sample, for --plan [default: 3x32x32, 3x224x224 for torchvision's]."),
+        ),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """List data sets, scenarios, models, methods, versions; or say what a DIR holds.
 
-    Backends with why they serve or not, too. --plan MODEL measures which compute path each layer of a network takes.
+    Backends with why they serve or not, too. --plan MODEL measures the dense layer and every compute path for each
+    layer of a network (of ours, of torchvision, or of a run's first client), and marks the path that it takes.
     """
     import torch
 
@@ -341,9 +351,12 @@ def info(
     from fastfact.federation.storage import checkpoint
 
     if plan is not None:
-        rows = paths.plan(*paths.subject(plan, density, shape), batch)
-        table_of(rows, f"{plan}: milliseconds, {torch.get_num_threads()} threads")
-        table_of(paths.totals(rows), "all layers that have a choice: milliseconds")
+        model, sample, usual = paths.subject(plan, density, shape)
+        rows = paths.plan(model, sample, batch or usual)
+        found = paths.density(rows)
+        of = "" if found is None else f"density {found:.2g}, "
+        table_of(paths.shown(rows), f"{plan}: {of}milliseconds, {torch.get_num_threads()} threads; * the path taken")
+        table_of(paths.totals(rows), "all layers: milliseconds; where a path is not there, W is made")
         write_json(json_file, {"threads": torch.get_num_threads(), "layers": rows})
         return
     parts = about.package() if directory is None else {str(directory): checkpoint.about(directory)}

@@ -1,14 +1,17 @@
 """Which compute path each layer of a model takes, and how long each of its paths takes on this machine."""
 
+import itertools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastfact import models
+from fastfact.bench import networks
 from fastfact.federation import Federation
+from fastfact.nn.choice import PATHS
 from fastfact.nn.convert import factorize, factorized_layers
 from fastfact.nn.layers import FactorizedLayer
 from fastfact.nn.specs import Rank1
@@ -17,12 +20,20 @@ from fastfact.ops.common import is_channels_last
 STEPS = ("forward", "training")
 
 
+class Subject(NamedTuple):
+    """A model, one input of it, and how many of these are a batch where nobody says."""
+
+    model: nn.Module
+    sample: Tensor
+    batch: int = 64
+
+
 def plan(model: nn.Module, x: Tensor, batch: int) -> list[dict[str, Any]]:
     """A row for each factorized layer of `model` and step ("forward": evaluation, "training"), in their order.
 
     x: an input of any batch size; the plan is for `batch` copies of its first sample. Each row has layer, shape of W,
-    density of μ, input [batch, …], step, the path that the layer takes, and the milliseconds of each of its paths, as
-    they are measured now on the layer's own input; None for one that it cannot take, or where there is one only.
+    density of μ, input [batch, …], step, the path that the layer takes, and the milliseconds of the dense layer and of
+    each path, as they are measured now on the layer's own input; None for a path that it cannot take.
     """
     layers, rows = factorized_layers(model), dict[FactorizedLayer, list[dict[str, Any]]]()
 
@@ -53,12 +64,42 @@ def _row(path: str, layer: FactorizedLayer, x: Tensor, step: str) -> dict[str, A
     row = {"layer": path, "weight": "×".join(map(str, layer.size)), "density": round(layer.density, 4)}
     seconds, chosen = layer.times(x, step == "training")
     row |= {"input": "×".join(map(str, x.shape)), "step": step, "path": chosen}
-    return row | {path: 1e3 * seconds[path] if path in seconds else None for path in ("reconstruct", "factored")}
+    return row | {side: 1e3 * seconds[side] if side in seconds else None for side in ("dense", *PATHS)}
 
 
-def subject(name: str, density: float | None, shape: str) -> tuple[nn.Module, Tensor]:
-    """The model to plan for, and one input of it: a network of `fastfact.models` with `Rank1` layers, for samples of
-    `shape` ("3x32x32"), or the first client of a run directory. Its μ is made compact.
+def _sides(rows: list[dict[str, Any]]) -> list[str]:
+    """The dense layer, and the paths that any layer has."""
+    return [side for side in ("dense", *PATHS) if any(row[side] is not None for row in rows)]
+
+
+def density(rows: list[dict[str, Any]]) -> float | None:
+    """The density of all layers, None where they have several."""
+    found = {round(row["density"], 2) for row in rows}
+    return found.pop() if len(found) == 1 else None
+
+
+def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `plan` for people: two lines a layer, with its name, W and input in one column, and the path that it
+    takes marked."""
+    alike = density(rows) is not None
+    found = []
+    for name, row in itertools.groupby(rows, key=lambda row: row["layer"]):
+        own = list(row)
+        what = own[0]["weight"] + ("" if alike else f" {100 * own[0]['density']:.2g} %") + f" of {own[0]['input']}"
+        for line, one in zip((name, what), own, strict=True):
+            marked = {side: _time(one[side], side == one["path"]) for side in _sides(rows)}
+            found.append({"layer": line, "step": one["step"]} | marked)
+    return found
+
+
+def _time(milliseconds: float | None, taken: bool) -> str:
+    return "" if milliseconds is None else f"{milliseconds:.3g}" + ("*" if taken else " ")
+
+
+def subject(name: str, density: float | None, shape: str | None) -> Subject:
+    """What to plan for: a network of `fastfact.models` or of torchvision with `Rank1` layers, for samples of `shape`
+    (by default "3x32x32", "3x224x224" for those of torchvision, which are in channels_last), or the first client of a
+    run directory. Its μ is made compact.
 
     density: of μ, drawn at random for a network (by default 0.1), 0 for one without μ; the largest magnitudes for a
     run (by default all nonzeros). Raises ValueError for what is neither, for a run without factorized layers, and
@@ -66,13 +107,19 @@ def subject(name: str, density: float | None, shape: str) -> tuple[nn.Module, Te
     """
     if density is not None and not 0 <= density <= 1:
         raise ValueError(f"density={density}: must be between 0 and 1")
-    if name in models.MODELS:
-        try:
-            sample = torch.zeros(1, *(int(extent) for extent in shape.split("x")))
-        except (ValueError, RuntimeError):
-            raise ValueError(f"input={shape!r}: must be the shape of a sample, as 3x32x32") from None
+    batch = 64
+    if name in models.MODELS or networks.of_torchvision(name):
+        own = name in models.MODELS
+        sample = _sample(shape or ("3x32x32" if own else "3x224x224"))
         density = 0.1 if density is None else density
-        model = factorize(models.build(name, tuple(sample.shape[1:]), 10), Rank1(sparse=density > 0))
+        if own:
+            model = factorize(models.build(name, tuple(sample.shape[1:]), 10), Rank1(sparse=density > 0))
+        else:
+            if sample.shape != (1, 3, sample.shape[-1], sample.shape[-1]):
+                raise ValueError(f"input={shape!r}: must be the shape of a square image, as 3x224x224")
+            model = factorize(networks.network(name, sample.shape[-1]), networks.specs(name, density > 0))
+            model, sample = (it.to(memory_format=torch.channels_last) for it in (model, sample))
+            batch = networks.about(name).batch
         for layer in factorized_layers(model).values() if density else ():
             nn.init.normal_(layer.mu)
     elif Path(name).is_dir():
@@ -83,20 +130,35 @@ def subject(name: str, density: float | None, shape: str) -> tuple[nn.Module, Te
         if any(p.dim() == 4 and not p.is_contiguous() for p in model.parameters()):
             sample = sample.contiguous(memory_format=torch.channels_last)
     else:
-        raise ValueError(f"plan={name!r}: must be a run directory or one of {', '.join(models.MODELS)}")
+        raise ValueError(
+            f"plan={name!r}: must be a run directory, a network of torchvision or one of {', '.join(models.MODELS)}"
+        )
     if not factorized_layers(model):
         raise ValueError(f"plan={name!r}: the run's model has no factorized layer, there is nothing to choose")
     for layer in factorized_layers(model).values():
         if "mu" in layer.factors():
             layer.compact(density)
-    return model, sample
+    return Subject(model, sample, batch)
+
+
+def _sample(shape: str) -> Tensor:
+    try:
+        return torch.zeros(1, *(int(extent) for extent in shape.split("x")))
+    except (ValueError, RuntimeError):
+        raise ValueError(f"input={shape!r}: must be the shape of a sample, as 3x32x32") from None
 
 
 def totals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each step: the sum over the layers on the paths taken, and if all of them made their weights."""
+    """A row for each step: the sums over the layers of the dense ones, the paths taken, the fastest of each, and
+    each path, W made where a layer does not have it."""
     found = []
     for step in STEPS:
-        own = [row for row in rows if row["step"] == step and row["reconstruct"] and row["factored"]]
-        found.append({"step": step, "layers": len(own), "as planned": math.fsum(row[row["path"]] for row in own)})
-        found[-1] |= {f"all {path}": math.fsum(row[path] for row in own) for path in ("reconstruct", "factored")}
+        own = [row for row in rows if row["step"] == step and row["reconstruct"] is not None]
+        row = {"step": step, "layers": len(own), "dense": math.fsum(row["dense"] for row in own)}
+        row["as planned"] = math.fsum(row[row["path"]] for row in own)
+        row["fastest"] = math.fsum(min(row[path] for path in PATHS if row[path] is not None) for row in own)
+        for path in PATHS:
+            if any(row[path] is not None for row in own):
+                row[path] = math.fsum(row["reconstruct" if row[path] is None else path] for row in own)
+        found.append(row)
     return found
