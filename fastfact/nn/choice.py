@@ -9,8 +9,8 @@ measure.
 The paths agree up to rounding only: a run repeats bit for bit if its choices do. `choices()` are those of this process,
 to be written beside a run, and `set_choices` takes them again. $FASTFACT_CHOICE: "fixed" takes the paths that a rule of
 thumb says (`rule`) and measures nothing; FILE.json takes those of a file (what `choices()` gives), and the rule for all
-others; any other value is the directory to remember answers in. Under torch.compile, torch.export, the transforms of
-torch.func, and dispatch modes the rule decides.
+others; any other value is the directory to remember answers in. In graphs of torch.compile (but for evaluation, see
+`compiled`) and torch.export, under the transforms of torch.func and dispatch modes the rule decides.
 """
 
 import contextlib
@@ -36,11 +36,14 @@ from fastfact.ops.common import transforming
 log = logging.getLogger("fastfact")
 
 PATHS = ("reconstruct", "factored", "fused", "product", "reordered")
-BUDGET, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.02, 3, 1.5, 12, 1.2
+BUDGET, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.02, 4, 2, 12, 1.2
 """Seconds for a question, and those that short work is repeated for at least; runs of each path after which one that
 takes so many times what another takes is left out, and those after which one that takes less is."""
-OTHERS = 1 << 23
-"""Bytes of other memory that are written before each part of a run."""
+NEAR, FAR = 1 << 21, 1 << 23
+"""Bytes of other memory that are written before a forward pass alone, and before each part of a training step, where
+all that is saved lies between."""
+LARGE = (1 << 25) - (1 << 16)
+"""Bytes of an allocation that glibc still gives a mapping of its own, and takes from its heap from then on."""
 MARGIN = 1.03
 """How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads."""
 
@@ -225,9 +228,12 @@ class Timed:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._others = torch.zeros(OTHERS, dtype=torch.uint8, device="cpu")
+        # Before a process has freed a large tensor each one has fresh pages, whose faults take as long as the work; a
+        # network soon has freed one.
+        torch.empty(LARGE, dtype=torch.uint8, device="cpu")
+        self._others = torch.zeros(FAR, dtype=torch.uint8, device="cpu")
         self._gpu = torch.cuda.is_initialized()
-        self._clock = time.perf_counter if self._gpu or torch.get_num_threads() > 1 else time.thread_time
+        self.clock = time.perf_counter if self._gpu or torch.get_num_threads() > 1 else time.thread_time
 
     def of(self, side: "Side") -> float:
         """Seconds of a run."""
@@ -236,8 +242,8 @@ class Timed:
         return self.seconds
 
     @contextlib.contextmanager
-    def __call__(self, just_written: torch.Tensor) -> Iterator[None]:
-        self._others.add_(1)
+    def __call__(self, just_written: torch.Tensor, others: int = NEAR) -> Iterator[None]:
+        self._others[:others].add_(1)
         just_written.detach().sum()
         began = self._now()
         yield
@@ -246,7 +252,7 @@ class Timed:
     def _now(self) -> float:
         if self._gpu:
             torch.cuda.synchronize()
-        return self._clock()
+        return self.clock()
 
 
 Side = Callable[[Timed], object]
@@ -273,7 +279,8 @@ def times(sides: Mapping[str, Side]) -> dict[str, float]:
 
 
 def _times(sides: Mapping[str, Side]) -> dict[str, float]:
-    first, began, timed = {}, time.perf_counter(), Timed()
+    first, timed = {}, Timed()
+    began = timed.clock()
     for path, side in sides.items():
         try:
             first[path] = timed.of(side)
@@ -290,7 +297,7 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
     for done in itertools.count(1):
         for path in alive:
             runs[path].append(timed.of(sides[path]))
-        took = time.perf_counter() - began
+        took = timed.clock() - began
         if done >= FEW and took > SHORT:
             usual = {path: _usual(runs[path]) for path in alive}
             least = min(usual.values(), default=0)
@@ -301,5 +308,5 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
 
 
 def _usual(runs: list[float]) -> float:
-    """The mean of the shortest quarter of the runs."""
-    return statistics.fmean(sorted(runs)[: max(1, len(runs) // 4)])
+    """The mean of the shortest eighth of the runs."""
+    return statistics.fmean(sorted(runs)[: max(1, len(runs) // 8)])

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastfact import ops
-from fastfact.nn import choice, sparsity, weight_cache
+from fastfact.nn import choice, compiled, sparsity, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
@@ -35,7 +35,7 @@ OF_WEIGHT = ("reconstruct", "product", "reordered")
 SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
 """What the path, or a kept weight, depends on besides tensors, and one may assign to."""
 
-OF_PROCESS = {"_answers", "_nodes", "_noted"}
+OF_PROCESS = {"_answers", "_nodes", "_noted", "_how"}
 """What a layer knows of this process, and a copy does not."""
 
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
@@ -89,6 +89,8 @@ class FactorizedLayer(nn.Module):
     channels_last = False
     """Whether W is laid out channels_last where no dense factor says how; see `FactorizedConv2d`."""
     _noted: tuple[Tensor, int, int] | None = None
+    _how: str | None = None
+    """What the layer is for torch.compile, in evaluation; None where a graph of it has to do."""
 
     def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
         if not isinstance(spec, Spec):
@@ -317,7 +319,37 @@ class FactorizedLayer(nn.Module):
             y = direct.serve(self._nodes, x, self.training, self._noted)
             if y is not None:
                 return y
+        elif self._how is not None and self._is_served(x):
+            return torch.ops.fastfact_nn.layer(self._how, x, list(self._tensors().values()), self.bias)
         return self._forward(x)
+
+    def _is_served(self, x: Tensor) -> bool:
+        """Whether the layer is one op in a graph: in evaluation, of numbers that it has itself."""
+        if torch.is_grad_enabled() or torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+            return False
+        tensors, bias = self._tensors(), self.bias
+        own = self._parameters.keys()
+        if any(name not in own and name != INDEX for name in tensors):
+            return False
+        floating = [t for name, t in tensors.items() if name != INDEX] + ([] if bias is None else [bias])
+        return not autocasts("cpu") and x.is_cpu and all(t.is_cpu and t.dtype == x.dtype for t in floating)
+
+    def _describe(self) -> str | None:
+        """What the layer is, see `compiled`."""
+        return None
+
+    @torch.inference_mode(False)
+    def holding(self, factors: Sequence[Tensor], bias: Tensor | None) -> "FactorizedLayer":
+        """A layer such as this with factors, in the order of `factors()`, and where there are more the positions of
+        compact μ, that share memory with these."""
+        other = copy.copy(self)
+        own = [nn.Parameter(t.detach(), requires_grad=False) for t in factors[: len(self._names)]]
+        shared = bias if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        other.__dict__["_parameters"] = dict(zip(self._names, own, strict=True)) | {"bias": shared}
+        positions = [t.detach() for t in factors[len(self._names) :]]
+        other.__dict__["_buffers"] = {INDEX: positions[0]} if positions else {}
+        other._note_positions()
+        return other
 
     def _forward(self, x: Tensor) -> Tensor:
         """The forward where no node serves."""
@@ -481,6 +513,7 @@ class FactorizedLayer(nn.Module):
         if "_cache" in self.__dict__:
             self._cache.clear()
             self._answers, self._nodes = {}, direct.Nodes()
+            self._note_kind()
 
     def _operands(self) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
         """What a forward computes from now, and what is kept for it."""
@@ -742,7 +775,15 @@ class FactorizedLayer(nn.Module):
     def train(self, mode: bool = True) -> "FactorizedLayer":
         """As for any module; a kept weight is dropped."""
         self._drop()
-        return super().train(mode)
+        super().train(mode)
+        self._note_kind()
+        return self
+
+    def _note_kind(self) -> None:
+        """Take what the layer is now for what torch.compile is told."""
+        how = None if self.training or not loaded("cpu") else self._describe()
+        if how != self._how:
+            self._how = how
 
     def _drop(self) -> None:
         """Drop what is kept of the factors."""
@@ -797,6 +838,7 @@ class FactorizedLayer(nn.Module):
         self._answers, self._nodes = {}, direct.Nodes()
         self._mark()
         self._note_positions()
+        self._note_kind()
 
 
 class FactorizedConv2d(FactorizedLayer):
@@ -847,6 +889,14 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _take_format(self, like: Tensor) -> None:
         self.channels_last = _is_laid_out_last(like)
+        self._note_kind()
+
+    def _describe(self):
+        if type(self) is not FactorizedConv2d or self._zero_padding() is not None:
+            return None
+        names = "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"
+        own = {name: getattr(self, name) for name in names}
+        return compiled.describe("conv2d", self.spec, self.path, self.channels_last, **own, bias=self.bias is not None)
 
     def _apply(self, fn, *args, **kwargs):
         # The factors may have no tensor of four dimensions, which memory formats are for.
@@ -1222,6 +1272,12 @@ class FactorizedLinear(FactorizedLayer):
         rank, nonzeros = _rank_and_nonzeros(tensors)
         return choice.Work("linear", self.size, 1, rows, *ones, rank, nonzeros, False, step, dtype, device)
 
+    def _describe(self):
+        if type(self) is not FactorizedLinear:
+            return None
+        own = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None}
+        return compiled.describe("linear", self.spec, self.path, False, **own)
+
     def _dense_forward(self, x, weight, bias):
         return F.linear(x, weight, bias)
 
@@ -1285,6 +1341,10 @@ class FactorizedLinear(FactorizedLayer):
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"
 
 
+compiled.kind("conv2d", FactorizedConv2d)
+compiled.kind("linear", FactorizedLinear)
+
+
 def _multiply(
     layer: Callable[[], FactorizedLinear | None], state: tuple | None, x: Tensor, bias: Tensor | None
 ) -> Tensor | None:
@@ -1302,14 +1362,15 @@ def _by_columns(weight: Tensor) -> Tensor:
 
 def _side(forward: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], trained: bool) -> choice.Side:
     """A run of forward(x), with the gradients of `leaves` where `trained`, for `choice`."""
+    others = choice.FAR if trained else choice.NEAR
 
     def run(timed: choice.Timed) -> None:
-        with torch.set_grad_enabled(trained), timed(x):
+        with torch.set_grad_enabled(trained), timed(x, others):
             y = forward(x)
         if trained:
             # `torch.autograd.grad` without its checks, which import for .4 s the first time.
             engine, gradient = torch.autograd.Variable._execution_engine, y.detach()
-            with timed(gradient):
+            with timed(gradient, others):
                 engine.run_backward((y,), (gradient,), False, False, tuple(leaves), True, False)
 
     return run

@@ -1,0 +1,120 @@
+"""Layers under torch.compile in evaluation: one op each, which is the layer as it is without a graph."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import fastfact as ff
+from fastfact.nn import compiled
+
+SPECS = {
+    "sparse": ff.Rank1(),
+    "without μ": ff.Rank1(sparse=False),
+    "low rank": ff.LowRank(rank=2),
+    "Hadamard": ff.Hadamard(),
+}
+
+
+def network(spec=None, last=True):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(8, 16, 3, 2, 1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 16, 1, bias=False),
+        torch.nn.Conv2d(16, 16, 3, groups=16, padding=2, dilation=2),
+        torch.nn.Flatten(2),
+        torch.nn.Linear(49, 10),
+    )
+    ff.factorize(model, spec or ff.Rank1())
+    for layer in ff.factorized_layers(model).values():
+        if "mu" in layer.factors():
+            layer.compact(0.2)
+    return model.to(memory_format=torch.channels_last if last else torch.contiguous_format).eval()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The layers that the op took, in turn."""
+    seen = []
+    layer_of = compiled._layer
+    monkeypatch.setattr(compiled, "_layer", lambda *a: (seen.append(layer_of(*a)), seen[-1])[1])
+    torch._dynamo.reset()
+    yield seen
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@torch.no_grad()
+def test_a_compiled_network_computes_what_it_does_without(calls, spec, last):
+    model = network(spec, last)
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    exact = ff.densify(copy.deepcopy(model)).double()
+    for images in (4, 4, 3):
+        x = torch.randn(images, 8, 14, 14)
+        y = graph(x)
+        torch.testing.assert_close(y, model(x))
+        torch.testing.assert_close(y.double(), exact(x.double()), rtol=1e-4, atol=1e-5)
+    assert len(calls) == 12 and len(set(calls)) == 4
+    assert {type(layer) for layer in calls} == {type(layer) for layer in ff.factorized_layers(model).values()}
+
+
+@torch.no_grad()
+def test_a_write_to_a_factor_is_seen_however_it_is_written_to(calls):
+    model, x = network(), torch.randn(2, 8, 14, 14)
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    before = graph(x)
+    for change in (
+        lambda: model[0].u.mul_(2),
+        lambda: model[2].mu.data.zero_(),
+        lambda: setattr(model[2].v, "data", torch.randn_like(model[2].v)),
+        lambda: model[5].bias.add_(1),
+        lambda: model[0].compact(0.1),
+        lambda: setattr(model[0], "path", "reconstruct"),
+    ):
+        change()
+        torch.testing.assert_close(graph(x), model(x))
+    assert calls and not torch.allclose(graph(x), before)
+
+
+def test_with_gradients_and_in_training_the_graph_is_plain(calls):
+    model, x = network(), torch.randn(2, 8, 14, 14)
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    graph(x).square().sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    torch.testing.assert_close(found, [p.grad for p in model.parameters()])
+    model.train()
+    with torch.no_grad():
+        graph(x)
+    assert not calls
+
+
+@torch.no_grad()
+def test_layers_that_are_alike_share_a_graph_and_leave_with_their_model(calls):
+    gc.collect()
+    before, x = len(compiled._layers), torch.randn(3, 5, 16)
+    blocks = torch.nn.ModuleList(ff.nn.FactorizedLinear(16, 16).compact(0.2) for _ in range(12)).eval()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for block in blocks:
+        block.compile(backend=counter, fullgraph=True)
+        torch.testing.assert_close(block(x), torch.nn.functional.linear(x, block._weight(None), block.bias))
+    assert counter.frame_count == 1 and len(set(calls)) == 12
+    torch._dynamo.reset()
+    calls.clear()
+    del blocks, block
+    gc.collect()
+    assert len(compiled._layers) == before
+
+
+@torch.no_grad()
+def test_the_op_says_what_it_gives():
+    for model, x in ((network(), torch.randn(2, 8, 14, 14)), (network(last=False), torch.randn(8, 14, 14))):
+        args = model[0]._how, x, list(model[0]._tensors().values()), model[0].bias
+        torch.library.opcheck(torch.ops.fastfact_nn.layer, args, test_utils=("test_schema", "test_faketensor"))
+    linear = model[5]
+    args = linear._how, torch.randn(7, 49), list(linear._tensors().values()), linear.bias
+    torch.library.opcheck(torch.ops.fastfact_nn.layer, args, test_utils=("test_schema", "test_faketensor"))
