@@ -19,7 +19,6 @@ import itertools
 import json
 import logging
 import math
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -260,7 +259,7 @@ Side = Callable[[Timed], object]
 
 
 def times(sides: Mapping[str, Side]) -> dict[str, float]:
-    """path → the time of a run in seconds, within the budget; a path that fails is left out.
+    """path → the shortest time of a run in seconds, within the budget; a path that fails is left out.
 
     Where hooks of the caller would see what autograd saves (activation checkpoints), it runs in a thread of its own.
     """
@@ -292,21 +291,14 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
     if path and first[path] >= behind:
         # What the process prepares once, such as a library, falls to the first run of all.
         first[path] = min(first[path], timed.of(sides[path]))
-    runs = {path: [took] for path, took in first.items()}
-    alive = [path for path in runs if first[path] < behind]
+    alive = [path for path in first if first[path] < behind]
+    shortest = dict(first)
     for done in itertools.count(1):
         for path in alive:
-            runs[path].append(timed.of(sides[path]))
+            shortest[path] = min(shortest[path], timed.of(sides[path]))
         took = timed.clock() - began
         if done >= FEW and took > SHORT:
-            usual = {path: _usual(runs[path]) for path in alive}
-            least = min(usual.values(), default=0)
-            alive = [path for path in alive if usual[path] < (CLEAR if done >= ROUNDS else BEHIND) * least]
+            least = min((shortest[path] for path in alive), default=0)
+            alive = [path for path in alive if shortest[path] < (CLEAR if done >= ROUNDS else BEHIND) * least]
         if len(alive) < 2 or took > BUDGET:
-            break
-    return {path: _usual(found) for path, found in runs.items()}
-
-
-def _usual(runs: list[float]) -> float:
-    """The mean of the shortest eighth of the runs."""
-    return statistics.fmean(sorted(runs)[: max(1, len(runs) // 8)])
+            return shortest
