@@ -6,11 +6,13 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kRowsOfW = 4;        // taken together
-constexpr int64_t kOfX = 1 << 15;      // numbers of x that stay in the second cache
-constexpr int64_t kLeastOutputs = 64;  // of an item
-constexpr int64_t kLeastInputs = 256;  // of an item, backward
-constexpr int64_t kMostInputs = 512;   // backward, so that x and dx stay in the first two caches
+constexpr int64_t kRowsOfW = 4;         // taken together
+constexpr int64_t kOfX = 1 << 15;       // numbers of x that stay in the second cache
+constexpr int64_t kMostInputs = 2048;   // taken together
+constexpr int64_t kSlack = 16;          // values read beyond the last
+constexpr int64_t kLeastOutputs = 64;   // of an item
+constexpr int64_t kLeastInputs = 256;   // of an item, backward
+constexpr int64_t kMostBackward = 512;  // inputs of an item, backward, so that x and dx stay in the first two caches
 constexpr int64_t kItems = 16;
 
 struct Dots {
@@ -39,36 +41,90 @@ struct RunDots {
   }
 };
 
+// Some columns of kRowsOfW rows of W; those beyond the last are zeros.
+template <class T>
+struct Piece {
+  // The last rows as they are read, for up to a register of values is read beyond their own.
+  struct Last {
+    T values[kRowsOfW][kMostInputs + kSlack];
+    uint8_t bits[kRowsOfW][kMostInputs / 8];
+  };
+
+  const T* from[kRowsOfW];
+  const uint8_t* bits;
+  int64_t bits_row,
+      ahead;  // from a row's bits, and roughly its values, to those of the next row, and of the next piece
+  int64_t count[kRowsOfW];
+
+  FF_INLINE Piece(const TiledWeight<T>& w, int64_t o, int64_t c, int64_t width, Last& last) {
+    auto start = [&](int64_t row) FF_INLINE_LAMBDA { return w.support.start(row, c); };
+    const int64_t rows = std::min(kRowsOfW, w.o - o), next = o + kRowsOfW;
+    for (int64_t k = 0; k < rows; ++k) {
+      from[k] = w.values + start(o + k);
+      count[k] = (c + width < w.i ? w.support.start(o + k, c + width) : w.support.start(o + k + 1, 0)) - start(o + k);
+    }
+    bits = w.support.bytes(o, c), bits_row = w.support.words * 8;
+    ahead = next < w.o ? start(next) - start(o) : 0;
+    if (rows == kRowsOfW && from[rows - 1] + count[rows - 1] + kSlack <= w.last + 8) return;
+    std::memset(last.bits, 0, sizeof(last.bits));
+    for (int64_t k = 0; k < kRowsOfW; ++k) {
+      if (k < rows) {
+        std::memcpy(static_cast<void*>(last.values[k]), from[k], count[k] * sizeof(T));
+        std::memcpy(last.bits[k], bits + k * bits_row, width / 8);
+      }
+      from[k] = last.values[k];
+    }
+    bits = last.bits[0], bits_row = kMostInputs / 8, ahead = 0;
+  }
+};
+
 template <class T>
 struct Forward {
   TiledWeight<T> w;
   int64_t n, x_row, chunk, outputs;  // inputs taken together, outputs of an item
-  const float *x, *hidden, *bias;    // x with an even number of rows; hidden [n, rank]; bias or null
+  const float *x, *hidden, *bias;    // hidden [n, rank]; bias or null
   T* y;
 };
 
 template <class T, int B>
 struct RunFew {
+  using V = Vec<float, B>;
+  static constexpr int kLane = B / int(sizeof(float));
+  static constexpr int kRows =
+      B == 64 ? 6 : 2;  // of x multiplied at once: with those of W their sums fill the registers
+
   FF_INLINE static void run(const Forward<T>& f, int64_t begin, int64_t end) {
     const TiledWeight<T>& w = f.w;
-    const int64_t row = ceil_div(f.outputs, kRowsOfW) * kRowsOfW, rows = ceil_div(f.n, 2) * 2;
-    const Scratch<float> sums(rows * row), spread_out(kRowsOfW * (f.chunk + 16));
+    const int64_t row = ceil_div(f.outputs, kRowsOfW) * kRowsOfW, blocks = ceil_div(f.n, kRows);
+    const Scratch<float> sums(f.n * row), spread_out(blocks > 1 ? kRowsOfW * (f.chunk + 16) : 0);
+    const Scratch<typename Piece<T>::Last> last(1);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t o = item * f.outputs, count = std::min(f.outputs, w.o - o);
-      for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t m = 0; m < f.n; ++m) {
         float* const to = sums.get() + m * row;
         for (int64_t k = 0; k < row; ++k) to[k] = f.bias && k < count ? f.bias[o + k] : 0;
-        for (int64_t r = 0; r < w.rank && m < f.n; ++r) {
+        for (int64_t r = 0; r < w.rank; ++r) {
           const float h = f.hidden[m * w.rank + r];
           for (int64_t k = 0; k < count; ++k) to[k] += h * w.v[r * w.v_row + o + k];
         }
       }
       for (int64_t c = 0; c < w.i; c += f.chunk) {
-        const int64_t width = ceil_div(std::min(f.chunk, w.i - c), 8) * 8;
+        const int64_t width = ceil_div(std::min(f.chunk, w.i - c), kLane) * kLane;
         for (int64_t k = 0; k < count; k += kRowsOfW) {
           outline<B>([&]() FF_INLINE_LAMBDA {
-            spread_rows(w, o + k, std::min(kRowsOfW, count - k), c, width, f.chunk + 16, spread_out.get());
-            multiply(f, rows, row, c, width, spread_out.get(), sums.get() + k);
+            const Piece<T> piece(w, o + k, c, width, *last.get());
+            for (int64_t b = 0; b < blocks; ++b) {
+              const int64_t m = b * f.n / blocks, rows = (b + 1) * f.n / blocks - m;
+              const float* const x = f.x + m * f.x_row + c;
+              float* const to = sums.get() + m * row + k;
+              if (blocks == 1) {
+                multiply_rows<true, false>(f, rows, piece, width, x, spread_out.get(), row, to);
+              } else if (b == 0) {
+                multiply_rows<true, true>(f, rows, piece, width, x, spread_out.get(), row, to);
+              } else {
+                multiply_rows<false, false>(f, rows, piece, width, x, spread_out.get(), row, to);
+              }
+            }
           });
         }
       }
@@ -76,47 +132,71 @@ struct RunFew {
     }
   }
 
-  FF_INLINE static void spread_rows(const TiledWeight<T>& w, int64_t o, int64_t rows, int64_t c, int64_t width,
-                                    int64_t step, float* to) {
-    const T* const last = w.last;
-    for (int64_t k = 0; k < kRowsOfW; ++k, to += step) {
-      if (k >= rows) {
-        std::memset(to, 0, width * sizeof(float));
-        continue;
+  template <bool kSpread, bool kKeep>
+  FF_INLINE static void multiply_rows(const Forward<T>& f, int64_t rows, const Piece<T>& piece, int64_t width,
+                                      const float* x, float* spread_out, int64_t row, float* sums) {
+    auto multiply_some = [&]<int M>() FF_INLINE_LAMBDA {
+      multiply<M, kSpread, kKeep>(f, piece, width, x, spread_out, row, sums);
+    };
+    if constexpr (kRows == 6) {
+      if (rows == 6) return multiply_some.template operator()<6>();
+      if (rows == 5) return multiply_some.template operator()<5>();
+      if (rows == 4) return multiply_some.template operator()<4>();
+      if (rows == 3) return multiply_some.template operator()<3>();
+    }
+    rows == 1 ? multiply_some.template operator()<1>() : multiply_some.template operator()<2>();
+  }
+
+  // sums[m][k] += Σ_j x[m][j] · W[k][j]; W is spread, or read from where it was kept.
+  template <int M, bool kSpread, bool kKeep>
+  FF_INLINE static void multiply(const Forward<T>& f, const Piece<T>& piece, int64_t width, const float* x,
+                                 float* spread_out, int64_t row, float* sums) {
+    static_assert(kRowsOfW == 4);
+    const int64_t step = f.chunk + 16, x_row = f.x_row, ahead = piece.ahead, bits_row = piece.bits_row;
+    const T* from[4];
+    for (int k = 0; k < 4; ++k) from[k] = piece.from[k];
+    V sum[M][4]{};
+    const uint8_t* bits = piece.bits;
+    for (int64_t j = 0; j < width; j += kLane, bits += kLane / 8) {
+      V weights[4];
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (kSpread) {
+          __builtin_prefetch(from[k] + ahead);
+          weights[k] = spread_next<B>(bits + k * bits_row, from[k]);
+          if constexpr (kKeep) store<B>(spread_out + k * step + j, weights[k]);
+        } else {
+          weights[k] = load<B>(spread_out + k * step + j);
+        }
       }
-      const T* from = w.values + w.support.start(o + k, c);
-      const T* ahead = o + k + kRowsOfW < w.o ? w.values + w.support.start(o + k + kRowsOfW, c) : from;
-      const uint8_t* const bits = w.support.bytes(o + k, c);
-      for (int64_t j = 0; j < width; j += 8) {
-        const unsigned byte = bits[j / 8];
-        store<32>(to + j, spread(byte, from, last));
-        __builtin_prefetch(ahead);
-        from += __builtin_popcount(byte), ahead += __builtin_popcount(byte);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const V a = load<B>(x + m * x_row + j);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) sum[m][k] += a * weights[k];
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const V all = add_exchanged<2>(add_exchanged<1>(sum[m][0], sum[m][1]), add_exchanged<1>(sum[m][2], sum[m][3]));
+      float* const to = sums + m * row;
+      alignas(64) float lanes[kLane];
+      store<B>(lanes, all);
+      for (int k = 0; k < 4; ++k) {
+        float total = 0;
+#pragma GCC unroll 4
+        for (int lane = k; lane < kLane; lane += 4) total += lanes[lane];
+        to[k] += total;
       }
     }
   }
 
-  // sums[m][k] += Σ_j x[m][c + j] · right[k][j]
-  FF_INLINE static void multiply(const Forward<T>& f, int64_t rows, int64_t row, int64_t c, int64_t width,
-                                 const float* right, float* sums) {
-    const int64_t step = f.chunk + 16;
-    for (int64_t m = 0; m < rows; m += 2, sums += 2 * row) {
-      const float *const first = f.x + m * f.x_row + c, *const second = first + f.x_row;
-      Eight sum[8]{};
-      for (int64_t j = 0; j < width; j += 8) {
-        const Eight a = load<32>(first + j), b = load<32>(second + j);
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) {
-          const Eight weight = load<32>(right + k * step + j);
-          sum[k] += a * weight;
-          sum[4 + k] += b * weight;
-        }
-      }
-      PackPanels<float, 32>::template transpose_lanes<4>(sum);
-      const Eight all = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) sums[k] += all[k], sums[row + k] += all[4 + k];
-    }
+  // Lanes l of the result with l & D are sums of b's, the others of a's.
+  template <int D>
+  FF_INLINE static V add_exchanged(V a, V b) {
+    using Pack = PackPanels<float, B>;
+    constexpr std::make_integer_sequence<int, kLane> lanes;
+    return Pack::template exchange<D, false>(a, b, lanes) + Pack::template exchange<D, true>(a, b, lanes);
   }
 };
 
@@ -131,16 +211,21 @@ struct Backward {
 
 template <class T, int B>
 struct RunFewBackward {
+  using V = Vec<float, B>;
+  static constexpr int kLane = B / int(sizeof(float));
+
   FF_INLINE static void run(const Backward<T>& g, int64_t begin, int64_t end) {
     const TiledWeight<T>& w = g.w;
+    const Scratch<typename Piece<T>::Last> last(1);
+    const Scratch<T> out(kRowsOfW * (kMostBackward + kSlack));
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t c = item * g.inputs, count = std::min(g.inputs, w.i - c), width = ceil_div(count, 8) * 8;
+      const int64_t c = item * g.inputs, count = std::min(g.inputs, w.i - c), width = ceil_div(count, kLane) * kLane;
       if (g.dx) start(g, c, width);
       for (int64_t o = 0; o < w.o; o += kRowsOfW) {
         outline<B>([&]() FF_INLINE_LAMBDA {
-          if (g.dx && g.dvalues) add<true, true>(g, o, c, width);
-          if (g.dx && !g.dvalues) add<true, false>(g, o, c, width);
-          if (!g.dx) add<false, true>(g, o, c, width);
+          if (g.dx && g.dvalues) add<true, true>(g, o, c, width, *last.get(), out.get());
+          if (g.dx && !g.dvalues) add<true, false>(g, o, c, width, *last.get(), out.get());
+          if (!g.dx) add<false, true>(g, o, c, width, *last.get(), out.get());
         });
       }
       for (int64_t m = 0; g.dx && m < g.n; ++m) copy<B>(g.sums + m * g.row + c, count, g.dx + m * w.i + c);
@@ -161,62 +246,50 @@ struct RunFewBackward {
   }
 
   template <bool kInput, bool kValues>
-  FF_INLINE static void add(const Backward<T>& g, int64_t o, int64_t c, int64_t width) {
-    static const uint8_t none[kMostInputs / 8] = {};
+  FF_INLINE static void add(const Backward<T>& g, int64_t o, int64_t c, int64_t width, typename Piece<T>::Last& last,
+                            T* out) {
     const TiledWeight<T>& w = g.w;
-    const T* const last = w.last;
-    const uint8_t* bits[4];
-    const T *from[4], *stop[4];
+    const Piece<T> piece(w, o, c, width, last);
+    constexpr int64_t kStep = kMostBackward + kSlack;
+    const T* from[4];
     T* to[4];
-    T none_there[8];   // for rows beyond the last
-    int64_t ahead[4];  // from a row to the one that comes next
-    const int64_t next = c + g.inputs;
-    for (int k = 0; k < 4; ++k) {
-      const bool there = o + k < w.o;
-      const int64_t at = there ? w.support.start(o + k, c) : 0;
-      bits[k] = there ? w.support.bytes(o + k, c) : none, from[k] = w.values + at, to[k] = none_there,
-      stop[k] = none_there + 8;
-      if (kValues && there) {
-        to[k] = g.dvalues + at;
-        stop[k] = g.dvalues + (next < w.i ? w.support.start(o + k, next) : w.support.start(o + k + 1, 0));
-      }
-      ahead[k] = o + k + 4 < w.o ? w.support.start(o + k + 4, c) - at : 0;
-    }
-    const int64_t n = g.n, row = g.row;
+    for (int k = 0; k < 4; ++k) from[k] = piece.from[k], to[k] = out + k * kStep;
+    const int64_t n = g.n, row = g.row, ahead = piece.ahead, bits_row = piece.bits_row;
     const float* const dy = g.dy + o * n;
-    for (int64_t j = 0; j < width; j += 8) {
-      Eight weights[4], grads[4]{};
-      unsigned bytes[4];
+    const uint8_t* bits = piece.bits;
+    for (int64_t j = 0; j < width; j += kLane, bits += kLane / 8) {
+      V weights[4], grads[4]{};
 #pragma GCC unroll 4
       for (int k = 0; k < 4; ++k) {
-        bytes[k] = bits[k][j / 8];
         if constexpr (kInput) {
-          weights[k] = spread(bytes[k], from[k], last);
-          __builtin_prefetch(from[k] + ahead[k]);
-          from[k] += __builtin_popcount(bytes[k]);
+          __builtin_prefetch(from[k] + ahead);
+          weights[k] = spread_next<B>(bits + k * bits_row, from[k]);
         }
       }
       const float* x = g.x + c + j;
       float* dx = g.sums + c + j;
       for (int64_t m = 0; m < n; ++m, x += row, dx += row) {
-        Eight sum{}, in{};
-        if constexpr (kInput) sum = load<32>(dx);
-        if constexpr (kValues) in = load<32>(x);
+        V sum{}, in{};
+        if constexpr (kInput) sum = load<B>(dx);
+        if constexpr (kValues) in = load<B>(x);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
           const float out = dy[k * n + m];
           if constexpr (kInput) sum += weights[k] * out;
           if constexpr (kValues) grads[k] += in * out;
         }
-        if constexpr (kInput) store<32>(dx, sum);
+        if constexpr (kInput) store<B>(dx, sum);
       }
       if constexpr (kValues) {
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) {
-          gather(bytes[k], grads[k], to[k], stop[k]);
-          __builtin_prefetch(to[k] + ahead[k], 1);
-          to[k] += __builtin_popcount(bytes[k]);
-        }
+        for (int k = 0; k < 4; ++k) gather_next<B>(bits + k * bits_row, grads[k], to[k]);
+      }
+    }
+    if constexpr (kValues) {
+      for (int64_t k = 0; k < std::min<int64_t>(4, w.o - o); ++k) {
+        T* const there = g.dvalues + w.support.start(o + k, c);
+        for (int64_t at = 0; at < piece.count[k]; at += 64 / sizeof(T)) __builtin_prefetch(there + ahead + at, 1);
+        std::memcpy(static_cast<void*>(there), out + k * kStep, piece.count[k] * sizeof(T));
       }
     }
   }
@@ -266,12 +339,12 @@ void sum_products(const float* hidden, int64_t n, int64_t rank, const float* row
 
 template <class T>
 void multiply_few(const TiledWeight<T>& w, const FactoredLinear& op, ParallelFor parallel_for) {
-  const Copied<T> x(op.x.data, op.n, w.i, ceil_div(op.n, 2) * 2);
+  const Copied<T> x(op.x.data, op.n, w.i, op.n);
   const Padded<T> bias(op.bias, op.bias ? 1 : 0, w.o);
   const Scratch<float> hidden(op.n * w.rank);
   make_dots<T>(x.data.get(), x.row, op.n, w.u, w.u_row, w.rank, w.i, hidden.get());
   Forward<T> f{w, op.n, x.row};
-  f.chunk = std::clamp<int64_t>(kOfX / op.n, 512, 2048) / 64 * 64;
+  f.chunk = std::clamp<int64_t>(kOfX / op.n, 512, kMostInputs) / 64 * 64;
   f.outputs = std::max(ceil_div(ceil_div(w.o, kItems), kRowsOfW) * kRowsOfW, kLeastOutputs);
   f.x = x.data.get(), f.hidden = hidden.get(), f.bias = op.bias ? bias.data.get() : nullptr;
   f.y = static_cast<T*>(op.y.data);
@@ -293,7 +366,7 @@ void multiply_few_backward(const TiledWeight<T>& w, const FactoredLinearBackward
   }
   if (op.dv) make_dots<T>(x.data.get(), x.row, n, w.u, w.u_row, w.rank, w.i, hidden.get());
   Backward<T> g{w, n, x.row};
-  g.inputs = std::clamp(ceil_div(ceil_div(w.i, kItems), 64) * 64, kLeastInputs, kMostInputs);
+  g.inputs = std::clamp(ceil_div(ceil_div(w.i, kItems), 64) * 64, kLeastInputs, kMostBackward);
   g.x = x.data.get(), g.dy = turned.get(), g.grad_hidden = grad_hidden.get(), g.sums = sums.get();
   g.dx = static_cast<T*>(op.dx.data), g.dvalues = static_cast<T*>(op.dvalues);
   if (g.dx || g.dvalues) {

@@ -540,9 +540,11 @@ bool with_weight(const Op& op, ParallelFor parallel_for, const Multiply& multipl
 bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool backward) {
   if (type == Type::f64 || !spreads(register_bytes())) return false;
   // Where the products of nonzeros take as long; backward they are sorted first, which many rows repay.
+  const bool wide = register_bytes() == 64;
   double density = n <= 4 ? .15 : .33;
-  if (backward && n > 4 && n < 512) {
-    density = register_bytes() < 64 || n <= kFewRows ? .24 : n <= 64 ? .17 : .29;
+  if (wide && n <= kFewRows) density = backward ? .12 : n <= 6 ? .04 : n <= 12 ? .19 : .25;
+  if (backward && n < 512 && !(wide && n <= kFewRows)) {
+    density = n <= 4 ? .15 : n <= kFewRows || !wide ? .24 : n <= 64 ? .17 : .29;
   }
   return n && double(count) > density * double(i) * double(o);
 }

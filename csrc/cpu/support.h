@@ -83,6 +83,64 @@ FF_INLINE void gather(unsigned byte, Eight x, T* to, const T* end) {
   std::memcpy(static_cast<void*>(to), some, __builtin_popcount(byte) * sizeof(T));
 }
 
+// For a byte of bits, a byte for each lane: which of the values that follow goes there, 16 where the bit is 0.
+inline constexpr std::array<uint64_t, 256> kSpreadBytes = [] {
+  std::array<uint64_t, 256> table{};
+  for (int bits = 0; bits < 256; ++bits) {
+    for (int lane = 0, next = 0; lane < 8; ++lane) {
+      table[bits] |= uint64_t(bits >> lane & 1 ? next++ : 16) << 8 * lane;
+    }
+  }
+  return table;
+}();
+
+// For n, n in each byte of the upper half.
+inline constexpr std::array<std::array<uint64_t, 2>, 9> kLater = [] {
+  std::array<std::array<uint64_t, 2>, 9> table{};
+  for (int n = 0; n < 9; ++n) table[n][1] = n * 0x0101010101010101u;
+  return table;
+}();
+
+// As `spread`, a register of B bytes, of which all are read, and `from` moves on to the values that come next.
+// (VEXPANDPS takes twice as long on Zen 5.)
+template <int B, class T>
+FF_INLINE Vec<float, B> spread_next(const uint8_t* bits, const T*& from) {
+#if defined(FF_DISPATCH) && !defined(__clang__)
+  if constexpr (B == 64) {
+    const Vec<float, 64> values = in_register(load<64>(from));
+    using Two = VecOf<uint64_t, 16>::Type;
+    const uint64_t first = bits[0], second = bits[1];
+    const int64_t low = __builtin_popcountll(first);
+    from += low + __builtin_popcountll(second);
+    Two which = {kSpreadBytes[first], kSpreadBytes[second]}, later;
+    std::memcpy(&later, &kLater[low], sizeof(later));
+    which += later;
+    // The compiler would widen bytes one by one.
+    VecOf<int32_t, 64>::Type lanes;
+    asm("vpmovzxbd %1, %0" : "=v"(lanes) : "v"(which));
+    return __builtin_shuffle(values, Vec<float, 64>{}, lanes);
+  }
+#endif
+  Vec<float, B> out{};
+  for (int k = 0; k < B / 32; ++k) {
+    const Eight part = spread(bits[k], from, from);
+    std::memcpy(reinterpret_cast<char*>(&out) + 32 * k, &part, 32);
+    from += __builtin_popcount(bits[k]);
+  }
+  return out;
+}
+
+// As `gather`, a register of B bytes, and `to` moves on. As much as the register has may be written.
+template <int B, class T>
+FF_INLINE void gather_next(const uint8_t* bits, Vec<float, B> x, T*& to) {
+  for (int k = 0; k < B / 32; ++k) {
+    Eight part;
+    std::memcpy(&part, reinterpret_cast<const char*>(&x) + 32 * k, 32);
+    store<32>(to, permute(part, lanes_of(kGather, bits[k])));
+    to += __builtin_popcount(bits[k]);
+  }
+}
+
 // The support of positions in [0, rows · columns), in memory of its own.
 class OwnBits : public Bits {
  public:

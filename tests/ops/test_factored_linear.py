@@ -82,6 +82,14 @@ CASES = [
     ((40,), (1, 9), 0, 1.0),
     ((5,), (9, 2500), 2, 0.5),
     ((1,), (70, 200), 7, 0.4),
+    # Every number of rows that registers hold at once, pieces of long rows of W, and its last rows.
+    ((1,), (3, 20), 0, 1.0),
+    ((2,), (6, 47), 1, 0.9),
+    ((4,), (66, 513), 1, 0.1),
+    ((6,), (131, 70), 3, 0.3),
+    ((7,), (13, 2100), 1, 0.5),
+    ((11,), (5, 129), 2, 0.8),
+    ((13,), (70, 1061), 1, 0.3),
 ]
 
 
@@ -90,6 +98,17 @@ CASES = [
 def test_matches_the_dense_layer(case, dtype):
     rows, size, rank, density = case
     compare(draw(rows, size, rank, density, dtype), size)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.6])
+@pytest.mark.parametrize("rows", [3, 30, 150])
+def test_positions_are_read_in_each_call(rows, density):
+    """What is kept of positions is of their numbers, not of where they lie."""
+    size = (40, 50)
+    t = draw((rows,), size, 1, density, torch.float32)
+    compare(t, size)
+    t["index"].data.copy_(draw((1,), size, 1, density, torch.float32, seed=1)["index"])
+    compare(t, size)
 
 
 def test_one_row_without_a_batch_axis_and_no_rows():
