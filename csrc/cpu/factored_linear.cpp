@@ -12,7 +12,10 @@
 // Panels that the second cache does not hold are taken in blocks. Where there are few units each is split by outputs,
 // backward by inputs.
 #include <atomic>
+#include <memory>
+#include <vector>
 
+#include "recent.h"
 #include "tiles.h"
 
 namespace fastfact {
@@ -120,23 +123,22 @@ const int32_t* find_near(const int32_t* from, const int32_t* last, int64_t posit
 }
 
 template <class C>
-void find_bounds(const Work<C>& p, int64_t count, int32_t* bounds, ParallelFor parallel_for) {
+void find_bounds(const Work<C>& p, const Sparse& mu, int32_t* bounds, ParallelFor parallel_for) {
   parallel(parallel_for, p.o, 1 + 1024 / (p.blocks + 1), [&](int64_t begin, int64_t end) {
-    const int32_t *const last = p.index + count, *nz = std::lower_bound(p.index, last, begin * p.i);
+    const int32_t *const last = mu.index + mu.count, *nz = std::lower_bound(mu.index, last, begin * p.i);
     for (int64_t o = begin; o < end; ++o) {
       for (int64_t b = 0; b <= p.blocks; ++b) {
         if (b) nz = find_near(nz, last, o * p.i + std::min(b * p.block, p.i));
-        bounds[o * (p.blocks + 1) + b] = int32_t(nz - p.index);
+        bounds[o * (p.blocks + 1) + b] = int32_t(nz - mu.index);
       }
     }
   });
 }
 
-// The nonzeros by inputs: `bounds`, `outputs` and `values` of the work, `places` where each comes from.
-template <class T, class C>
-void sort_by_inputs(const Work<C>& p, const Sparse& mu, int32_t* bounds, int32_t* outputs, int32_t* places, C* values,
+// The nonzeros by inputs: `bounds` and `outputs` of the work, `places` where each comes from.
+template <class C>
+void sort_by_inputs(const Work<C>& p, const Sparse& mu, int32_t* bounds, int32_t* outputs, int32_t* places,
                     ParallelFor parallel_for) {
-  const T* const from = static_cast<const T*>(mu.values);
   std::vector<int32_t> rows(p.o + 1);
   for (int64_t o = 0; o <= p.o; ++o) {
     rows[o] = int32_t(find_near(mu.index + (o ? rows[o - 1] : 0), mu.index + mu.count, o * p.i) - mu.index);
@@ -165,11 +167,55 @@ void sort_by_inputs(const Work<C>& p, const Sparse& mu, int32_t* bounds, int32_t
       }
     }
     each([&](int32_t& to, int64_t o, int32_t nz) {
-      outputs[to] = int32_t(o), places[to] = nz, values[to] = to_compute(from[nz]);
+      outputs[to] = int32_t(o), places[to] = nz;
       ++to;
     });
   }
   bounds[p.blocks * p.i] = int32_t(mu.count);
+}
+
+// What a call finds out about the positions of μ.
+struct Order {
+  int64_t i, o, by_inputs, block, count;
+  uint64_t digest;  // of the positions
+  int64_t size;     // of `bounds`
+  Scratch<int32_t> bounds, outputs, places;
+
+  template <class C>
+  Order(const Work<C>& w, int64_t count, uint64_t digest)
+      : i(w.i),
+        o(w.o),
+        by_inputs(w.by_inputs),
+        block(w.block),
+        count(count),
+        digest(digest),
+        size(w.by_inputs ? w.blocks * w.i + 1 : w.o * (w.blocks + 1)),
+        bounds(size),
+        outputs(w.by_inputs ? count : 0),
+        places(w.by_inputs ? count : 0) {}
+  int64_t bytes() const { return (size + (by_inputs ? 2 * count : 0)) * int64_t(sizeof(int32_t)); }
+};
+
+// The order of the nonzeros, null where their positions do not ascend in μ. Those used last are kept, up to 64 MiB, and
+// found by the digest of all positions.
+template <class C>
+std::shared_ptr<const Order> find_order(const Work<C>& w, const Sparse& mu, ParallelFor parallel_for) {
+  static auto* const recent = new Recent<Order>(int64_t(1) << 26);  // for as long as there are threads
+  const uint64_t key = digest(mu.index, mu.count * sizeof(int32_t), 0x2545F4914F6CDD1D, parallel_for);
+  const auto same = [&](const Order& e) {
+    return e.digest == key && e.count == mu.count && e.i == w.i && e.o == w.o && e.by_inputs == w.by_inputs &&
+           e.block == w.block;
+  };
+  if (auto found = recent->find(same)) return found;
+  if (!ascending(mu, w.o * w.i, parallel_for)) return nullptr;
+  const auto out = std::make_shared<Order>(w, mu.count, key);
+  if (w.by_inputs) {
+    sort_by_inputs(w, mu, out->bounds.get(), out->outputs.get(), out->places.get(), parallel_for);
+  } else {
+    find_bounds(w, mu, out->bounds.get(), parallel_for);
+  }
+  recent->add(out);
+  return out;
 }
 
 // f.template operator()<W, N>() for panels that hold so many rows: N registers of W bytes.
@@ -787,7 +833,7 @@ struct Prepared {
   W w;
   Factors<T> u, v;
   Scratch<C> values;
-  Scratch<int32_t> bounds, outputs, places;
+  std::shared_ptr<const Order> order;  // null where positions do not ascend
 
   template <class Op>
   static W plan(const Op& op) {
@@ -812,33 +858,26 @@ struct Prepared {
         u(op.u, op.rank, op.i, op.n > kFewRows, parallel_for),
         v(op.v, op.rank, op.o, op.n > kFewRows, parallel_for),
         values(std::is_same_v<T, C> && !w.by_inputs ? 0 : op.mu.count),
-        bounds(w.by_inputs ? w.blocks * op.i + 1 : op.o * (w.blocks + 1)),
-        outputs(w.by_inputs ? op.mu.count : 0),
-        places(w.by_inputs ? op.mu.count : 0) {
+        order(find_order(w, op.mu, parallel_for)) {
+    if (!order) return;
     w.u_rows = u.rows, w.u_columns = u.columns, w.v_rows = v.rows, w.v_columns = v.columns;
-    w.index = op.mu.index, w.bounds = bounds.get(), w.outputs = outputs.get();
-    if (w.by_inputs) {
-      sort_by_inputs<T>(w, op.mu, bounds.get(), outputs.get(), places.get(), values.get(), parallel_for);
-      w.values = values.get();
-      return;
-    }
-    const T* from = static_cast<const T*>(op.mu.values);
-    if constexpr (std::is_same_v<T, C>) {
-      w.values = from;
-    } else {
-      parallel(parallel_for, op.mu.count, 4096, [&](int64_t begin, int64_t end) {
-        for (int64_t nz = begin; nz < end; ++nz) values.get()[nz] = to_compute(from[nz]);
-      });
-      w.values = values.get();
-    }
-    find_bounds(w, op.mu.count, bounds.get(), parallel_for);
+    w.index = op.mu.index, w.bounds = order->bounds.get(), w.outputs = order->outputs.get();
+    const T* const from = static_cast<const T*>(op.mu.values);
+    if constexpr (std::is_same_v<T, C>) w.values = from;
+    if (std::is_same_v<T, C> && !w.by_inputs) return;
+    const int32_t* const places = order->places.get();
+    parallel(parallel_for, op.mu.count, 4096, [&](int64_t begin, int64_t end) {
+      for (int64_t nz = begin; nz < end; ++nz) values.get()[nz] = to_compute(from[w.by_inputs ? places[nz] : nz]);
+    });
+    w.values = values.get();
   }
 };
 
 template <class T>
-void forward(const FactoredLinear& op, ParallelFor parallel_for) {
+bool forward(const FactoredLinear& op, ParallelFor parallel_for) {
   using C = Compute<T>;
   Prepared<T, Forward<T>> prepared(op, parallel_for);
+  if (!prepared.order) return false;
   Forward<T>& w = prepared.w;
   const int64_t lanes = register_bytes() / sizeof(C), units = w.units.size(), shared = w.splits > 1 ? units * w.row : 0;
   const Scratch<C> bias(op.bias ? op.o * lanes : 0), panels(shared * op.i), hidden(shared * op.rank);
@@ -856,12 +895,14 @@ void forward(const FactoredLinear& op, ParallelFor parallel_for) {
     w.turns = false;
   }
   work(units * w.splits);
+  return true;
 }
 
 template <class T>
-void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
+bool backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   using C = Compute<T>;
   Prepared<T, Backward<T>> prepared(op, parallel_for);
+  if (!prepared.order) return false;
   Backward<T>& w = prepared.w;
   const int64_t units = w.units.size(), count = op.mu.count, shared = w.splits > 1 ? units * w.row : 0;
   // The number of partial sums depends on the shape only, so that results repeat.
@@ -892,14 +933,16 @@ void backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   work(w.parts * w.splits, Backward<T>::kMultiply);
   if (shared && op.dx.data) work(units, Backward<T>::kSum);
   sum_factors<T>(op, w.units, w.row, h.get(), dh.get(), parallel_for);
-  if (!op.dvalues || in_place) return;
+  if (!op.dvalues || in_place) return true;
+  const int32_t* const places = prepared.order->places.get();
   parallel(parallel_for, count, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t nz = begin; nz < end; ++nz) {
       C sum = 0;
       for (int64_t part = 0; part < w.parts; ++part) sum += grads.get()[part * count + nz];
-      static_cast<T*>(op.dvalues)[w.by_inputs ? prepared.places.get()[nz] : nz] = from_compute<T>(sum);
+      static_cast<T*>(op.dvalues)[w.by_inputs ? places[nz] : nz] = from_compute<T>(sum);
     }
   });
+  return true;
 }
 
 // h and dh of all rows, for `sum_factors`.
@@ -949,9 +992,10 @@ bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for) {
   if (!op.x.plane && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, false)) {
     return linear_in_tiles(op, parallel_for);
   }
-  if (!ascending(op.mu, op.o * op.i, parallel_for)) return false;
-  if (op.n && op.o) with_conv_type(op.type, [&](auto type) { forward<decltype(type)>(op, parallel_for); });
-  return true;
+  if (!op.n || !op.o) return ascending(op.mu, op.o * op.i, parallel_for);
+  bool done = false;
+  with_conv_type(op.type, [&](auto type) { done = forward<decltype(type)>(op, parallel_for); });
+  return done;
 }
 
 bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
@@ -965,15 +1009,19 @@ bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor para
     }
     return true;
   }
-  if (!ascending(op.mu, op.o * op.i, parallel_for)) return false;
+  bool done = op.n || ascending(op.mu, op.o * op.i, parallel_for);
   with_conv_type(op.type, [&](auto type) {
     using T = decltype(type);
-    if (op.n) return backward<T>(op, parallel_for);
+    if (op.n) {
+      done = backward<T>(op, parallel_for);
+      return;
+    }
+    if (!done) return;
     if (op.dvalues) std::memset(op.dvalues, 0, op.mu.count * sizeof(T));
     if (op.du) std::memset(op.du, 0, op.rank * op.i * sizeof(T));
     if (op.dv) std::memset(op.dv, 0, op.rank * op.o * sizeof(T));
   });
-  return true;
+  return done;
 }
 
 }  // namespace fastfact
