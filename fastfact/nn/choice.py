@@ -39,8 +39,7 @@ BUDGET, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.02, 4, 2, 12, 1.2
 """Seconds for a question, and those that short work is repeated for at least; runs of each path after which one that
 takes so many times what another takes is left out, and those after which one that takes less is."""
 NEAR, FAR = 1 << 21, 1 << 23
-"""Bytes of other memory that are written before a forward pass alone, and before each part of a training step, where
-all that is saved lies between."""
+"""Bytes of other memory that are written before a forward pass, and at most before each part of a training step."""
 LARGE = (1 << 25) - (1 << 16)
 """Bytes of an allocation that glibc still gives a mapping of its own, and takes from its heap from then on."""
 MARGIN = 1.03
@@ -215,6 +214,11 @@ def can_measure() -> bool:
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return not (modes or capturing or transforming() or torch.jit.is_tracing())
+
+
+def between(x: torch.Tensor) -> int:
+    """Bytes of other memory before each part of a training step: what a network with such images has between them."""
+    return min(max(4 * x.numel() * x.element_size(), NEAR), FAR)
 
 
 class Timed:

@@ -300,6 +300,11 @@ def test_what_a_part_is_timed_after_and_what_counts(monkeypatch):
     assert (timer._others == before + 4).all()
 
 
+def test_more_lies_between_the_parts_of_a_step_of_large_images():
+    small, middle, large = (choice.between(torch.empty(4, 16, side, side)) for side in (1, 56, 512))
+    assert small == choice.NEAR < middle == 4 * 4 * 4 * 16 * 56**2 < large == choice.FAR
+
+
 def test_the_budget_holds_and_a_path_far_behind_or_impossible_is_left_out(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     runs = {"slow": 0, "quick": 0, "slower": 0}
