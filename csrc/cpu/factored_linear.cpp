@@ -29,6 +29,7 @@ constexpr int64_t kOutputs = 96;         // outputs computed before they are wri
 constexpr int64_t kFewRows = 16;         // up to these, factors are read where they lie
 constexpr int64_t kSummed = 512;         // rows of a part of du and dv, at least
 constexpr int64_t kAhead = 8;            // rows that are fetched before they are copied
+constexpr int32_t kConverted = 256;      // values converted at once
 
 // Bytes of a panel that the second cache holds beside others: with AVX-512 it has 1 MB at least.
 int64_t second_cache() { return register_bytes() == 64 ? 1 << 19 : 1 << 17; }
@@ -368,9 +369,10 @@ struct Panels {
   }
 
   // y[o] (+)= Σ μ[o, i] · x[i] over the nonzeros of outputs [first, last) in block b of the inputs. With `fresh`, to
-  // start[o], B bytes each, null: 0.
-  FF_INLINE static void add_products(const Work<C>& w, int64_t b, int64_t first, int64_t last, const C* x, bool fresh,
-                                     const C* start, C* y) {
+  // start[o], B bytes each, null: 0. Values in half precision are converted as they come.
+  template <class T>
+  FF_INLINE static void add_products(const Work<C>& w, const T* values, int64_t b, int64_t first, int64_t last,
+                                     const C* x, bool fresh, const C* start, C* y) {
     constexpr int kChains = N >= 4 ? 1 : 4 / N;  // of sums, for the latency of an addition
     outline<B>([&]() FF_INLINE_LAMBDA {
       const int32_t* bounds = w.bounds + first * (w.blocks + 1) + b;
@@ -388,17 +390,29 @@ struct Panels {
             sums[0][p] = load<W>(start + o * (B / sizeof(C)));
           }
         }
-        auto add = [&](V* sums) FF_INLINE_LAMBDA {
-          const C* from = x + (w.index[nz] - base) * P;
-          const V weight = w.values[nz++] - V{};
+        auto add = [&](V* sums, C value) FF_INLINE_LAMBDA {
+          const C* from = x + (w.index[nz++] - base) * P;
+          const V weight = value - V{};
 #pragma GCC unroll 8
           for (int p = 0; p < N; ++p) sums[p] += weight * load<W>(from + p * L);
         };
-        for (; nz + kChains <= end;) {
+        auto add_until = [&](int32_t stop, const auto& value) FF_INLINE_LAMBDA {
+          for (; nz + kChains <= stop;) {
 #pragma GCC unroll 4
-          for (int chain = 0; chain < kChains; ++chain) add(sums[chain]);
+            for (int chain = 0; chain < kChains; ++chain) add(sums[chain], value());
+          }
+          while (nz < stop) add(sums[0], value());
+        };
+        if constexpr (std::is_same_v<T, C>) {
+          add_until(end, [&]() FF_INLINE_LAMBDA { return values[nz]; });
+        } else {
+          alignas(64) C converted[kConverted];
+          while (nz < end) {
+            const int32_t begin = nz, count = std::min<int32_t>(kConverted, end - nz);
+            copy<B>(values + nz, count, converted);
+            add_until(nz + count, [&]() FF_INLINE_LAMBDA { return converted[nz - begin]; });
+          }
         }
-        while (nz < end) add(sums[0]);
 #pragma GCC unroll 8
         for (int p = 0; p < N; ++p) {
 #pragma GCC unroll 4
@@ -513,7 +527,8 @@ struct Forward : Work<Compute<T>> {
   using C = Compute<T>;
   Rows<const T> x;
   Rows<T> y;
-  const C* bias;       // a register for each output
+  const C* bias;  // a register for each output
+  const T* own_values;
   C *panels, *hidden;  // x and u x of all units, where they are split; else null
   bool turns;          // makes these, and nothing else
 };
@@ -549,7 +564,7 @@ struct RunForward {
                         w.rank, start, y.get());
           }
           for (int64_t b = 0; b < w.blocks; ++b) {
-            P::add_products(w, b, o, last, x, !w.rank && b == 0, w.bias, y.get());
+            P::add_products(w, w.own_values, b, o, last, x, !w.rank && b == 0, w.bias, y.get());
           }
           P::write(y.get(), unit, last - o, w.y.from_channel(o));
         }
@@ -852,19 +867,21 @@ struct Prepared {
     return w;
   }
 
+  static bool converts(const W& w) { return w.by_inputs || (!std::is_same_v<T, C> && !std::is_same_v<W, Forward<T>>); }
+
   template <class Op>
   Prepared(const Op& op, ParallelFor parallel_for)
       : w(plan(op)),
         u(op.u, op.rank, op.i, op.n > kFewRows, parallel_for),
         v(op.v, op.rank, op.o, op.n > kFewRows, parallel_for),
-        values(std::is_same_v<T, C> && !w.by_inputs ? 0 : op.mu.count),
+        values(converts(w) ? op.mu.count : 0),
         order(find_order(w, op.mu, parallel_for)) {
     if (!order) return;
     w.u_rows = u.rows, w.u_columns = u.columns, w.v_rows = v.rows, w.v_columns = v.columns;
     w.index = op.mu.index, w.bounds = order->bounds.get(), w.outputs = order->outputs.get();
     const T* const from = static_cast<const T*>(op.mu.values);
     if constexpr (std::is_same_v<T, C>) w.values = from;
-    if (std::is_same_v<T, C> && !w.by_inputs) return;
+    if (!converts(w)) return;
     const int32_t* const places = order->places.get();
     parallel(parallel_for, op.mu.count, 4096, [&](int64_t begin, int64_t end) {
       for (int64_t nz = begin; nz < end; ++nz) values.get()[nz] = to_compute(from[w.by_inputs ? places[nz] : nz]);
@@ -884,6 +901,7 @@ bool forward(const FactoredLinear& op, ParallelFor parallel_for) {
   for (int64_t k = 0; k < op.o * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
+  w.own_values = static_cast<const T*>(op.mu.values);
   w.x = rows_of<T>(op.x), w.y = rows_of<T>(op.y), w.bias = op.bias ? bias.get() : nullptr;
   auto work = [&](int64_t count) {
     const Items items(count);
