@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastfact as ff
 from fastfact.nn import compiled
@@ -98,7 +99,7 @@ def test_layers_that_are_alike_share_a_graph_and_leave_with_their_model(calls):
     gc.collect()
     before, x = len(compiled._layers), torch.randn(3, 5, 16)
     blocks = torch.nn.ModuleList(ff.nn.FactorizedLinear(16, 16).compact(0.2) for _ in range(12)).eval()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     for block in blocks:
         block.compile(backend=counter, fullgraph=True)
         torch.testing.assert_close(block(x), torch.nn.functional.linear(x, block._weight(None), block.bias))
