@@ -10,9 +10,9 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kItems = 16;           // wanted of work, for the threads
-constexpr int64_t kFewest = 4;           // channels that are worth a register
-constexpr int kOutputs = 8, kTaps = 10;  // sums in registers
+constexpr int64_t kItems = 16;  // wanted of work, for the threads
+constexpr int64_t kFewest = 4;  // channels that are worth a register
+constexpr int kTaps = 10;       // sums of dW in registers
 
 // A plane [rows][columns] of registers of which [top, top + h) × [left, left + w) is an image of h × w; what lies
 // outside the plane is left out.
@@ -76,63 +76,59 @@ struct Lanes {
   using V = Vec<T, B>;
   using Pack = Packing<C, B>;
   static constexpr int L = kLanes<T, B>;
+  static constexpr int kOutputs = B == 64 ? 16 : 8;  // sums in registers
 
   // Elements of a channel of an image on its way between [channel][pixel] and [pixel][lane].
   static int64_t panel_step(int64_t pixels) { return (ceil_div(pixels, L) + 1) * L; }
 
   FF_INLINE static void to_lanes(const T* from, int64_t count, C* to) {
-    if (count == L) return store<B>(to, load<B>(from));
     for (int64_t l = 0; l < L; ++l) to[l] = l < count ? to_compute(from[l]) : C(0);
   }
   FF_INLINE static void from_lanes(const C* from, int64_t count, T* to) {
-    if (count == L) return store<B>(to, load<B>(from));
     for (int64_t l = 0; l < count; ++l) to[l] = from_compute<T>(from[l]);
   }
 
-  // Channels [first, first + count) of an image [channels, h, w].
+  // Channels [first, first + count) of an image [channels, h, w] to a plane that has zeros around it.
   FF_INLINE static void read(const T* image, int64_t channels, bool last, int64_t first, int64_t count, const Plane& p,
                              C* panel, C* to) {
     outline<B>([&]() FF_INLINE_LAMBDA {
       const int64_t step = panel_step(p.h * p.w), low = std::max<int64_t>(0, -p.left);
-      const int64_t high = std::min(p.w, p.columns - p.left), from = p.left + low, end = std::max(from, p.left + high);
-      if (!last) {
-        for (int64_t l = 0; l < L; ++l) {
-          if (l < count) {
-            copy<B>(image + (first + l) * p.h * p.w, p.h * p.w, panel + l * step);
-          } else {
-            std::fill(panel + l * step, panel + l * step + p.h * p.w, C(0));
-          }
+      const int64_t columns = std::min(p.w, p.columns - p.left) - low;
+      if (columns <= 0) return;
+      for (int64_t l = 0; l < L && !last; ++l) {
+        if (l < count) {
+          copy<B>(image + (first + l) * p.h * p.w, p.h * p.w, panel + l * step);
+        } else {
+          std::fill(panel + l * step, panel + l * step + p.h * p.w, C(0));
         }
       }
-      for (int64_t row = 0; row < p.rows; ++row, to += p.columns * L) {
-        const int64_t y = row - p.top;
-        if (y < 0 || y >= p.h || high <= low) {
-          std::fill(to, to + p.columns * L, C(0));
+      for (int64_t y = std::max<int64_t>(0, -p.top); y < std::min(p.h, p.rows - p.top); ++y) {
+        C* const row = to + ((y + p.top) * p.columns + p.left + low) * L;
+        if (!last) {
+          Pack::to_channels_last(panel + y * p.w + low, step, L, columns, row, L);
           continue;
         }
-        std::fill(to, to + from * L, C(0));
-        std::fill(to + end * L, to + p.columns * L, C(0));
-        if (last) {
-          const T* at = image + (y * p.w + low) * channels + first;
-          for (int64_t x = from; x < end; ++x, at += channels) to_lanes(at, count, to + x * L);
+        const T* at = image + (y * p.w + low) * channels + first;
+        if (count == L) {
+          for (int64_t x = 0; x < columns; ++x, at += channels) store<B>(row + x * L, load<B>(at));
         } else {
-          Pack::to_channels_last(panel + y * p.w + low, step, L, high - low, to + from * L, L);
+          for (int64_t x = 0; x < columns; ++x, at += channels) to_lanes(at, count, row + x * L);
         }
       }
     });
   }
 
-  // The inverse, for pixels [first_pixel, first_pixel + pixels) in a row each of `from`.
-  FF_INLINE static void write(const C* from, int64_t first_pixel, int64_t pixels, int64_t plane, int64_t channels,
-                              bool last, int64_t first, int64_t count, C* panel, T* image) {
+  // The inverse, for all pixels of an image.
+  FF_INLINE static void write(const C* from, int64_t pixels, int64_t channels, bool last, int64_t first, int64_t count,
+                              C* panel, T* image) {
     if (last) {
-      T* to = image + first_pixel * channels + first;
+      T* to = image + first;
       for (int64_t p = 0; p < pixels; ++p, from += L, to += channels) from_lanes(from, count, to);
       return;
     }
     const int64_t step = panel_step(pixels);
     Pack::from_channels_last(from, L, pixels, L, panel, step);
-    for (int64_t l = 0; l < count; ++l) copy<B>(panel + l * step, pixels, image + (first + l) * plane + first_pixel);
+    for (int64_t l = 0; l < count; ++l) copy<B>(panel + l * step, pixels, image + (first + l) * pixels);
   }
 
   // f.template operator()<N>(first) for pieces of n, N of them each, at most `most`.
@@ -150,25 +146,63 @@ struct Lanes {
     }
   }
 
-  // `columns` outputs of a row, `advance` apart in the plane: y[p] = start + Σ weight · at[p·advance + offset].
-  FF_INLINE static void convolve_row(const C* at, int64_t advance, const C* weight, const std::vector<Tap>& taps,
-                                     V start, int64_t columns, C* y, int64_t y_advance) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      const Tap *const first_tap = taps.data(), *const last_tap = first_tap + taps.size();
-      pieces<kOutputs>(columns, [&]<int N>(int64_t first) FF_INLINE_LAMBDA {
-        V sums[N];
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) sums[n] = start;
-        const C* const from = at + first * advance;
-        for (const Tap* tap = first_tap; tap < last_tap; ++tap) {
-          const V factor = load<B>(weight + tap->weight);
-          const C* x = from + tap->offset;
-#pragma GCC unroll 8
-          for (int n = 0; n < N; ++n, x += advance) sums[n] += factor * load<B>(x);
+  // Rows of N outputs each, `advance` and `row` apart in the plane: y[p] = start + Σ weight · at[p·advance + offset].
+  template <int Rows, int N, bool Next, class To>
+  FF_INLINE static void convolve_block(const C* at, int64_t advance_, int64_t row, const C* weight,
+                                       const std::vector<Tap>& taps, V start, To* y, int64_t y_advance, int64_t y_row) {
+    const int64_t advance = Next ? L : advance_;
+    V sums[Rows * N];
+#pragma GCC unroll 16
+    for (int n = 0; n < Rows * N; ++n) sums[n] = start;
+    for (const Tap *tap = taps.data(), *const last = tap + taps.size(); tap < last; ++tap) {
+      const V factor = load<B>(weight + tap->weight);
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) {
+        const C* x = at + tap->offset + r * row;
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) {
+          sums[r * N + n] += factor * load<B>(x + n % 4 * advance);
+          if (n % 4 == 3) x += 4 * advance;
         }
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) store<B>(y + (first + n) * y_advance, sums[n]);
-      });
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) store<B>(y + r * y_row + n * y_advance, sums[r * N + n]);
+    }
+  }
+
+  // The same for any number of rows and columns. Several short rows at once keep more sums.
+  template <class To>
+  FF_INLINE static void convolve(const C* at, int64_t advance, int64_t row, const C* weight,
+                                 const std::vector<Tap>& taps, V start, int64_t rows, int64_t columns, To* y,
+                                 int64_t y_advance, int64_t y_row) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      auto rows_of = [&]<int Rows>(int64_t first_row) FF_INLINE_LAMBDA {
+        constexpr int most = kOutputs / Rows;
+        const int64_t pieces = ceil_div(columns, most);
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+          const int64_t first = piece * columns / pieces, n = (piece + 1) * columns / pieces - first;
+          rest<most>(n, first, [&]<int N>(int64_t) FF_INLINE_LAMBDA {
+            const C* const from = at + first_row * row + first * advance;
+            To* const to = y + first_row * y_row + first * y_advance;
+            if (advance == L) {
+              convolve_block<Rows, N, true>(from, advance, row, weight, taps, start, to, y_advance, y_row);
+            } else {
+              convolve_block<Rows, N, false>(from, advance, row, weight, taps, start, to, y_advance, y_row);
+            }
+          });
+        }
+      };
+      int64_t first = 0;
+      if (columns <= kOutputs / 4) {
+        for (; first + 4 <= rows; first += 4) rows_of.template operator()<4>(first);
+      }
+      if (columns <= kOutputs / 2) {
+        for (; first + 2 <= rows; first += 2) rows_of.template operator()<2>(first);
+      }
+      for (; first < rows; ++first) rows_of.template operator()<1>(first);
     });
   }
 
@@ -233,8 +267,8 @@ struct RunForward {
   FF_INLINE static void run(const Forward<T>& w, int64_t begin, int64_t end) {
     const Conv& c = w.conv;
     const int64_t plane = c.oh * c.ow;
-    const Scratch<C> x(w.x.size() * L), y((c.y_channels_last ? c.ow : plane) * L);
-    const Scratch<C> panel(L * Ops::panel_step(std::max(c.h * c.w, plane)));
+    const Zeros<C> x(w.x.size() * L);
+    const Scratch<C> y(plane * L), panel(L * Ops::panel_step(std::max(c.h * c.w, plane)));
     for (int64_t item = begin; item < end; ++item) {
       each_block(w, item, [&](int64_t n, int64_t b, int64_t) FF_INLINE_LAMBDA {
         const int64_t first = b * L, count = std::min<int64_t>(L, w.channels - first);
@@ -242,17 +276,13 @@ struct RunForward {
         T* const image = w.y + n * w.channels * plane;
         Ops::read(w.image + n * w.channels * c.h * c.w, w.channels, c.x_channels_last, first, count, w.x, panel.get(),
                   x.get());
-        for (int64_t row = 0; row < c.oh; ++row) {
-          C* const to = y.get() + (c.y_channels_last ? 0 : row * c.ow * L);
-          Ops::convolve_row(x.get() + row * c.stride[0] * w.x.columns * L, c.stride[1] * L, w.weight + b * w.taps * L,
-                            w.forward, start, c.ow, to, L);
-          if (c.y_channels_last) {
-            Ops::write(to, row * c.ow, c.ow, plane, w.channels, true, first, count, panel.get(), image);
-          }
-        }
-        if (!c.y_channels_last) {
-          Ops::write(y.get(), 0, plane, plane, w.channels, false, first, count, panel.get(), image);
-        }
+        auto convolve = [&](auto* to, int64_t pixel) FF_INLINE_LAMBDA {
+          Ops::convolve(x.get(), c.stride[1] * L, c.stride[0] * w.x.columns * L, w.weight + b * w.taps * L, w.forward,
+                        start, c.oh, c.ow, to, pixel, c.ow * pixel);
+        };
+        if (c.y_channels_last && count == L) return convolve(image + first, w.channels);
+        convolve(y.get(), L);
+        Ops::write(y.get(), plane, w.channels, c.y_channels_last, first, count, panel.get(), image);
       });
     }
   }
@@ -267,7 +297,8 @@ struct RunBackward {
   FF_INLINE static void run(const Backward<T>& w, int64_t begin, int64_t end) {
     const Conv& c = w.conv;
     const int64_t pixels = c.h * c.w, plane = c.oh * c.ow;
-    const Scratch<C> x(w.x.size() * L), dy(w.dy.size() * L), dx(w.input ? pixels * L : 0);
+    const Zeros<C> x(w.sums ? w.x.size() * L : 0), dy(w.dy.size() * L);
+    const Scratch<C> dx(w.input ? pixels * L : 0);
     const Scratch<C> panel(L * Ops::panel_step(std::max(pixels, plane)));
     for (int64_t item = begin; item < end; ++item) {
       each_block(w, item, [&](int64_t n, int64_t b, int64_t part) FF_INLINE_LAMBDA {
@@ -283,20 +314,25 @@ struct RunBackward {
                          w.forward, w.sums + (part * w.blocks + b) * w.taps * L);
         }
         if (!w.input) return;
-        for (int64_t row = 0; row < c.h; ++row) {
-          const int64_t y = row + c.padding[0], down = y % c.stride[0];
-          for (int64_t across = 0; across < c.stride[1]; ++across) {
-            // The columns of dx, padded, that are `across` beyond a multiple of the stride.
-            const int64_t column = (across - c.padding[1] % c.stride[1] + c.stride[1]) % c.stride[1];
-            if (column >= c.w) continue;
-            Ops::convolve_row(own + (y / c.stride[0] * w.dy.columns + (column + c.padding[1]) / c.stride[1]) * L, L,
-                              weight, w.backward[down * c.stride[1] + across], typename Ops::V{},
-                              ceil_div(c.w - column, c.stride[1]), dx.get() + (row * c.w + column) * L,
-                              c.stride[1] * L);
+        T* const image = w.input + n * w.channels * pixels;
+        auto convolve = [&](auto* to, int64_t pixel) FF_INLINE_LAMBDA {
+          // The rows and columns of dx, padded, that are so much beyond a multiple of the stride.
+          for (int64_t down = 0; down < c.stride[0]; ++down) {
+            const int64_t row = (down + c.stride[0] - c.padding[0] % c.stride[0]) % c.stride[0];
+            for (int64_t across = 0; across < c.stride[1]; ++across) {
+              const int64_t column = (across + c.stride[1] - c.padding[1] % c.stride[1]) % c.stride[1];
+              if (row >= c.h || column >= c.w) continue;
+              const int64_t top = (row + c.padding[0]) / c.stride[0], left = (column + c.padding[1]) / c.stride[1];
+              Ops::convolve(own + (top * w.dy.columns + left) * L, L, w.dy.columns * L, weight,
+                            w.backward[down * c.stride[1] + across], typename Ops::V{},
+                            ceil_div(c.h - row, c.stride[0]), ceil_div(c.w - column, c.stride[1]),
+                            to + (row * c.w + column) * pixel, c.stride[1] * pixel, c.stride[0] * c.w * pixel);
+            }
           }
-        }
-        Ops::write(dx.get(), 0, pixels, pixels, w.channels, w.input_last, first, count, panel.get(),
-                   w.input + n * w.channels * pixels);
+        };
+        if (w.input_last && count == L) return convolve(image + first, w.channels);
+        convolve(dx.get(), L);
+        Ops::write(dx.get(), pixels, w.channels, w.input_last, first, count, panel.get(), image);
       });
     }
   }
