@@ -143,9 +143,11 @@ struct Weights {
         digest(digest),
         starts(starts),
         count(count),
-        nonzeros(count),
+        nonzeros(count + kPlaces),
         factors(factors),
-        v(factors) {}
+        v(factors) {
+    std::fill_n(nonzeros.get() + count, kPlaces, Nonzero<C>{});
+  }
   int64_t bytes() const {
     return plan.size() * sizeof(int64_t) + starts.size() * sizeof(int32_t) + count * sizeof(Nonzero<C>) +
            factors * sizeof(C);

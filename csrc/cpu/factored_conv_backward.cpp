@@ -227,8 +227,9 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * count);
   const Scratch<C> du_parts(p.parts * c.groups * p.chunks * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
-  const Scratch<Nonzero<C>> back_nonzeros(p.needs_x ? op.mu.count : 0);
-  const Scratch<int32_t> starts(p.plan.keys), offsets(count), back_starts(p.back_plan.keys);
+  const Scratch<Nonzero<C>> back_nonzeros(p.needs_x ? op.mu.count + kPlaces : 0);
+  const Scratch<int32_t> starts(p.plan.keys), offsets(count + kPlaces), back_starts(p.back_plan.keys);
+  std::fill_n(offsets.get() + count, kPlaces, 0);
   if (count) {
     find_order(p.plan, p.s, p.x_slab, op.mu, taps, starts.get(), offsets.get(), parallel_for);
     p.plan.starts = starts.get();
@@ -245,6 +246,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   if (p.needs_x && op.mu.count) {
     transpose_nonzeros<T>(p.back_plan, p.back, p.y_slab, op.mu, taps, back_starts.get(), back_nonzeros.get(),
                           parallel_for);
+    std::fill_n(back_nonzeros.get() + op.mu.count, kPlaces, Nonzero<C>{});
     p.back_plan.starts = back_starts.get();
     p.back_nonzeros = back_nonzeros.get();
   }

@@ -24,6 +24,9 @@ FF_INLINE V sums_of_rows(Row& row, int first) {
   }
 }
 
+// Nonzeros whose places are known before they are multiplied; so many more than there are can be read.
+inline constexpr int kPlaces = 6;
+
 // The order in which the kernels take the nonzeros of μ: [phase of the geometry][group][block of input channels][output
 // channel]. Offsets are from the first channel of the block on.
 struct Plan {
@@ -133,9 +136,9 @@ struct Tiles {
             const V weight = u[tap] - V{};
             const C* at = x + offsets[tap];
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
+            for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
 #pragma GCC unroll 10
-              for (int w = 0; w < W; ++w) sums[r * W + w] += weight * load<B>(at + r * row + w * L);
+              for (int w = 0; w < W; ++w) sums[r * W + w] += weight * load<B>(at + w * L);
             }
           }
           each([](V sum, C* at) FF_INLINE_LAMBDA { store<B>(at, sum); });
@@ -174,9 +177,9 @@ struct Tiles {
             const C* at = x + offsets[tap];
             V sums[2] = {load<B>(grads + tap * L), V{}};
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
+            for (int r = 0; r < R; ++r, at = in_one_register(at + x_row)) {
 #pragma GCC unroll 10
-              for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += weights[r][w] * load<B>(at + r * x_row + w * L);
+              for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += weights[r][w] * load<B>(at + w * L);
             }
             store<B>(grads + tap * L, sums[0] + sums[1]);
           }
@@ -338,14 +341,33 @@ struct Tiles {
     }
   }
 
+  // Where the next nonzeros are in x. A load that an address needs would else wait for those of the sums before it.
+  struct Places {
+    const C* at[kPlaces];
+    template <class F>
+    FF_INLINE explicit Places(const F& place) {
+#pragma GCC unroll 8
+      for (int k = 0; k < kPlaces; ++k) at[k] = place(k);
+    }
+    // The first of them; `last` is the one after the others.
+    FF_INLINE const C* next(const C* last) {
+      const C* const first = at[0];
+#pragma GCC unroll 8
+      for (int k = 0; k + 1 < kPlaces; ++k) at[k] = at[k + 1];
+      at[kPlaces - 1] = in_one_register(last);
+      return first;
+    }
+  };
+
   // y[o][j] += Σ_nz value · x[offset + j] over the nonzeros starts[o] … starts[o + 1] of each output channel, for the
   // registers j of a tile, of which y has a channel after the other. Not what y holds, but start[o], a register, is
-  // added to if y is `fresh`; null: 0.
+  // added to if y is `fresh`; null: 0. The kPlaces nonzeros beyond the last are read.
   template <int R, int W>
   FF_INLINE static void sparse_tile(const C* x, int64_t row, const Nonzero<C>* nonzeros, const int32_t* starts,
                                     int64_t outputs, bool fresh, const C* start, C* y) {
+    const Nonzero<C>* nz = nonzeros + starts[0];
+    Places places([&](int k) FF_INLINE_LAMBDA { return x + nz[k].offset; });
     for (int64_t o = 0; o < outputs; ++o, y += R * W * L) {
-      const Nonzero<C>* nz = nonzeros + starts[o];
       const Nonzero<C>* const end = nonzeros + starts[o + 1];
       V sums[R][W];
       if (fresh) {
@@ -363,14 +385,14 @@ struct Tiles {
           for (int w = 0; w < W; ++w) sums[r][w] = load<B>(y + (r * W + w) * L);
         }
       }
-#pragma GCC unroll 2
-      for (; nz < end; ++nz) {
-        const C* from = x + nz->offset;
+      while (nz < end) {
         const V weight = nz->value - V{};
+        const C* at = places.next(x + nz[kPlaces].offset);
+        ++nz;
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
 #pragma GCC unroll 10
-          for (int w = 0; w < W; ++w) sums[r][w] += weight * load<B>(from + r * row + w * L);
+          for (int w = 0; w < W; ++w) sums[r][w] += weight * load<B>(at + w * L);
         }
       }
 #pragma GCC unroll 4
@@ -406,6 +428,7 @@ struct Tiles {
     alignas(64) C lanes[L * L];
     auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<B>(lanes + n * L); };
     int32_t nz = starts[0];
+    Places places([&](int k) FF_INLINE_LAMBDA { return x + offsets[nz + k]; });
     int held = 0;
     for (int64_t o = 0; o < outputs; ++o, y += R * W * L) {
       const int32_t end = starts[o + 1];
@@ -417,12 +440,13 @@ struct Tiles {
         for (int w = 0; w < W; ++w) dy[r][w] = load<B>(y + (r * W + w) * L);
       }
       do {
-        const C* from = x + offsets[nz++];
+        const C* at = places.next(x + offsets[nz + kPlaces]);
+        ++nz;
         V sums[2]{};
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
 #pragma GCC unroll 10
-          for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += dy[r][w] * load<B>(from + r * row + w * L);
+          for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += dy[r][w] * load<B>(at + w * L);
         }
         store<B>(lanes + held * L, sums[0] + sums[1]);
         if (++held == L) {

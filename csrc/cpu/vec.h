@@ -170,6 +170,16 @@ FF_INLINE V in_register(V x) {
   return x;
 }
 
+// An address that is to be in a register of its own: of those that differ by a known number the compiler would
+// otherwise keep each, more of them than there are registers.
+template <class C>
+FF_INLINE const C* in_one_register(const C* at) {
+#if defined(__GNUC__)
+  asm("" : "+r"(at));
+#endif
+  return at;
+}
+
 // e^x of a register, for x from smallest_exponent to as much above 0.
 template <class C>
 inline constexpr C smallest_exponent = std::is_same_v<C, double> ? -708 : -87;
