@@ -3,7 +3,6 @@
 #include <memory>
 #include <vector>
 
-#include "recent.h"
 #include "tiles.h"
 
 namespace fastfact {
@@ -132,24 +131,16 @@ template <class C>
 struct Weights {
   std::vector<int64_t> plan;  // all numbers they depend on besides
   uint64_t digest;
-  std::vector<int32_t> starts;
   int64_t count;
+  std::shared_ptr<const KeptOrder> order;  // null without nonzeros
   Scratch<Nonzero<C>> nonzeros;
   int64_t factors;
   Scratch<C> v;
 
-  Weights(std::vector<int64_t> plan, uint64_t digest, int64_t starts, int64_t count, int64_t factors)
-      : plan(std::move(plan)),
-        digest(digest),
-        starts(starts),
-        count(count),
-        nonzeros(count + kPlaces),
-        factors(factors),
-        v(factors) {
-    std::fill_n(nonzeros.get() + count, kPlaces, Nonzero<C>{});
-  }
+  Weights(std::vector<int64_t> plan, uint64_t digest, int64_t count, int64_t factors)
+      : plan(std::move(plan)), digest(digest), count(count), nonzeros(count + kPlaces), factors(factors), v(factors) {}
   int64_t bytes() const {
-    return plan.size() * sizeof(int64_t) + starts.size() * sizeof(int32_t) + count * sizeof(Nonzero<C>) +
+    return plan.size() * sizeof(int64_t) + (order ? order->bytes() : 0) + count * sizeof(Nonzero<C>) +
            factors * sizeof(C);
   }
 };
@@ -183,17 +174,19 @@ std::shared_ptr<const Weights<Compute<T>>> weights_of(const Prepared<T>& p, cons
     const auto same = [&](const W& e) { return e.digest == key && e.plan == plan; };
     if (auto found = recent.find(same)) return found;
   }
-  const auto out = std::make_shared<W>(std::move(plan), key, p.plan.keys, count, factors);
+  const auto out = std::make_shared<W>(std::move(plan), key, count, factors);
   if (factors) {
     pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, out->v.get(),
            parallel_for, p.shares.channels);
   }
-  if (count) {
-    const Scratch<int32_t> offsets(count);
-    Plan of = p.plan;
-    of.starts = out->starts.data();
-    find_order(of, p.s, p.slab, op.mu, taps, out->starts.data(), offsets.get(), parallel_for);
-    sort_nonzeros<T>(of, p.s, op.mu, taps, offsets.get(), out->nonzeros.get(), parallel_for);
+  if (count && op.repeated) {
+    const auto order = make_order(p.plan, p.s, p.slab, op.mu, taps, false, parallel_for);
+    sort_nonzeros<T>(p.plan, p.s, op.mu, taps, *order, out->nonzeros.get(), parallel_for);
+    order->offsets = {};
+    out->order = order;
+  } else if (count) {
+    out->order = recent_order(p.plan, p.s, p.slab, op.mu, taps, false, parallel_for);
+    sort_nonzeros<T>(p.plan, p.s, op.mu, taps, *out->order, out->nonzeros.get(), parallel_for);
   }
   if (op.repeated) recent.add(out);
   return out;
@@ -211,7 +204,8 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   for (int64_t k = 0; k < outputs * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
-  p.plan.starts = weights->starts.data(), p.nonzeros = op.mu.count ? weights->nonzeros.get() : nullptr;
+  if (op.mu.count) p.plan.starts = weights->order->starts.data(), p.nonzeros = weights->nonzeros.get();
+
   p.u = u.get(), p.v = weights->v.get(), p.bias = op.bias ? bias.get() : nullptr;
   parallel(parallel_for, p.grid.units() * c.groups * p.shares.count, 1,
            [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });

@@ -228,12 +228,10 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> du_parts(p.parts * c.groups * p.chunks * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
   const Scratch<Nonzero<C>> back_nonzeros(p.needs_x ? op.mu.count + kPlaces : 0);
-  const Scratch<int32_t> starts(p.plan.keys), offsets(count + kPlaces), back_starts(p.back_plan.keys);
-  std::fill_n(offsets.get() + count, kPlaces, 0);
+  std::shared_ptr<const KeptOrder> order, back_order;
   if (count) {
-    find_order(p.plan, p.s, p.x_slab, op.mu, taps, starts.get(), offsets.get(), parallel_for);
-    p.plan.starts = starts.get();
-    p.offsets = offsets.get();
+    order = recent_order(p.plan, p.s, p.x_slab, op.mu, taps, false, parallel_for);
+    p.plan.starts = order->starts.data(), p.offsets = order->offsets.data();
   }
   for (int64_t k = 0; k < op.rank * taps; ++k) u.get()[k] = to_compute(static_cast<const T*>(op.u)[k]);
   C* next_u = back_u.get();
@@ -244,10 +242,9 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     }
   }
   if (p.needs_x && op.mu.count) {
-    transpose_nonzeros<T>(p.back_plan, p.back, p.y_slab, op.mu, taps, back_starts.get(), back_nonzeros.get(),
-                          parallel_for);
-    std::fill_n(back_nonzeros.get() + op.mu.count, kPlaces, Nonzero<C>{});
-    p.back_plan.starts = back_starts.get();
+    back_order = recent_order(p.back_plan, p.back, p.y_slab, op.mu, taps, true, parallel_for);
+    sort_nonzeros<T>(p.back_plan, p.back, op.mu, taps, *back_order, back_nonzeros.get(), parallel_for);
+    p.back_plan.starts = back_order->starts.data();
     p.back_nonzeros = back_nonzeros.get();
   }
   for (int64_t r = 0; r < op.rank; ++r) {
@@ -267,7 +264,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
       for (int64_t j = begin; j < end; ++j) p.dvalues[j] += p.dvalues[part * count + j];
     }
   });
-  each_run(p.plan, p.s, op.mu, taps, parallel_for, [&](int64_t nz, int64_t first, int64_t n) {
+  each_run(p.plan, p.plan.starts, p.s, op.mu, taps, parallel_for, [&](int64_t nz, int64_t first, int64_t n) {
     for (int64_t j = 0; j < n; ++j) dvalues[nz + j] = from_compute<T>(p.dvalues[first + j]);
   });
 }

@@ -7,6 +7,7 @@
 
 #include "packed.h"
 #include "pairs.h"
+#include "recent.h"
 
 namespace fastfact {
 
@@ -575,38 +576,12 @@ inline void find_order(const Plan& plan, const Geometry& s, const Slab& slab, co
   });
 }
 
-// Calls run(nz, j, n) for the nonzeros nz … nz + n that are j … j + n of a plan from find_order.
-template <class Run>
-void each_run(const Plan& plan, const Geometry& s, const Sparse& mu, int64_t taps, ParallelFor parallel_for,
-              const Run& run) {
-  each_row(s, mu, taps, parallel_for, [&](int64_t row, int64_t nz) {
-    const int32_t* at = plan.starts + row_of_starts(plan, row);
-    for (int64_t k = 0; k < plan.blocks; ++k, at += plan.outputs + 1) {
-      run(nz, at[0], at[1] - at[0]);
-      nz += at[1] - at[0];
-    }
-    return nz;
-  });
-}
-
-// The nonzeros of μ in the order that find_order found.
-template <class T>
-void sort_nonzeros(const Plan& plan, const Geometry& s, const Sparse& mu, int64_t taps, const int32_t* offsets,
-                   Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
-  const T* const values = static_cast<const T*>(mu.values);
-  each_run(plan, s, mu, taps, parallel_for, [&](int64_t nz, int64_t first, int64_t n) {
-    for (int64_t j = 0; j < n; ++j) to[first + j] = {to_compute(values[nz + j]), offsets[first + j]};
-  });
-}
-
-// The nonzeros of μ in the order of the plan, for s from the output channels of μ to its input channels.
-template <class T>
-void transpose_nonzeros(const Plan& plan, const Geometry& s, const Slab& slab, const Sparse& mu, int64_t taps,
-                        int32_t* starts, Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
+// The same for s from the output channels of μ to its input channels, and in that order the number of each nonzero.
+inline void transpose_order(const Plan& plan, const Geometry& s, const Slab& slab, const Sparse& mu, int64_t taps,
+                            int32_t* starts, int32_t* offsets, int32_t* from, ParallelFor parallel_for) {
   struct Column {
     int32_t key, offset;
   };
-  const T* const values = static_cast<const T*>(mu.values);
   const int64_t rows = s.i, columns = s.o * taps, pieces = s.groups * plan.blocks;
   const Scratch<Column> of(columns);
   for (size_t phase = 0; phase < s.phases.size(); ++phase) {
@@ -639,8 +614,88 @@ void transpose_nonzeros(const Plan& plan, const Geometry& s, const Slab& slab, c
   sum_starts(plan, starts);
   const Scratch<int32_t> next(plan.keys);
   std::copy(starts, starts + plan.keys, next.get());
-  each([&](int64_t nz, int64_t key, int64_t offset)
-           FF_INLINE_LAMBDA { to[next.get()[key]++] = {to_compute(values[nz]), int32_t(offset)}; });
+  each([&](int64_t nz, int64_t key, int64_t offset) FF_INLINE_LAMBDA {
+    const int32_t at = next.get()[key]++;
+    offsets[at] = int32_t(offset), from[at] = int32_t(nz);
+  });
+}
+
+// The order of the nonzeros of μ by a plan.
+struct KeptOrder {
+  std::vector<int64_t> numbers;                // all that it depends on beside the positions
+  uint64_t digest;                             // of the positions
+  std::vector<int32_t> starts, offsets, from;  // kPlaces offsets more; `from` if transposed
+  int64_t bytes() const {
+    return numbers.size() * sizeof(int64_t) + (starts.size() + offsets.size() + from.size()) * sizeof(int32_t);
+  }
+};
+
+inline std::shared_ptr<KeptOrder> make_order(const Plan& plan, const Geometry& s, const Slab& slab, const Sparse& mu,
+                                             int64_t taps, bool transposed, ParallelFor parallel_for) {
+  const auto out = std::make_shared<KeptOrder>();
+  out->starts.resize(plan.keys), out->offsets.resize(mu.count + kPlaces);
+  if (transposed) {
+    out->from.resize(mu.count);
+    transpose_order(plan, s, slab, mu, taps, out->starts.data(), out->offsets.data(), out->from.data(), parallel_for);
+  } else {
+    find_order(plan, s, slab, mu, taps, out->starts.data(), out->offsets.data(), parallel_for);
+  }
+  return out;
+}
+
+// Positions seldom change from one step to the next: the orders used last are kept, up to 128 MiB, and given out again
+// where the digest of all positions is that of those they were found for.
+inline std::shared_ptr<const KeptOrder> recent_order(const Plan& plan, const Geometry& s, const Slab& slab,
+                                                     const Sparse& mu, int64_t taps, bool transposed,
+                                                     ParallelFor parallel_for) {
+  static Recent<KeptOrder>& recent =
+      *new Recent<KeptOrder>(int64_t(128) << 20);  // never destroyed: threads may outlive main
+  std::vector<int64_t> numbers = {transposed,   s.groups,   s.i,         s.o,       taps,
+                                  slab.channel, plan.block, plan.blocks, plan.keys, plan.count};
+  for (size_t phase = 0; phase < s.phases.size(); ++phase) {
+    const auto &tap = s.phases[phase].tap, &offset = slab.offset[phase];
+    numbers.push_back(tap.size());
+    numbers.insert(numbers.end(), tap.begin(), tap.end());
+    numbers.insert(numbers.end(), offset.begin(), offset.begin() + tap.size());
+  }
+  const uint64_t key = digest(mu.index, mu.count * sizeof(int32_t), 0x2545F4914F6CDD1D, parallel_for);
+  const auto same = [&](const KeptOrder& e) { return e.digest == key && e.numbers == numbers; };
+  if (auto found = recent.find(same)) return found;
+  const auto out = make_order(plan, s, slab, mu, taps, transposed, parallel_for);
+  out->numbers = std::move(numbers), out->digest = key;
+  recent.add(out);
+  return out;
+}
+
+// Calls run(nz, j, n) for the nonzeros nz … nz + n that are j … j + n of an order that is not transposed.
+template <class Run>
+void each_run(const Plan& plan, const int32_t* starts, const Geometry& s, const Sparse& mu, int64_t taps,
+              ParallelFor parallel_for, const Run& run) {
+  each_row(s, mu, taps, parallel_for, [&](int64_t row, int64_t nz) {
+    const int32_t* at = starts + row_of_starts(plan, row);
+    for (int64_t k = 0; k < plan.blocks; ++k, at += plan.outputs + 1) {
+      run(nz, at[0], at[1] - at[0]);
+      nz += at[1] - at[0];
+    }
+    return nz;
+  });
+}
+
+// The nonzeros of μ in their order, kPlaces more of zero.
+template <class T>
+void sort_nonzeros(const Plan& plan, const Geometry& s, const Sparse& mu, int64_t taps, const KeptOrder& order,
+                   Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
+  const T* const values = static_cast<const T*>(mu.values);
+  const int32_t *const offsets = order.offsets.data(), *const from = order.from.data();
+  std::fill_n(to + mu.count, kPlaces, Nonzero<Compute<T>>{});
+  if (order.from.empty()) {
+    return each_run(plan, order.starts.data(), s, mu, taps, parallel_for, [&](int64_t nz, int64_t first, int64_t n) {
+      for (int64_t j = 0; j < n; ++j) to[first + j] = {to_compute(values[nz + j]), offsets[first + j]};
+    });
+  }
+  parallel(parallel_for, mu.count, 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; ++j) to[j] = {to_compute(values[from[j]]), offsets[j]};
+  });
 }
 
 // v [rank, groups·o, i] for Tiles::multiply, from `inputs` to `outputs` channels: [group][outputs / width][rank ·

@@ -327,6 +327,24 @@ def test_repeated_calls_are_the_same(case, channels_last):
         )
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    "size, how",
+    [((24, 40, 3, 3), {"padding": 1}), ((9, 18, 5, 3), {"stride": 2}), ((12, 4, 3, 3), {"padding": 1, "groups": 3})],
+)
+def test_steps_see_where_the_nonzeros_are(size, how, channels_last):
+    """Kernels keep the order of the nonzeros from step to step: for these positions, not for their number or memory."""
+    t = draw(3, size, 9, 8, 1, 0.2, torch.float64, how.get("groups", 1))
+    if channels_last:
+        t["x"] = formats.to_format(t["x"], True)
+    for seed in range(4):
+        compare(t, size, how)
+        t |= {"x": 2 * t["x"], "values": t["values"] + 1}
+        compare(t, size, how)
+        free = (t["index"].diff() > 1).nonzero().flatten()
+        t["index"][free[torch.randint(len(free), (), generator=torch.Generator().manual_seed(seed))]] += 1
+
+
 def test_repeated_calls_leave_gradients_alone():
     t = draw(2, (6, 5, 3, 3), 8, 8, 1, 0.2, torch.float32)
     t["values"].requires_grad_()
