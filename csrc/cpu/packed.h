@@ -358,6 +358,8 @@ struct Packing {
           V lines[L];
 #pragma GCC unroll 16
           for (int l = 0; l < L; ++l) lines[l] = load<B>(at[l] + channel + c);
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) __builtin_prefetch(at[l] + channel + c + count, 0, 2);  // what is packed next
           transpose_from<1, L>(lines);
           C* line = to + c * slab_.channel;
 #pragma GCC unroll 16
@@ -397,6 +399,7 @@ struct Packing {
     // A square of segments and columns at a time, of the channel that begins `base` elements on.
     FF_INLINE void pack_chunks(int64_t base, C* to) const {
       using Index = IndexVec<T, B>;
+      constexpr int kSign = 8 * sizeof(C) - 1;
       Index number;
       for (int l = 0; l < L; ++l) number[l] = l;
       const bool inside = base + first_ >= 0 && base + last_ <= x_.n * x_.channels * x_.h * x_.w;
@@ -405,23 +408,26 @@ struct Packing {
         for (int64_t k = 0; k < chunks_; ++k, at += L) {
           V lines[L];
           if (!inside) {
+            alignas(64) C block[L][L]{};
             for (int l = 0; l < L; ++l) {
-              alignas(64) C line[L]{};
-              for (int64_t j = at[l].low; j < at[l].high; ++j) line[j] = to_compute(x_.data[base + at[l].from + j]);
-              lines[l] = load<B>(line);
+              for (int64_t j = at[l].low; j < at[l].high; ++j) block[l][j] = to_compute(x_.data[base + at[l].from + j]);
             }
+#pragma GCC unroll 16
+            for (int l = 0; l < L; ++l) lines[l] = load<B>(block[l]);
           } else if (whole_[row * chunks_ + k]) {
 #pragma GCC unroll 16
             for (int l = 0; l < L; ++l) lines[l] = load<B>(x_.data + base + at[l].from);
           } else {
 #pragma GCC unroll 16
             for (int l = 0; l < L; ++l) {
-              const Index mask = (number >= at[l].low) & (number < at[l].high);
+              // Not two comparisons, of which the compiler makes one instruction for each lane.
+              const Index mask = ((at[l].low - 1 - number) & (number - at[l].high)) >> kSign;
               lines[l] = bit_cast<V>(bit_cast<Index>(load<B>(x_.data + base + at[l].from)) & mask);
             }
           }
           transpose_from<1, L>(lines);
           const int64_t* columns = columns_.data() + k * L;
+#pragma GCC unroll 16
           for (int l = 0; l < L; ++l) {
             if (columns[l] >= 0) store<B>(to + columns[l], lines[l]);
           }
@@ -550,28 +556,32 @@ struct Packing {
                                    const Tiling::Place* places, int64_t columns, const C* from, int64_t phase_step,
                                    int64_t channels, int64_t channel, const Images<T>& y) {
     const int64_t width = columns * s.step[1];
-    for (int64_t c = 0; c < channels; ++c) {
-      for (int64_t x = 0; x < width; x += L) {
+    for (int64_t x = 0; x < width; x += L) {
+      const C* at[L];
+      int64_t step[L], count[L];
+      T* to[L]{};
+      for (int l = 0; l < L; ++l) {
+        const int64_t k = std::min(x + l, width - 1), column = segments[l].column * s.step[1] + x;
+        const Tiling::Place place = places[k / s.step[1]];
+        at[l] = from + k % s.step[1] * phase_step + (place.first * channels + place.index) * L;
+        step[l] = place.registers * L;
+        count[l] = lines[l] < 0 ? 0 : std::min(std::min(width - x, y.w - column), int64_t(L));
+        if (count[l] > 0) to[l] = y.data + ((segments[l].image * y.channels + channel) * y.h + lines[l]) * y.w + column;
+      }
+      for (int64_t c = 0; c < channels; ++c) {
         V square[L];
-        for (int l = 0; l < L; ++l) {
-          const int64_t at = std::min(x + l, width - 1);
-          const Tiling::Place place = places[at / s.step[1]];
-          square[l] = load<B>(from + at % s.step[1] * phase_step +
-                              (place.first * channels + c * place.registers + place.index) * L);
-        }
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) square[l] = load<B>(at[l] + c * step[l]);
         transpose_from<1, L>(square);
+        alignas(64) C block[L][L];
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) store<B>(block[l], square[l]);
         for (int l = 0; l < L; ++l) {
-          if (lines[l] < 0) continue;
-          const int64_t column = segments[l].column * s.step[1] + x;
-          const int64_t count = std::min(std::min(width - x, y.w - column), int64_t(L));
-          if (count <= 0) continue;
-          T* to = y.data + ((segments[l].image * y.channels + channel + c) * y.h + lines[l]) * y.w + column;
-          alignas(64) C line[L];
-          if (count == L) {
-            store<B>(to, square[l]);
+          if (count[l] <= 0) continue;
+          if (count[l] == L) {
+            store<B>(to[l] + c * y.h * y.w, load<B>(block[l]));
           } else {
-            store<B>(line, square[l]);
-            store_some(line, count, to);
+            store_some(block[l], count[l], to[l] + c * y.h * y.w);
           }
         }
       }
