@@ -394,7 +394,7 @@ struct BySupport {
   static constexpr int L = kLanes<float, B>;
   static constexpr int64_t kSpare = 16;  // elements before and after a stretch that may be read and written
 
-  FF_INLINE static unsigned byte(const Bits& bits, int64_t at) {
+  FF_INLINE static const uint8_t& byte(const Bits& bits, int64_t at) {
     return reinterpret_cast<const uint8_t*>(bits.bits)[at / 8];
   }
 
@@ -408,7 +408,10 @@ struct BySupport {
   FF_INLINE static void fill(const Bits& bits, const T* values, int64_t count, int64_t begin, int64_t end, To* to) {
     int64_t at = begin / 8 * 8;
     const T *from = values + values_before(bits, at), *last = values + count - 8;
-    for (to -= begin - at; at < end; at += 8, to += 8) {
+    to -= begin - at;
+    for (; at + L <= end && from + (L - 8) <= last; at += L, to += L)
+      store<B>(to, spread_next<B>(&byte(bits, at), from));
+    for (; at < end; at += 8, to += 8) {
       const unsigned some = byte(bits, at);
       store<32>(to, spread(some, from, last));
       from += __builtin_popcount(some);
