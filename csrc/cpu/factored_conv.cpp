@@ -168,7 +168,7 @@ std::shared_ptr<const Weights<Compute<T>>> weights_of(const Prepared<T>& p, cons
   uint64_t key = 0;
   if (op.repeated) {
     plan = numbers_of(p, taps);
-    key = digest(op.mu.index, count * sizeof(int32_t), 0x2545F4914F6CDD1D, parallel_for);
+    key = positions_digest(op.mu, parallel_for);
     key = digest(op.mu.values, count * sizeof(T), key, parallel_for);
     key = digest(op.v, factors * sizeof(T), key, parallel_for);
     const auto same = [&](const W& e) { return e.digest == key && e.plan == plan; };
@@ -205,7 +205,6 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
   if (op.mu.count) p.plan.starts = weights->order->starts.data(), p.nonzeros = weights->nonzeros.get();
-
   p.u = u.get(), p.v = weights->v.get(), p.bias = op.bias ? bias.get() : nullptr;
   parallel(parallel_for, p.grid.units() * c.groups * p.shares.count, 1,
            [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });

@@ -19,6 +19,11 @@ struct Sparse {
   int64_t count;
 };
 
+// By which what was found for the positions of μ is found again.
+inline uint64_t positions_digest(const Sparse& mu, ParallelFor parallel_for) {
+  return digest(mu.index, mu.count * sizeof(int32_t), 0x2545F4914F6CDD1D, parallel_for);
+}
+
 struct FactoredConv {
   Type type;  // of all tensors; half precision is computed in float32, but for what pairs.h says of bfloat16
   Conv conv;

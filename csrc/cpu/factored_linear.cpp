@@ -202,7 +202,7 @@ struct Order {
 template <class C>
 std::shared_ptr<const Order> find_order(const Work<C>& w, const Sparse& mu, ParallelFor parallel_for) {
   static auto* const recent = new Recent<Order>(int64_t(1) << 26);  // for as long as there are threads
-  const uint64_t key = digest(mu.index, mu.count * sizeof(int32_t), 0x2545F4914F6CDD1D, parallel_for);
+  const uint64_t key = positions_digest(mu, parallel_for);
   const auto same = [&](const Order& e) {
     return e.digest == key && e.count == mu.count && e.i == w.i && e.o == w.o && e.by_inputs == w.by_inputs &&
            e.block == w.block;

@@ -394,13 +394,9 @@ struct BySupport {
   static constexpr int L = kLanes<float, B>;
   static constexpr int64_t kSpare = 16;  // elements before and after a stretch that may be read and written
 
-  FF_INLINE static const uint8_t& byte(const Bits& bits, int64_t at) {
-    return reinterpret_cast<const uint8_t*>(bits.bits)[at / 8];
-  }
-
   FF_INLINE static int64_t values_before(const Bits& bits, int64_t at) {
-    const int64_t word = at / 64;
-    return bits.before[word] + (at % 64 ? __builtin_popcountll(bits.bits[word] & ((uint64_t(1) << at % 64) - 1)) : 0);
+    return bits.start(0, at) +
+           (at % 64 ? __builtin_popcountll(bits.bits[at / 64] & ((uint64_t(1) << at % 64) - 1)) : 0);
   }
 
   // The weight at positions [begin, end), from `to` on.
@@ -410,9 +406,9 @@ struct BySupport {
     const T *from = values + values_before(bits, at), *last = values + count - 8;
     to -= begin - at;
     for (; at + L <= end && from + (L - 8) <= last; at += L, to += L)
-      store<B>(to, spread_next<B>(&byte(bits, at), from));
+      store<B>(to, spread_next<B>(bits.bytes(0, at), from));
     for (; at < end; at += 8, to += 8) {
-      const unsigned some = byte(bits, at);
+      const unsigned some = *bits.bytes(0, at);
       store<32>(to, spread(some, from, last));
       from += __builtin_popcount(some);
     }
@@ -423,7 +419,7 @@ struct BySupport {
   FF_INLINE static void take(const Bits& bits, const From* g, int64_t begin, int64_t end, T* values) {
     T *to = values + values_before(bits, begin), *const stop = values + values_before(bits, end);
     auto next = [&](int64_t at, unsigned which, const From* eight) FF_INLINE_LAMBDA {
-      const unsigned some = byte(bits, at) & which;
+      const unsigned some = *bits.bytes(0, at) & which;
       gather(some, load<32>(eight), to, stop);
       to += __builtin_popcount(some);
     };

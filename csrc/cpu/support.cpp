@@ -89,7 +89,7 @@ OwnBits::OwnBits(int64_t rows, int64_t columns, const Sparse& mu, ParallelFor pa
 
 std::shared_ptr<const OwnBits> find_bits(int64_t rows, int64_t columns, const Sparse& mu, ParallelFor parallel_for) {
   static auto* const recent = new Recent<Entry>(int64_t(1) << 27);  // for as long as there are threads
-  const uint64_t key = digest(mu.index, mu.count * sizeof(int32_t), 0x2545F4914F6CDD1D, parallel_for);
+  const uint64_t key = positions_digest(mu, parallel_for);
   const auto same = [&](const Entry& e) {
     return e.digest == key && e.count == mu.count && e.found->rows == rows && e.found->columns == columns;
   };

@@ -658,7 +658,7 @@ inline std::shared_ptr<const KeptOrder> recent_order(const Plan& plan, const Geo
     numbers.insert(numbers.end(), tap.begin(), tap.end());
     numbers.insert(numbers.end(), offset.begin(), offset.begin() + tap.size());
   }
-  const uint64_t key = digest(mu.index, mu.count * sizeof(int32_t), 0x2545F4914F6CDD1D, parallel_for);
+  const uint64_t key = positions_digest(mu, parallel_for);
   const auto same = [&](const KeptOrder& e) { return e.digest == key && e.numbers == numbers; };
   if (auto found = recent.find(same)) return found;
   const auto out = make_order(plan, s, slab, mu, taps, transposed, parallel_for);
