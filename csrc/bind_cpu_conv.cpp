@@ -22,13 +22,15 @@ Shape with_axis(bool axis, int64_t clients, Shape shape) {
   return shape;
 }
 
-// Images [k, n, channels, h, w] or [n, channels, h, w], copied unless each client's are contiguous or channels_last.
+// Images [k, n, channels, h, w] or [n, channels, h, w], copied unless each client's are contiguous or channels_last;
+// those of one channel are both, and what PyTorch takes them for by their strides.
 struct Batch {
   Tensor tensor;
   bool channels_last;
   explicit Batch(const Tensor& t) : tensor(t), channels_last(false) {
     const int64_t first = t.dim() - 4;
-    if (is_dense(t, {first, first + 1, first + 2, first + 3})) return;
+    const bool one = t.size(first + 1) == 1 && t.stride(first + 1) == 1 && t.size(first + 2) * t.size(first + 3) > 1;
+    if (!one && is_dense(t, {first, first + 1, first + 2, first + 3})) return;
     channels_last = is_dense(t, {first, first + 2, first + 3, first + 1});
     if (!channels_last) tensor = torch::stable::contiguous(t);
   }
@@ -296,7 +298,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
   fastfact::Conv c = checked.conv;
   expect(kConv, "grad", grad, checked.shape({c.n, size[0], c.oh, c.ow}), x_);
   const Batch x(x_), dy(grad);
-  c.x_channels_last = x.channels_last, c.y_channels_last = dy.channels_last;
+  c.x_channels_last = x.channels_last, c.y_channels_last = size[0] == 1 ? x.channels_last : dy.channels_last;
   const Rows u(u_), v(v_), values(values_), index(index_);
   const bool wants[4] = {bool(needs & 1), (needs & 2) && u, (needs & 4) && v, (needs & 8) && index};
   Tensor dx = wants[0] ? empty_images(x_, shape_of(x_), x.channels_last) : empty(x_, {0});

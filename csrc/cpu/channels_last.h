@@ -46,6 +46,21 @@ struct Walk {
   int64_t sources() const { return source[0] * source[1]; }
 };
 
+// Whether rows of x are copied, with zeros for the padding, so that the pixels of a row of y have all taps and those
+// that a tap reads lie side by side. Few channels fill the lanes only together with those of their neighbours.
+inline bool side_by_side(const Conv& c) { return c.groups * c.i < 16; }
+
+// Where the columns of x and its padding then are: those of one phase of the stride follow one another.
+struct SideBySide {
+  int64_t stride, each;  // columns of a phase
+  int64_t width() const { return stride * each; }
+  int64_t place(int64_t column) const { return column % stride * each + column / stride; }
+};
+
+inline SideBySide make_side_by_side(const Conv& c) {
+  return {c.stride[1], c.ow + (c.kw - 1) * c.dilation[1] / c.stride[1]};
+}
+
 inline Walk make_walk(const Conv& c, bool transposed) {
   const int64_t kernel[2] = {c.kh, c.kw}, in[2] = {c.h, c.w}, out[2] = {c.oh, c.ow};
   Walk walk{{}, {}, {}, c.kh * c.kw, c.kw};
@@ -53,6 +68,17 @@ inline Walk make_walk(const Conv& c, bool transposed) {
     walk.size[d] = transposed ? in[d] : out[d], walk.source[d] = transposed ? out[d] : in[d];
     walk.axes[d] =
         make_axis(walk.size[d], walk.source[d], kernel[d], c.stride[d], c.padding[d], c.dilation[d], transposed);
+  }
+  if (!transposed && side_by_side(c)) {
+    const SideBySide columns = make_side_by_side(c);
+    Axis axis{1, 1, {0}, std::vector<int64_t>(c.ow, c.ow), {}, {}};
+    for (int64_t place = 0; place < c.ow; ++place) {
+      for (int64_t k = 0; k < c.kw; ++k) {
+        axis.tap.push_back(k), axis.from.push_back(columns.place(place * c.stride[1] + k * c.dilation[1]));
+      }
+      axis.start.push_back(axis.tap.size());
+    }
+    walk.axes[1] = axis, walk.source[1] = columns.width();
   }
   return walk;
 }

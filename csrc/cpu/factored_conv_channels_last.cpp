@@ -42,8 +42,8 @@ void pack_v(const void* v, const Conv& c, int64_t rank, bool swapped, bool pairs
   });
 }
 
-// The pixels of x that pixels of y read, as the kernels read them: where they are, or, in half precision, converted
-// once for all taps.
+// The pixels of x that pixels of y read, as the kernels read them: where they are, or converted once for all taps, in
+// half precision, or laid side by side.
 template <class T, int B>
 class Source {
  public:
@@ -53,23 +53,45 @@ class Source {
 
   FF_INLINE void find(const T* x, const Conv& c, int64_t first, int64_t last) {
     const int64_t inputs = c.groups * c.i, row = c.w * inputs;
+    const bool laid = side_by_side(c);
     if constexpr (std::is_same_v<T, C>) {
-      data = x, origin = 0, size = c.n * c.h * row;
-    } else {
-      auto line = [&](int64_t pixel, int64_t beyond) {
-        const int64_t y = pixel / c.ow % c.oh * c.stride[0] - c.padding[0] + beyond;
-        return pixel / (c.oh * c.ow) * c.h + std::clamp<int64_t>(y, 0, c.h);
-      };
-      const int64_t top = line(first, 0), bottom = std::max(top, line(last - 1, (c.kh - 1) * c.dilation[0] + 1));
-      origin = top * c.w, size = (bottom - top) * row;
-      if (int64_t(converted_.size()) < size) converted_.resize(size);
-      copy<B>(x + top * row, size, converted_.data());
-      data = converted_.data();
+      if (!laid) return void((data = x, origin = 0, size = c.n * c.h * row));
+    }
+    auto line = [&](int64_t pixel, int64_t beyond) {
+      const int64_t y = pixel / c.ow % c.oh * c.stride[0] - c.padding[0] + beyond;
+      return pixel / (c.oh * c.ow) * c.h + std::clamp<int64_t>(y, 0, c.h);
+    };
+    const int64_t top = line(first, 0), bottom = std::max(top, line(last - 1, (c.kh - 1) * c.dilation[0] + 1));
+    const SideBySide columns = make_side_by_side(c);
+    const int64_t width = laid ? columns.width() : c.w, spare = laid ? kLanes<C, B> : 0;
+    origin = top * width, size = (bottom - top) * width * inputs + spare;
+    if (int64_t(kept_.size()) < size) kept_.resize(size);
+    data = kept_.data();
+    if (!laid) return copy<B>(x + top * row, size, kept_.data());
+    line_.resize(columns.width() * inputs);
+    for (int64_t y = top; y < bottom; ++y) {
+      const int64_t padding = c.padding[1] * inputs, count = std::min<int64_t>(row, line_.size() - padding);
+      if (count > 0) copy<B>(x + y * row, count, line_.data() + padding);
+      apart(line_.data(), columns, inputs, kept_.data() + (y - top) * width * inputs);
     }
   }
 
  private:
-  std::vector<C> converted_;
+  FF_INLINE static void apart(const C* line, const SideBySide& columns, int64_t inputs, C* to) {
+    auto some = [&](auto n) FF_INLINE_LAMBDA {
+      for (int64_t phase = 0; phase < columns.stride; ++phase, to += columns.each * n) {
+        const C* from = line + phase * n;
+        for (int64_t k = 0; k < columns.each; ++k, from += columns.stride * n) std::copy_n(from, +n, to + k * n);
+      }
+    };
+    if (inputs == 1) return some(std::integral_constant<int64_t, 1>{});
+    if (inputs == 2) return some(std::integral_constant<int64_t, 2>{});
+    if (inputs == 3) return some(std::integral_constant<int64_t, 3>{});
+    if (inputs == 4) return some(std::integral_constant<int64_t, 4>{});
+    some(inputs);
+  }
+
+  std::vector<C> kept_, line_;
 };
 
 template <class T>
@@ -318,7 +340,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.needs_u = op.du, p.needs_v = op.dv;
   p.swapped = c.i * whole(c.o) < c.o * whole(c.i);
   p.dv_rows = p.swapped ? c.i : c.o, p.dv_row = whole(p.swapped ? c.o : c.i);
-  p.block = std::max<int64_t>(kLeast, ceil_div(kKept / 4, depth + c.groups * c.o));
+  p.block = std::max<int64_t>(kLeast, ceil_div(side_by_side(c) ? kKept : kKept / 4, depth + c.groups * c.o));
   // Units of as many images as are worked on at once, or of bands of one that leave the second cache to s.
   const int64_t s_image = pixels * depth;
   p.images = std::clamp<int64_t>(std::max<int64_t>(kLeast / pixels, kKept / 2 / s_image), 1, ceil_div(c.n, kUnits));

@@ -62,9 +62,16 @@ def to_format(weight: Tensor, channels_last: bool) -> Tensor:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether the images of each client of `x` [k, n, c, h, w] are channels_last and not contiguous."""
+    """Whether the images of each client of `x` [k, n, c, h, w] are channels_last and not contiguous, or one of both by
+    `one_channel_last`."""
     one = x[0] if x.shape[0] else x.new_empty(x.shape[1:])
-    return one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
+    return one.is_contiguous(memory_format=torch.channels_last) and (not one.is_contiguous() or one_channel_last(one))
+
+
+def one_channel_last(x: Tensor) -> bool:
+    """Whether `x` [n, c, h, w] has one channel, which leaves both formats the same in memory, and is channels_last by
+    its strides, as PyTorch tells."""
+    return x.shape[1] == 1 and x.stride(1) == 1 and x.shape[2] * x.shape[3] > 1
 
 
 def unit(keys: Tensor) -> Tensor:

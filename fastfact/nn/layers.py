@@ -1148,7 +1148,10 @@ class FactorizedConv2d(FactorizedLayer):
     def _brought(self, x):
         if not self.channels_last or x.dim() != 4 or torch._C._are_functorch_transforms_active():
             return x
-        return x.contiguous(memory_format=torch.channels_last)
+        last = x.contiguous(memory_format=torch.channels_last)
+        if last is x and x.shape[1] == 1 < x.shape[2] * x.shape[3] and not is_channels_last(x):
+            return x.view(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
+        return last
 
     def _forward(self, x):
         last = self._brought(x)

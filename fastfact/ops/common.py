@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fastfact.base.formats import FLOATING
+from fastfact.base.formats import FLOATING, one_channel_last
 from fastfact.ops.backends import library_serves
 
 LARGEST = 2**31 - 1
@@ -80,12 +80,13 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether a tensor of four dimensions lies channels_last in memory, and not contiguous as well.
+    """Whether images [n, c, h, w] lie channels_last in memory, and not contiguous as well, or one of both by
+    `formats.one_channel_last`.
 
-    By its strides: under `vmap` PyTorch answers no question about memory formats.
+    By their strides: under `vmap` PyTorch answers no question about memory formats.
     """
     if x.dim() != 4 or x.is_contiguous():
-        return False
+        return x.dim() == 4 and one_channel_last(x)
     if not torch._C._are_functorch_transforms_active():
         return x.is_contiguous(memory_format=torch.channels_last)
     expected = 1

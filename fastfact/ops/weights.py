@@ -329,8 +329,8 @@ def follows_channels_last(dense: Tensor | None) -> bool:
     if dense is None or dense.dim() < 4:
         return False
     if dense.dim() == 5:
-        return len(dense) > 0 and is_channels_last(dense[0])
-    return is_channels_last(dense)
+        return len(dense) > 0 and follows_channels_last(dense[0])
+    return not dense.is_contiguous() and is_channels_last(dense)
 
 
 def rank1_weight(

@@ -319,6 +319,35 @@ def test_autocast_gives_bfloat16_as_dense_layers_do(make, spec, path, bias):
             assert layer(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("image", [(6, 5), (6, 1), (1, 5), (1, 1)], ids=str)
+@pytest.mark.parametrize("density", [None, 0.3])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_images_of_one_channel_give_channels_last_as_a_dense_layer_does(image, density, stride):
+    dense = nn.Conv2d(1, 8, 3, stride, padding=1).to(memory_format=torch.channels_last)
+    ours = ff.nn.FactorizedConv2d.from_dense(dense, ff.Rank1(rank=9), init="svd")
+    if density:
+        ours.prune_(density)
+        dense = ours.to_dense()
+    ours.compact()
+    contiguous = torch.randn(3, 1, *image)
+    last = contiguous.to(memory_format=torch.channels_last)
+    assert image == (1, 1) or last.stride() != contiguous.stride()
+    for x, training in itertools.product((contiguous, last), (True, False)):
+        ours.train(training)
+        with torch.set_grad_enabled(training):
+            for path in ("auto", "reconstruct", "factored"):
+                ours.path = path
+                y, expected = ours(x), dense(x)
+                assert y.is_contiguous(memory_format=torch.channels_last) and y.stride(1) == expected.stride(1)
+                torch.testing.assert_close(y, expected)
+                if training:
+                    grads = [
+                        torch.autograd.grad(one.square().sum(), layer.bias)
+                        for one, layer in ((y, ours), (expected, dense))
+                    ]
+                    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("shape", [(1, 3, 3), (8, 1, 1), (4, 3, 3)], ids=str)
 @pytest.mark.parametrize("convert", ["before", "after", "compact"])
 def test_a_layer_in_channels_last_gives_that_format_whatever_it_gets(convert, shape):
