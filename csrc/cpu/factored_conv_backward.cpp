@@ -13,7 +13,8 @@ struct Prepared {
   Grid grid;                        // of the rows and columns of dy and of each phase of dx alike
   Slab x_slab, y_slab;              // of x; of dy and s, with all that dx reads
   int64_t own;                      // in y_slab, the first output of a segment
-  int64_t s_rows[2], s_columns[2];  // in y_slab, where s may be other than zero
+  int64_t s_rows[2], s_columns[2];  // in y_slab, where s is computed
+  std::vector<Around> s_around;     // where it comes from other lanes; elsewhere it is zero
   Tilings tilings;
   Plan plan, back_plan;
   Shares shares;                       // of the input channels
@@ -54,6 +55,7 @@ struct Run {
     const Scratch<C> dx(p.needs_x ? phases * dx_phase : 0), sums(p.rank * taps * L);
     const Scratch<C> total(p.chunks * p.rank * taps * L);
     typename Pack::Source x_source(p.x, g, x_slab, s.i), dy_source(p.dy, g, y_slab, s.o);
+    Surroundings<C, B> surroundings(g, y_slab, p.s_around);
 
     for (int64_t item = begin; item < end; ++item) {
       const int64_t part = item % p.parts, share = item / p.parts % p.shares.count;
@@ -75,17 +77,23 @@ struct Run {
         const Tiling& tiling = p.tilings.of(unit, g);
         const int64_t tiles = tiling.tiles.size();
         dy_source.find(unit, group * s.o);
-        for (int64_t o = 0; o < s.o; o += kChunk) {
-          dy_source.pack(o, std::min(kChunk, s.o - o), dy.get() + o * y_slab.channel);
+        dy_source.pack(0, s.o, dy.get());  // the lines of a pixel one after the other
+        if (needs_s) {
+          surroundings.find(unit);
+          surroundings.gather(dy.get(), s.o);
         }
         for (int64_t r = 0; r < p.rank && needs_s; ++r) {
           const C* v = p.v + ((r * s.groups + group) * s.i + i0) * s.o;
+          C* const to = back.get() + r * count * y_slab.channel;
+          auto multiply = [&](int64_t at, int64_t n) FF_INLINE_LAMBDA {
+            Ops::multiply(v, count, s.o, dy.get() + at, Ops::rows(y_slab.channel), n, false, nullptr, to + at,
+                          y_slab.channel, Ahead{}, Ahead{});
+          };
           for (int64_t row = p.s_rows[0]; row < p.s_rows[1]; ++row) {
-            const int64_t at = row * y_slab.row + p.s_columns[0] * L;
-            Ops::multiply(v, count, s.o, dy.get() + at, Ops::rows(y_slab.channel), p.s_columns[1] - p.s_columns[0],
-                          false, nullptr, back.get() + r * count * y_slab.channel + at, y_slab.channel, Ahead{},
-                          Ahead{});
+            multiply(row * y_slab.row + p.s_columns[0] * L, p.s_columns[1] - p.s_columns[0]);
           }
+          multiply(y_slab.registers() * L, surroundings.edges());
+          surroundings.fill(to, count);
         }
         if (needs_own) {
           for (const Tile& tile : tiling.tiles) {
@@ -147,10 +155,10 @@ struct Run {
           }
         }
         if (!needs_s && !sparse_dx) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
-        for (int64_t o = 0; o < s.o && sparse_dx; o += p.back_plan.block) {
-          for (int64_t phase = 0; phase < phases; ++phase) {
-            const int32_t* starts = p.back_plan.start(phase, group, o / p.back_plan.block) + i0;
-            for (const Tile& tile : tiling.tiles) {
+        for (int64_t phase = 0; phase < phases && sparse_dx; ++phase) {
+          for (const Tile& tile : tiling.tiles) {
+            for (int64_t o = 0; o < s.o; o += p.back_plan.block) {
+              const int32_t* starts = p.back_plan.start(phase, group, o / p.back_plan.block) + i0;
               Ops::sparse(tile, dy.get() + o * y_slab.channel + tile.row * y_slab.row + tile.column * L, y_slab.row,
                           p.back_nonzeros, starts, count, !needs_s && o == 0, nullptr,
                           dx.get() + phase * dx_phase + tile.first * count * L);
@@ -208,11 +216,11 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.y_slab = make_slab(reads, g.rows, g.width, lanes);
   p.own = p.y_slab.offset.back()[0];
   const int64_t own_row = p.own / p.y_slab.row, own_column = p.own % p.y_slab.row / lanes;
-  // Whole images have zeros only around them.
-  const bool all_rows = g.down * g.bands > 1, all_columns = g.across > 1;
-  p.s_rows[0] = all_rows ? 0 : own_row, p.s_rows[1] = all_rows ? p.y_slab.rows.size() : own_row + g.rows;
-  p.s_columns[0] = all_columns ? 0 : own_column;
-  p.s_columns[1] = all_columns ? p.y_slab.columns.size() : own_column + g.width;
+  // Bands of a segment compute what they need of each other.
+  p.s_rows[0] = g.bands > 1 ? 0 : own_row, p.s_rows[1] = g.bands > 1 ? p.y_slab.rows.size() : own_row + g.rows;
+  p.s_columns[0] = own_column, p.s_columns[1] = own_column + g.width;
+  p.s_around = around(g, p.y_slab, p.own);
+  p.y_slab.channel = ((p.y_slab.registers() + most_edges(g, p.s_around)) | 1) * lanes;
   p.tilings = make_tilings(g, most_registers);
   p.dv_row = ceil_div(depth, lanes) * lanes;
   p.plan = make_plan(p.s, p.tilings.whole, count),

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 #include "factored_conv.h"
@@ -246,6 +247,121 @@ inline Slab make_slab(const Geometry& s, int64_t rows, int64_t columns, int64_t 
     }
   }
   return out;
+}
+
+// The registers of a slab around what segments have of their own, by the segment that has them: `down` below and
+// `across` to the right of the one that they are around. Where no image has a segment they are left out.
+struct Around {
+  struct Place {
+    int64_t at, from;  // elements from the first of a channel; in the other segment
+  };
+  int64_t down, across;
+  std::vector<Place> places;
+  int64_t away(const Grid& g) const { return down * g.across + across; }  // lanes
+};
+
+// `own`: where in a slab of stride 1 the first output of a segment is. Bands of a segment have all rows that they read.
+inline std::vector<Around> around(const Grid& g, const Slab& slab, int64_t own) {
+  std::vector<Around> out;
+  const int64_t lanes = slab.row / slab.columns.size(), own_row = own / slab.row, own_column = own % slab.row / lanes;
+  auto segments = [](int64_t at, int64_t size) { return at < 0 ? -ceil_div(-at, size) : at / size; };
+  for (int64_t row = 0; row < int64_t(slab.rows.size()); ++row) {
+    for (int64_t column = 0; column < int64_t(slab.columns.size()); ++column) {
+      const int64_t y = slab.rows[row] - slab.rows[own_row], x = slab.columns[column] - slab.columns[own_column];
+      const int64_t down = g.bands > 1 ? 0 : segments(y, g.height), across = segments(x, g.width);
+      if ((!down && !across) || std::abs(down) >= g.down || std::abs(across) >= g.across) continue;
+      const int64_t from = g.bands > 1 ? row : own_row + y - down * g.height;
+      auto same = [&](const Around& a) { return a.down == down && a.across == across; };
+      auto at = std::find_if(out.begin(), out.end(), same);
+      if (at == out.end()) at = out.insert(out.end(), {down, across, {}});
+      at->places.push_back(
+          {row * slab.row + column * lanes, from * slab.row + (own_column + x - across * g.width) * lanes});
+    }
+  }
+  return out;
+}
+
+// Fills the registers of a slab around what a unit's segments have of their own from other lanes: each of these
+// registers is what another segment has. Lanes of segments that are not in the unit come from `edges`, registers at the
+// end of each channel.
+template <class C, int B>
+class Surroundings {
+ public:
+  using V = Vec<C, B>;
+  using Index = IndexVec<C, B>;
+  static constexpr int L = kLanes<C, B>;
+
+  Surroundings(const Grid& g, const Slab& slab, const std::vector<Around>& around)
+      : g_(g), slab_(slab), around_(around), inside_(around.size() * L) {}
+
+  void find(int64_t unit) {
+    edges_.clear();
+    const int64_t first = unit / g_.bands * L;
+    for (size_t k = 0; k < around_.size(); ++k) {
+      const Around& a = around_[k];
+      const int64_t away = a.away(g_);
+      for (int64_t lane = 0; lane < L; ++lane) {
+        const int64_t index = first + lane, column = index % g_.across + a.across;
+        const int64_t row = index / g_.across % g_.down + a.down;
+        const bool there =
+            index / (g_.across * g_.down) < g_.n && row >= 0 && row < g_.down && column >= 0 && column < g_.across;
+        const bool inside = there && lane + away >= 0 && lane + away < L;
+        inside_.get()[k * L + lane] = inside ? -1 : 0;
+        if (!there || inside) continue;
+        for (const Around::Place& place : a.places) edges_.push_back(place.at + lane);
+      }
+    }
+  }
+
+  // Registers of edges.
+  int64_t edges() const { return ceil_div(int64_t(edges_.size()), L); }
+
+  // The edges of so many channels of which all is known.
+  void gather(C* at, int64_t channels) const {
+    for (int64_t c = 0; c < channels && !edges_.empty(); ++c, at += slab_.channel) {
+      C* to = at + slab_.registers() * L;
+      for (int64_t from : edges_) *to++ = at[from];
+      std::fill(to, at + (slab_.registers() + edges()) * L, C(0));
+    }
+  }
+
+  // The registers around, of so many channels of which the others and the edges are known.
+  FF_INLINE void fill(C* at, int64_t channels) const {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t c = 0; c < channels; ++c, at += slab_.channel) {
+        const Integer* inside = inside_.get();
+        for (const Around& a : around_) {
+          Index mask;
+          std::memcpy(&mask, inside, B), inside += L;
+          const int64_t away = a.away(g_);
+          if (away <= -L || away >= L) {
+            for (const Around::Place& place : a.places) store<B>(at + place.at, V{});
+            continue;
+          }
+          for (const Around::Place& place : a.places) {
+            store<B>(at + place.at, bit_cast<V>(bit_cast<Index>(load<B>(at + place.from + away)) & mask));
+          }
+        }
+        const C* edge = at + slab_.registers() * L;
+        for (int64_t to : edges_) at[to] = *edge++;
+      }
+    });
+  }
+
+ private:
+  using Integer = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
+  const Grid& g_;
+  const Slab& slab_;
+  const std::vector<Around>& around_;
+  Scratch<Integer> inside_;     // [around][lane]: −1 where another lane has it
+  std::vector<int64_t> edges_;  // where in a channel each is
+};
+
+// Registers that the edges of a unit take at the most.
+inline int64_t most_edges(const Grid& g, const std::vector<Around>& around) {
+  int64_t sum = 0;
+  for (const Around& a : around) sum += std::min(std::abs(a.away(g)), g.lanes) * a.places.size();
+  return ceil_div(sum, g.lanes);
 }
 
 template <class C>

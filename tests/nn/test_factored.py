@@ -89,6 +89,9 @@ CASES = [
     (20, (9, 40, 3, 3), 4, 4, 1, 0.0, {"padding": 1}),
     (4, (5, 4, 3, 3), 6, 6, 3, 1.0, {"padding": 4}),
     (2, (4, 4, 3, 3), 20, 40, 1, 0.3, {"padding": 1}),
+    # Segments whose neighbours are in other units or not there, a kernel that leaves out rows between its padding.
+    (9, (20, 24, 3, 3), 14, 14, 1, 0.1, {"padding": 1}),
+    (17, (13, 27, 1, 7), 6, 27, 1, 0.3, {"padding": (4, 3), "dilation": (2, 3)}),
     # Blocks of input channels of which some rows have nothing; neither factors nor nonzeros.
     (2, (10, 42, 3, 3), 16, 16, 1, 0.01, {"padding": 1}),
     (1, (9, 70, 3, 3), 64, 32, 0, 0.02, {"padding": 1}),
