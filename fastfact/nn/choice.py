@@ -34,7 +34,7 @@ from fastfact.ops.common import transforming
 
 log = logging.getLogger("fastfact")
 
-PATHS = ("reconstruct", "factored", "fused", "product", "reordered")
+PATHS = ("reconstruct", "factored", "fused", "product")
 BUDGET, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.02, 4, 2, 12, 1.2
 """Seconds for a question, and those that short work is repeated for at least; runs of each path after which one that
 takes so many times what another takes is left out, and those after which one that takes less is."""

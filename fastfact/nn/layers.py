@@ -30,7 +30,7 @@ DEPTHWISE = 4
 """Channels from which on the kernel of depthwise layers serves."""
 ANSWERS = 32
 """Inputs of so many kinds a layer remembers its path for."""
-OF_WEIGHT = ("reconstruct", "product", "reordered")
+OF_WEIGHT = ("reconstruct", "product")
 """The paths that make W."""
 SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
 """What the path, or a kept weight, depends on besides tensors, and one may assign to."""
@@ -65,14 +65,15 @@ class FactorizedLayer(nn.Module):
     is two smaller convolutions, where they cost less. "auto" takes it on a GPU: for clients of `vmap`, and of `Rank1`
     where it was faster.
 
-    "auto" has two others on the CPU. "product", for 1×1 convolutions of images whose pixels are rows in memory
-    (channels_last), without stride or padding: W is made and multiplied with all pixels as one matrix. "reordered", for
-    float32 images in channels_last in evaluation: W is kept in the form that oneDNN's convolution computes with, into
-    which PyTorch brings it in each call.
+    "auto" has another one on the CPU: "product", for 1×1 convolutions of images whose pixels are rows in memory
+    (channels_last), without stride or padding: W is made and multiplied with all pixels as one matrix. (Not where W is
+    kept as oneDNN has it, see below.)
 
     In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
     every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()` or
-    `eval()` is called; "factored" has the kernels remember the order in which they take the nonzeros of μ.
+    `eval()` is called; for float32 images in channels_last it is kept in the form that oneDNN's convolution computes
+    with, into which PyTorch brings it in each call. "factored" has the kernels remember the order in which they take
+    the nonzeros of μ.
 
     Factors are read as attributes, so that `torch.nn.utils.prune`, `parametrize` and `weight_norm` work on them. What
     changes the form of μ (`compact`, `prune_`, …) needs μ to be a parameter of the layer, and raises ValueError if not.
@@ -533,7 +534,7 @@ class FactorizedLayer(nn.Module):
         return path
 
     def path_for(self, x: Tensor) -> str:
-        """The path that the forward takes for x: "reconstruct", "factored", "fused", "product" or "reordered"."""
+        """The path that the forward takes for x: "reconstruct", "factored", "fused" or "product"."""
         found = self._by_twin(x, FactorizedLayer.path_for)
         return found or self._path(self._brought(x), *self._operands())
 
@@ -988,14 +989,12 @@ class FactorizedConv2d(FactorizedLayer):
         paths = super()._candidates(x, tensors)
         if x.is_cuda and isinstance(self.spec, Rank1) and self.spec.layout != "view" and self._zero_padding() is None:
             paths.append("fused")
-        if self._multiplies_pixels(x, tensors):
+        if self._multiplies_pixels(x, tensors) and not self._can_reorder(x, tensors):
             paths.append("product")
-        if self._can_reorder(x, tensors):
-            paths.append("reordered")
         return paths
 
     def _can_reorder(self, x, tensors):
-        """Whether there is a path "reordered" for x."""
+        """Whether W may be kept in oneDNN's form for x."""
         if self.training or not weight_cache.allowed() or not is_channels_last(x) or not x.numel() or _onednn() is None:
             return False
         if type(self)._conv_forward is not FactorizedConv2d._conv_forward or self._zero_padding():
@@ -1018,7 +1017,7 @@ class FactorizedConv2d(FactorizedLayer):
         if path == "product":
             weight = self._kept_form("columns", tensors, kept, lambda w: _by_columns(w.flatten(1)))
             return self._kept_weight_call(direct.PIXELS, weight, bias)
-        if path == "reordered":
+        if path == "reconstruct" and self._can_reorder(x, tensors):
             reorder, _ = _onednn()
             how = [list(self._pair(name)) for name in ("padding", "stride", "dilation")]
             # For the first size that comes; another form would serve others better, but would have to be kept too.

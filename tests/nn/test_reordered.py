@@ -1,4 +1,4 @@
-"""Convolutions in evaluation with W in oneDNN's own form: the path "reordered"."""
+"""Convolutions in evaluation with W kept in oneDNN's own form."""
 
 import copy
 import pickle
@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import fastfact as ff
 from fastfact.nn import layers
 from fastfact.nn.layers import FactorizedConv2d
 
@@ -23,8 +22,18 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def taken(prefer):
-    return prefer("reordered")
+def taken(prefer, monkeypatch):
+    """The inputs for which W is kept so."""
+    prefer("reconstruct")
+    inputs, kept_call = [], FactorizedConv2d._kept_call
+
+    def noting(self, path, x, *args):
+        call = kept_call(self, path, x, *args)
+        inputs.extend(x for weight in call.args[2:3] if weight.is_mkldnn)
+        return call
+
+    monkeypatch.setattr(FactorizedConv2d, "_kept_call", noting)
+    return inputs
 
 
 def layer_of(case="3×3", density=0.3, **settings):
@@ -144,13 +153,9 @@ def test_where_pytorch_has_no_onednn_there_is_no_such_path(taken, monkeypatch):
     assert not taken
 
 
-def test_it_is_measured_beside_the_others_and_remembered(monkeypatch, tmp_path):
-    monkeypatch.undo()
-    monkeypatch.setenv("FASTFACT_CHOICE", str(tmp_path))
+def test_it_is_what_the_choice_measures_in_evaluation(taken):
     layer, x = layer_of(), images(2, 6)
-    seconds, chosen = layer.times(x, training=False)
-    assert set(seconds) == {"dense", "reconstruct", "factored", "reordered"} and chosen in seconds
-    seconds, _ = layer.times(x, training=True)
-    assert "reordered" not in seconds
-    assert len(layer._cache) == 0
-    ff.nn.choice.forget()
+    seconds, _ = layer.times(x, training=False)
+    assert set(seconds) == {"dense", "reconstruct", "factored"} and len(taken) == 1
+    layer.times(x, training=True)
+    assert len(taken) == 1 and len(layer._cache) == 0
