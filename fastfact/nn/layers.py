@@ -1364,7 +1364,7 @@ def _by_columns(weight: Tensor) -> Tensor:
 
 def _side(forward: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], trained: bool) -> choice.Side:
     """A run of forward(x), with the gradients of `leaves` where `trained`, for `choice`."""
-    others = choice.between(x) if trained else choice.NEAR
+    others = choice.between(x) if trained else None
 
     def run(timed: choice.Timed) -> None:
         with torch.set_grad_enabled(trained), timed(x, others):

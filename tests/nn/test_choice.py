@@ -300,6 +300,34 @@ def test_what_a_part_is_timed_after_and_what_counts(monkeypatch):
     assert (timer._others == before + 4).all()
 
 
+def test_other_operators_come_before_what_is_no_part_of_a_step(monkeypatch):
+    timer, times = choice.Timed(), []
+    monkeypatch.setattr(choice.Timed, "_operate", lambda self: times.append(self.clock()))
+    before = timer._others.clone()
+    with timer(torch.zeros(1), choice.FAR):
+        assert not times
+    with timer(torch.zeros(1)):
+        assert len(times) == 1
+    assert (timer._others[: choice.NEAR] == before[: choice.NEAR] + 2).all()
+    assert (timer._others[choice.NEAR :] == before[choice.NEAR :] + 1).all()
+
+
+@pytest.mark.parametrize(
+    "step, reconstruct, factored, path",
+    [
+        ("evaluation", 50, 53, "factored"),
+        ("evaluation", 50, 55, "reconstruct"),
+        ("evaluation", 1000, 1005, "reconstruct"),
+        ("training", 1000, 990, "reconstruct"),
+        ("training", 1000, 960, "factored"),
+        ("forward", 1000, 990, "reconstruct"),
+    ],
+)
+def test_what_microseconds_count(remembering, monkeypatch, step, reconstruct, factored, path):
+    monkeypatch.setattr(choice, "times", lambda _: {"reconstruct": 1e-6 * reconstruct, "factored": 1e-6 * factored})
+    assert choice.choose(work(step=step), dict) == path
+
+
 def test_more_lies_between_the_parts_of_a_step_of_large_images():
     small, middle, large = (choice.between(torch.empty(4, 16, side, side)) for side in (1, 56, 512))
     assert small == choice.NEAR < middle == 4 * 4 * 4 * 16 * 56**2 < large == choice.FAR
