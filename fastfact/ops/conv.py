@@ -43,7 +43,14 @@ def _forward(op, clients, settings, x, u, v, mu, index, bias):
 
 
 def _as_they_are(op: str, x: Tensor) -> bool:
-    return not transforming() and takes_one(op, x)
+    """Whether the op takes tensors without a client axis.
+
+    So it does in a graph of torch.compile. With the axis put on, a view of an image would be kept for the backward
+    pass, and beside it what the graph needs of the image itself: where a ReLU was zero, as booleans, with which its
+    kernels are slow.
+    """
+    in_graph = torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return (in_graph or not transforming()) and takes_one(op, x)
 
 
 def _backward(op, clients, settings, needs, grad, x, u, v, mu, index):

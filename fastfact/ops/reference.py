@@ -405,6 +405,8 @@ def _images(parts: list[Tensor], channels_last: bool) -> Tensor:
 
 
 def _fake_conv2d(x, size, stride, padding, dilation):
+    if x.dim() == 4:
+        return _fake_conv2d(x.unsqueeze(0), size, stride, padding, dilation).squeeze(0)
     h, w = ((x.shape[3 + d] + 2 * padding[d] - dilation[d] * (size[2 + d] - 1) - 1) // stride[d] + 1 for d in range(2))
     return empty_weight(x, (x.shape[1], size[0], h, w), is_channels_last(x))
 
@@ -567,6 +569,9 @@ def repeated_factored_conv2d(
 
 def _fake_factored_conv2d_backward(grad, x, u, v, values, index, *settings):
     *_, needs = settings
+    if x.dim() == 4:
+        dx, *others = _fake_factored_conv2d_backward(grad, x.unsqueeze(0), u, v, values, index, *settings)
+        return dx.squeeze(0) if needs & 1 else dx, *others
     dx = empty_weight(x, x.shape[1:], is_channels_last(x)) if needs & 1 else x.new_empty(0)
     return dx, *_fake_gradients(needs >> 1, *(x.new_empty(0) if t is None else t for t in (u, v, values)))
 
@@ -605,7 +610,7 @@ def _dense_mu(values: Tensor | None, index: Tensor | None, size: list[int], like
     return mu.unflatten(1, size)
 
 
-@op(lambda x, u, v, values, index, bias, size: x.new_empty(*x.shape[:2], size[0]), kernels=("cpu",), one_client=True)
+@op(lambda x, u, v, values, index, bias, size: x.new_empty(*x.shape[:-1], size[0]), kernels=("cpu",), one_client=True)
 def factored_linear(
     x: Tensor,
     u: Tensor | None,

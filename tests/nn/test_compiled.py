@@ -1,10 +1,12 @@
-"""Layers under torch.compile in evaluation: one op each, which is the layer as it is without a graph."""
+"""Layers under torch.compile. In evaluation: one op each, which is the layer as it is without a graph."""
 
 import copy
 import gc
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastfact as ff
@@ -119,3 +121,37 @@ def test_the_op_says_what_it_gives():
     linear = model[5]
     args = linear._how, torch.randn(7, 49), list(linear._tensors().values()), linear.bias
     torch.library.opcheck(torch.ops.fastfact_nn.layer, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_step_keeps_what_its_convolutions_see_and_no_views_of_it():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(layer for _ in range(3) for layer in (torch.nn.Conv2d(16, 16, 3, 1, 1), torch.nn.ReLU()))
+    )
+    ff.factorize(model, ff.Rank1())
+    for layer in ff.factorized_layers(model).values():
+        layer.compact(0.1).path = "factored"
+    kept = []
+
+    def note(graph, _):
+        (given,) = graph.graph.find_nodes(op="output")
+        kept.extend(node.meta["val"] for node in given.args[0] if isinstance(node, torch.fx.Node))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=note,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    x = torch.randn(4, 16, 8, 8).to(memory_format=torch.channels_last)
+    y = torch.compile(model, backend=backend, fullgraph=True)(x)
+    y.sum().backward()
+    images = [t for t in kept if t.dim() > 3]
+    assert len(images) >= 3 and all(t.dim() == 4 for t in images)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(x).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()

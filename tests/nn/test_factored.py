@@ -11,6 +11,7 @@ import fastfact as ff
 from fastfact import ops
 from fastfact.base import formats
 from fastfact.ops import reference
+from fastfact.ops.backends import loaded
 
 ATOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 NAMES = ("x", "u", "v", "values", "bias")
@@ -285,12 +286,15 @@ def test_compile_fullgraph():
     )
 
 
+@pytest.mark.parametrize("clients", [(2,), ()], ids=["clients", "one"])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_opcheck(channels_last):
+def test_opcheck(channels_last, clients):
+    if not clients and not loaded("cpu"):
+        pytest.skip("tensors without a client axis are for the CPU library")
     size = (6, 5, 3, 3)
-    t = draw(4, size, 8, 8, 1, 0.2, torch.float32, clients=(2,))
+    t = draw(4, size, 8, 8, 1, 0.2, torch.float32, clients=clients)
     if channels_last:
-        t["x"] = formats.to_format(t["x"], True)
+        t["x"] = formats.to_format(t["x"], True) if clients else t["x"].to(memory_format=torch.channels_last)
     settings = (size, (2, 2), (1, 1), (1, 1), 1)
     factors = (t["u"], t["v"], t["values"], t["index"])
     y = torch.ops.fastfact.factored_conv2d(t["x"], *factors, t["bias"], *settings)
