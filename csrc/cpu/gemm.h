@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vec.h"
+#include "pairs.h"
 
 namespace fastfact {
 
@@ -177,6 +177,27 @@ struct MultiplyTiles {
     terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[d * MR + m]; });
   }
 
+  // The same of pairs, `depth` of them.
+  FF_INLINE static void multiply(const Pair* a, const Pair* b, int64_t depth, V (&sum)[MR][2]) {
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) sum[m][0] = sum[m][1] = V{};
+    add(a, b, depth, sum);
+  }
+
+  FF_INLINE static void add(const Pair* a, const Pair* b, int64_t depth, V (&sum)[MR][2]) {
+    for (int64_t d = 0; d < depth; ++d) {
+      const auto b0 = load_operands<B>(b + d * NR), b1 = load_operands<B>(b + d * NR + L);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m) {
+        const V of_row = as_number(a + d * MR + m) - V{};
+        V first = sum[m][0], second = sum[m][1];
+        add_product<Pair, B>(first, bit_cast<Operands<Pair, B>>(of_row), b0);
+        add_product<Pair, B>(second, bit_cast<Operands<Pair, B>>(of_row), b1);
+        sum[m][0] = first, sum[m][1] = second;
+      }
+    }
+  }
+
   // sum[m] = Σ_d a[m][d] · b[d]
   FF_INLINE static void multiply_rows(const C* const (&a)[MR], const C* b, int64_t depth, V (&sum)[MR][2]) {
     terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[m][d]; });
@@ -197,7 +218,8 @@ struct MultiplyTiles {
     }
   }
 
-  FF_INLINE static void accumulate(const C* a, const C* b, int64_t depth, C* tile) {
+  template <class E>
+  FF_INLINE static void accumulate(const E* a, const E* b, int64_t depth, C* tile) {
     V sum[MR][2];
     multiply(a, b, depth, sum);
 #pragma GCC unroll 16

@@ -4,14 +4,21 @@
 // in which a product reads it, and multiplied by all rows while it is in cache; nothing of the size of W is written to
 // memory. Rows of x (dy) are packed in panels of a tile's height. dW = dyᵀ x is summed a block at a time, and the
 // gradients of the values are gathered from the block, those of the factors summed from it.
+//
+// bfloat16 is multiplied in pairs where the machine can. W is μ alone then, and factors are further terms of the
+// product: h = x uᵀ beside x, as the sum of two numbers of bfloat16, and v beside μ.
 #include "linear_tiles.h"
+
+#include <memory>
 
 #include "gemm.h"
 
 namespace fastfact {
 namespace {
 
-constexpr int64_t kSlice = 256;       // of the depth of a product; a multiple of 64
+constexpr int64_t kSlice = 256;  // of the depth of a product; a multiple of 64
+constexpr int64_t kSliceOfPairs = 384;
+constexpr int64_t kFewInPairs = 3;    // rows that are multiplied in float
 constexpr int64_t kPass = 252;        // rows whose slice the second cache holds; a multiple of every tile's height
 constexpr int64_t kGroup = 128;       // columns of W made together; a multiple of 64
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
@@ -22,8 +29,8 @@ constexpr int64_t kLeastRows = 2 * kPass;
 constexpr int64_t kOutputs = 252, kInputs = 768, kLeastOutputs = 96;  // of a block of dW
 constexpr int64_t kLeastSum = 4 * kSlice;                             // rows of a part of dW
 
-int64_t slice_of(int64_t depth) {
-  const int64_t slices = ceil_div(std::max<int64_t>(depth, 1), kSlice);
+int64_t slice_of(int64_t depth, int64_t most) {
+  const int64_t slices = ceil_div(std::max<int64_t>(depth, 1), most);
   return ceil_div(ceil_div(std::max<int64_t>(depth, 1), slices), 64) * 64;
 }
 
@@ -43,7 +50,21 @@ struct RowsProduct {
   // height] and [panel of columns][rank][its width].
   int64_t rank;
   const float *of_terms, *of_columns;
+  // Of pairs, of which tiles of x and panels of W have half as many terms, factors of all ranks stand so:
+  // [tile][rank][tile's height] of h and [panel of columns][rank][its width].
+  bool pairs;
+  const Pair *hidden, *beside;
 };
+
+// Whether y and dx are multiplied in pairs.
+template <class T>
+bool rows_in_pairs(int64_t depth) {
+#if defined(FF_DISPATCH) && !defined(__clang__)
+  static const bool expands = __builtin_cpu_supports("avx512vbmi2");
+  if (!expands) return false;
+#endif
+  return in_pairs<T>(depth);
+}
 
 // Whether rows can be read where they are: of a tile of AVX-512 there are more than registers for their addresses.
 template <class T>
@@ -60,6 +81,7 @@ struct RunProduct {
   FF_INLINE static void run(const RowsProduct<T>& p, int64_t begin, int64_t end) {
     const int64_t most = std::min(p.range, kPass), all = ceil_div(std::min(p.group, p.columns), NR);
     const bool again = p.range > kPass;
+    const int64_t factors = p.pairs ? 2 : 1;
     const Scratch<float> slab((again ? p.depth : p.slice) * all * NR), kept(all * ceil_div(most, MR) * MR * NR);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t first = item / p.groups * p.range, last = std::min(first + p.range, p.n);
@@ -68,9 +90,11 @@ struct RunProduct {
         const int64_t rows = std::min(kPass, last - row), tiles = ceil_div(rows, MR);
         for (int64_t d = 0; d < p.depth; d += p.slice) {
           const int64_t terms = std::min(p.slice, p.depth - d);
-          float* const right = slab.get() + (again ? d * panels * NR : 0);
+          float* const right = slab.get() + (again ? d / factors * panels * NR : 0);
           if (row == first) {
-            if (p.turned) {
+            if (p.pairs) {
+              make_pairs_of(p, column, panels, d, terms, right);
+            } else if (p.turned) {
               make_turned(p.w, column, panels, d, terms, right);
             } else {
               make(p.w, column, panels, d, terms, right);
@@ -78,9 +102,12 @@ struct RunProduct {
             if (p.rank) add_factors(p, column, panels, d, terms, right);
           }
           for (int64_t panel = 0; panel < panels; ++panel) {
-            outline<B>([&]() FF_INLINE_LAMBDA {
-              multiply(p, row, rows, column + panel * NR, d, terms, right + panel * terms * NR,
-                       kept.get() + panel * tiles * MR * NR);
+            with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+              using E = decltype(operand);
+              outline<B>([&]() FF_INLINE_LAMBDA {
+                multiply<E>(p, row, rows, column + panel * NR, d, terms, right + panel * (terms / factors) * NR,
+                            kept.get() + panel * tiles * MR * NR);
+              });
             });
           }
         }
@@ -109,10 +136,12 @@ struct RunProduct {
   }
 
   // A panel of W times a slice of some rows: sums to `kept`, [tile][row][column], and of the last slice to y.
+  template <class E>
   FF_INLINE static void multiply(const RowsProduct<T>& p, int64_t row, int64_t rows, int64_t column, int64_t d,
                                  int64_t terms, const float* right, float* kept) {
-    const float* left = p.packed ? p.packed + (row / MR * p.depth + d) * MR : nullptr;
-    const int64_t last = row + rows, count = std::min<int64_t>(NR, p.columns - column), step = p.depth * MR;
+    constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
+    const int64_t last = row + rows, count = std::min<int64_t>(NR, p.columns - column), step = p.depth / kFactors * MR;
+    const float* left = p.packed ? p.packed + row / MR * step + d / kFactors * MR : nullptr;
     const bool ends = d + terms == p.depth;
     V bias[2]{};
     if (ends && p.bias) bias[0] = load<B>(p.bias + column), bias[1] = load<B>(p.bias + column + L);
@@ -127,7 +156,14 @@ struct RunProduct {
           MultiplyTiles<float, B>::multiply_rows(rows_of_x, right, terms, sum);
         }
       }
-      if (p.packed) MultiplyTiles<float, B>::multiply(left, right, terms, sum);
+      if (!reads_rows<T>(B) || p.packed) {
+        MultiplyTiles<float, B>::multiply(reinterpret_cast<const E*>(left), reinterpret_cast<const E*>(right),
+                                          terms / kFactors, sum);
+      }
+      if constexpr (kFactors == 2) {
+        const int64_t rank = p.w.rank;
+        if (ends) MultiplyTiles<float, B>::add(p.hidden + row / MR * MR * rank, p.beside + column * rank, rank, sum);
+      }
       if (d) {
 #pragma GCC unroll 16
         for (int m = 0; m < MR; ++m) sum[m][0] += load<B>(kept + m * NR), sum[m][1] += load<B>(kept + m * NR + L);
@@ -247,6 +283,222 @@ struct RunProduct {
       }
     }
   }
+
+  // Panels of μ in pairs, [pair of terms][NR columns].
+  FF_INLINE static void make_pairs_of(const RowsProduct<T>& p, int64_t column, int64_t panels, int64_t d, int64_t terms,
+                                      float* to) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        if (!p.turned) return pair_rows(p.w, column, panels * NR, d, terms, to);
+        for (int64_t k = 0; k < panels * NR; k += L) {
+          pair_columns(p.w, column + k, d, terms, to + k / NR * (terms / 2) * NR + k % NR);
+        }
+      });
+    }
+  }
+
+  using Halves = typename VecOf<uint16_t, B>::Type;
+
+  // The next numbers of μ, two in 32 bits, and `from` moves on. Unless near the end, a register's bytes may be read.
+  template <bool kNearEnd>
+  FF_INLINE static Halves next(const uint8_t* bits, const T*& from) {
+    Halves out{};
+#if defined(FF_DISPATCH) && !defined(__clang__)
+    if constexpr (B == 64 && !kNearEnd) {
+      uint32_t there;
+      std::memcpy(&there, bits, sizeof(there));
+      Halves values;
+      std::memcpy(&values, from, B);
+      asm("vpexpandw %1, %0%{%2%}%{z%}" : "=v"(out) : "v"(values), "Yk"(there));
+      from += __builtin_popcount(there);
+      return out;
+    }
+#endif
+    for (int k = 0; k < B / 2; ++k) {
+      if (bits[k / 8] >> k % 8 & 1) out[k] = from++->bits;
+    }
+    return out;
+  }
+
+  static constexpr int64_t kPairsAhead = 32;
+
+  // From the values of a row to those of a later one, which are fetched meanwhile; 0 where there is none.
+  FF_INLINE static int64_t distance(const Weight<T>& w, int64_t row, int64_t column, int64_t rows) {
+    return row + rows < w.o ? w.support.start(row + rows, column) - w.support.start(row, column) : 0;
+  }
+
+  // f(whether more may be read than there is), where `from` goes on by up to so many values.
+  template <class F>
+  FF_INLINE static void with_end(const Weight<T>& w, const T* from, int64_t count, const F& f) {
+    from + count + NR <= w.last + 8 ? f(std::false_type{}) : f(std::true_type{});
+  }
+
+  FF_INLINE static void pair_rows(const Weight<T>& w, int64_t column, int64_t columns, int64_t d, int64_t terms,
+                                  float* to) {
+    const int64_t panel = terms / 2 * NR;
+    for (int64_t t = 0; t < terms; t += 2, to += NR) {
+      const T* from[2] = {w.values + w.support.start(d + t, column), w.values + w.support.start(d + t + 1, column)};
+      const int64_t ahead = distance(w, d + t, column, kPairsAhead);
+      const uint8_t *const first = w.support.bytes(d + t, column), *const second = w.support.bytes(d + t + 1, column);
+      with_end(w, from[1], columns, [&](auto near_end) FF_INLINE_LAMBDA {
+        float* out = to;
+        for (int64_t k = 0; k < columns; k += NR, out += panel) {
+          __builtin_prefetch(from[0] + ahead);
+          __builtin_prefetch(from[1] + ahead);
+          const Halves low = next<near_end()>(first + k / 8, from[0]), high = next<near_end()>(second + k / 8, from[1]);
+          constexpr std::make_integer_sequence<int, NR> lanes;
+          const Halves left = interleaved<0>(low, high, lanes), right = interleaved<NR / 2>(low, high, lanes);
+          std::memcpy(out, &left, B);
+          std::memcpy(out + L, &right, B);
+        }
+      });
+    }
+  }
+
+  // Numbers of a and b in turn, from number `first` on.
+  template <int first, int... lane>
+  FF_INLINE static Halves interleaved(Halves a, Halves b, std::integer_sequence<int, lane...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, (lane % 2 * NR + first + lane / 2)...);
+#else
+    return __builtin_shuffle(a, b, Halves{(lane % 2 * NR + first + lane / 2)...});
+#endif
+  }
+
+  FF_INLINE static void pair_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, float* to) {
+    static const uint8_t none[kSliceOfPairs / 8] = {};
+    const T* from[L];
+    const uint8_t* bits[L];
+    for (int l = 0; l < L; ++l) {
+      const bool there = o + l < w.o;
+      from[l] = w.values + (there ? w.support.start(o + l, d) : 0);
+      bits[l] = there ? w.support.bytes(o + l, d) : none;
+    }
+    const int64_t ahead = distance(w, o, d, L);
+    with_end(w, from[std::clamp<int64_t>(w.o - o, 1, L) - 1], terms, [&](auto near_end) FF_INLINE_LAMBDA {
+      for (int64_t t = 0; t < terms; t += 2 * L, to += L * NR) {
+        V lines[L];
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) {
+          __builtin_prefetch(from[l] + ahead);
+          lines[l] = bit_cast<V>(next<near_end()>(bits[l] + t / 8, from[l]));
+        }
+        PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
+        const int64_t left = std::min<int64_t>(L, (terms - t) / 2);
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) {
+          if (l < left) store<B>(to + l * NR, lines[l]);
+        }
+      }
+    });
+  }
+};
+
+// h = x uᵀ of rows, each number as two of bfloat16 that add up to it: [tile][rank][tile's height].
+struct Hidden {
+  const BFloat16 *x, *u;  // u in rows of `u_row` numbers, ranks a multiple of kRanks, filled up with zeros
+  int64_t n, depth, u_row, rank;
+  Pair* out;
+  static constexpr int64_t kRows = 4, kRanks = 4;  // together
+};
+
+template <class T, int B>
+struct RunHidden {
+  using V = Vec<float, B>;
+  using U = Operands<Pair, B>;
+  static constexpr int64_t kRows = Hidden::kRows, kRanks = Hidden::kRanks, kTerms = B / int64_t(sizeof(T)),
+                           MR = tile_rows(B);
+
+  // Items are kRows rows.
+  FF_INLINE static void run(const Hidden& h, int64_t begin, int64_t end) {
+    if constexpr (kMultipliesPairs<B>) {
+      const int64_t whole = h.depth / kTerms * kTerms;
+      for (int64_t m = begin * kRows; m < std::min(end * kRows, h.n); m += kRows) {
+        const T* rows[kRows];
+        alignas(64) T rest[kRows][kTerms] = {};
+        for (int64_t k = 0; k < kRows; ++k) {
+          rows[k] = h.x + std::min(m + k, h.n - 1) * h.depth;
+          std::memcpy(static_cast<void*>(rest[k]), rows[k] + whole, (h.depth - whole) * sizeof(T));
+        }
+        for (int64_t r = 0; r < h.rank; r += kRanks) {
+          V sum[kRows][kRanks]{};
+          const T* const u = h.u + r * h.u_row;
+          for (int64_t d = 0; d < whole; d += kTerms) {
+            add(h, u + d, [&](int64_t k) FF_INLINE_LAMBDA { return rows[k] + d; }, sum);
+          }
+          add(h, u + whole, [&](int64_t k) FF_INLINE_LAMBDA { return rest[k]; }, sum);
+          for (int64_t k = 0; k < std::min(kRows, h.n - m); ++k) {
+            Pair* const to = h.out + (m + k) / MR * MR * h.rank + (m + k) % MR;
+            for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * MR] = in_two(sum_lanes(sum[k][l]));
+          }
+        }
+      }
+    }
+  }
+
+  template <class F>
+  FF_INLINE static void add(const Hidden& h, const T* u, const F& row, V (&sum)[kRows][kRanks]) {
+    U factors[kRanks];
+#pragma GCC unroll 4
+    for (int64_t l = 0; l < kRanks; ++l) factors[l] = load_operands<B>(reinterpret_cast<const Pair*>(u + l * h.u_row));
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < kRows; ++k) {
+      const U numbers = load_operands<B>(reinterpret_cast<const Pair*>(row(k)));
+#pragma GCC unroll 4
+      for (int64_t l = 0; l < kRanks; ++l) {
+        V total = sum[k][l];
+        add_product<Pair, B>(total, numbers, factors[l]);
+        sum[k][l] = total;
+      }
+    }
+  }
+
+  FF_INLINE static Pair in_two(float x) {
+    const BFloat16 first = from_compute<BFloat16>(x), rest = from_compute<BFloat16>(x - to_compute(first));
+    return {uint32_t(first.bits) | uint32_t(rest.bits) << 16};
+  }
+};
+
+// What is multiplied in pairs beside x and W: h, and each number of the other factor twice.
+class Beside {
+ public:
+  Beside(const Weight<BFloat16>& w, bool turned, int64_t rows, int64_t depth, int64_t columns)
+      : depth_(depth),
+        rank_(w.rank),
+        u_row_(ceil_div(depth + 1, 64) * 64),
+        tile_(tile_rows(register_bytes())),
+        u_(ceil_div(w.rank, Hidden::kRanks) * Hidden::kRanks * u_row_),
+        hidden_(ceil_div(rows, tile_) * tile_ * w.rank),
+        factors_(ceil_div(columns, 64) * 64 * w.rank) {
+    const BFloat16* const from = turned ? w.u_in_memory : w.v_in_memory;
+    std::fill(u_.get(), u_.get() + ceil_div(w.rank, Hidden::kRanks) * Hidden::kRanks * u_row_, BFloat16{});
+    for (int64_t r = 0; r < rank_; ++r) std::copy(from + r * depth, from + (r + 1) * depth, u_.get() + r * u_row_);
+    const float* const other = turned ? w.v : w.u;
+    const int64_t row = turned ? w.v_row : w.u_row, width = register_bytes() / 2;
+    for (int64_t at = 0; at < ceil_div(columns, width) * rank_; ++at) {
+      for (int64_t k = 0; k < width; ++k) {
+        const auto bits = bit_cast<uint32_t>(other[at % rank_ * row + at / rank_ * width + k]);
+        factors_.get()[at * width + k].bits = bits | bits >> 16;
+      }
+    }
+  }
+
+  // Of these rows of x (dy).
+  const Pair* hidden(const BFloat16* x, int64_t n, ParallelFor parallel_for) const {
+    const Hidden h{x, u_.get(), n, depth_, u_row_, rank_, hidden_.get()};
+    parallel(parallel_for, rank_ ? ceil_div(n, Hidden::kRows) : 0, ceil_div(1 << 16, (rank_ + 4) * (depth_ + 64)),
+             [&](int64_t begin, int64_t end) { dispatch<RunHidden, BFloat16>(h, begin, end); });
+    for (int64_t m = n; m < ceil_div(n, tile_) * tile_; ++m) {
+      for (int64_t r = 0; r < rank_; ++r) hidden_.get()[m / tile_ * tile_ * rank_ + r * tile_ + m % tile_] = {};
+    }
+    return hidden_.get();
+  }
+  const Pair* factors() const { return factors_.get(); }
+
+ private:
+  const int64_t depth_, rank_, u_row_, tile_;
+  const Scratch<BFloat16> u_;
+  const Scratch<Pair> hidden_, factors_;
 };
 
 template <class T>
@@ -254,7 +506,9 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
                    ParallelFor parallel_for) {
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
   const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / kLeastRows, 1) * kLeastRows;
-  const int64_t slice = slice_of(depth), nr = register_bytes() / 2, rank = w.rank > kFewRanks ? w.rank : 0;
+  const bool pairs = rows_in_pairs<T>(depth);
+  const int64_t slice = slice_of(depth, pairs ? kSliceOfPairs : kSlice), nr = register_bytes() / 2;
+  const int64_t rank = w.rank > kFewRanks && !pairs ? w.rank : 0;
   const int64_t of_slice = ceil_div(slice, mr) * mr * rank;
   const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice), of_columns(ceil_div(columns, nr) * nr * rank);
   auto pack = [&](const float* from, int64_t row, int64_t count, int64_t width, float* to) {
@@ -269,11 +523,21 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     }
     pack(across, across_row, columns, nr, of_columns.get());
   }
+  std::unique_ptr<const Beside> beside;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (pairs) beside = std::make_unique<const Beside>(w, turned, std::min(n, most), depth, columns);
+  }
   const bool packs = !reads_rows<T>(register_bytes()) || columns > kNarrow;
   const Scratch<float> packed(packs ? ceil_div(std::min(n, most), mr) * mr * depth + 16 : 0);
   for (int64_t first = 0; first < n; first += most) {
     const int64_t rows = std::min(most, n - first);
-    if (packs) {
+    if (pairs) {
+      // Two numbers that follow each other in a row are a pair as they lie.
+      const Operand from{{x + first * depth, 0}, steps(rows, depth / 2), steps(depth / 2, 1)};
+      parallel(parallel_for, ceil_div(rows, mr), ceil_div(32768, mr * depth), [&](int64_t begin, int64_t end) {
+        dispatch<PackPanels, float>(from, int64_t(0), int(mr), packed.get(), begin, end);
+      });
+    } else if (packs) {
       const Operand from{{x + first * depth, 0}, steps(rows, depth), steps(depth, 1)};
       parallel(parallel_for, ceil_div(rows, mr), ceil_div(16384, mr * depth), [&](int64_t begin, int64_t end) {
         dispatch<PackPanels, T>(from, 0, int(mr), packed.get(), begin, end);
@@ -282,6 +546,10 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     RowsProduct<T> p{w, turned, rows, depth, columns, slice, kGroup};
     if (rank) p.w.rank = 0, p.rank = rank, p.of_terms = of_terms.get(), p.of_columns = of_columns.get();
     p.packed = packs ? packed.get() : nullptr, p.bias = bias, p.x = x + first * depth, p.y = y + first * columns;
+    p.pairs = pairs;
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (pairs) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
+    }
     if (rows > kPass) p.group = std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, kGroup);
     p.groups = ceil_div(columns, p.group);
     const int64_t ranges = std::clamp<int64_t>(ceil_div(kItems, p.groups), 1, ceil_div(rows, kLeastRows));
@@ -328,7 +596,8 @@ struct RunGradient {
   FF_INLINE static void run(const Gradient<T>& g, int64_t begin, int64_t end) {
     const int64_t most_tiles = ceil_div(g.outputs, MR);
     // A store of a register runs over the end of a row of a tile.
-    const int64_t step = kSlice * MR + L;
+    const bool pairs = in_pairs<T>(kSlice);
+    const int64_t step = kSlice / (pairs ? 2 : 1) * MR + L;
     const Scratch<float> left(most_tiles * step), right(kSlice * NR);
     const Scratch<float> own(g.sums ? 0 : g.size);
     for (int64_t item = begin; item < end; ++item) {
@@ -338,26 +607,81 @@ struct RunGradient {
       const int64_t last = std::min(g.n, (item % g.parts + 1) * g.rows);
       for (int64_t row = item % g.parts * g.rows; row < last; row += kSlice) {
         const int64_t terms = std::min(kSlice, last - row);
-        outline<B>([&]() FF_INLINE_LAMBDA {
-          for (int64_t t = 0; t < terms; ++t) {
-            const T* const from = g.dy + (row + t) * g.w.o + block.o;
-            if (row + t + kAhead < last) fetch(from + kAhead * g.w.o, block.outputs);
-            copy_row(from, block.outputs, step, left.get() + t * MR);
-          }
+        with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+          add_rows<decltype(operand)>(g, block, row, terms, last, step, left.get(), right.get(), sums);
         });
-        for (int64_t panel = 0; panel < block.panels; ++panel) {
-          const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
-          const T* const from = g.x + row * g.w.i + block.i + column;
-          outline<B>([&]() FF_INLINE_LAMBDA {
-            copy_columns(from, g.w.i, terms, count, right.get());
-            for (int64_t tile = 0; tile < block.tiles; ++tile) {
-              MultiplyTiles<float, B>::accumulate(left.get() + tile * step, right.get(), terms,
-                                                  sums + panel * block.panel() + tile * MR * NR);
-            }
-          });
-        }
       }
       if (!g.sums) take(g, block, item, sums);
+    }
+  }
+
+  // sums += what `terms` rows from `row` on add to a block.
+  template <class E>
+  FF_INLINE static void add_rows(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms, int64_t last,
+                                 int64_t step, float* left, float* right, float* sums) {
+    constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t t = 0; t < terms; t += kFactors) {
+        const T* const from = g.dy + (row + t) * g.w.o + block.o;
+        for (int k = 0; k < kFactors; ++k) {
+          if (row + t + k + kAhead < last) fetch(from + (k + kAhead) * g.w.o, block.outputs);
+        }
+        float* const to = left + t / kFactors * MR;
+        if constexpr (kFactors == 2) {
+          copy_pairs(from, t + 1 < terms ? from + g.w.o : nullptr, block.outputs, step, to);
+        } else {
+          copy_row(from, block.outputs, step, to);
+        }
+      }
+    });
+    for (int64_t panel = 0; panel < block.panels; ++panel) {
+      const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
+      const T* const from = g.x + row * g.w.i + block.i + column;
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        if constexpr (kFactors == 2) {
+          for (int64_t t = 0; t < terms; t += 2) {
+            const T *const one = from + t * g.w.i, *const other = t + 1 < terms ? one + g.w.i : nullptr;
+            __builtin_prefetch(one + NR, 0, 2);
+            __builtin_prefetch(one + g.w.i + NR, 0, 2);
+            copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
+          }
+        } else {
+          copy_columns(from, g.w.i, terms, count, right);
+        }
+        for (int64_t tile = 0; tile < block.tiles; ++tile) {
+          MultiplyTiles<float, B>::accumulate(reinterpret_cast<const E*>(left + tile * step),
+                                              reinterpret_cast<const E*>(right), ceil_div(terms, kFactors),
+                                              sums + panel * block.panel() + tile * MR * NR);
+        }
+      });
+    }
+  }
+
+  // `count` pairs of two rows in pieces of `kPiece`, each `step` behind the last; the last is filled with zeros, as is
+  // a row that is not there. A store of a register may run over the end of a piece.
+  template <int kPiece = MR>
+  FF_INLINE static void copy_pairs(const T* one, const T* other, int64_t count, int64_t step, float* to) {
+    using Wide = typename VecOf<uint32_t, B>::Type;
+    auto bits = [](const T* from) FF_INLINE_LAMBDA {
+      typename VecOf<uint16_t, B / 2>::Type narrow;
+      std::memcpy(&narrow, from, sizeof(narrow));
+      return __builtin_convertvector(narrow, Wide);
+    };
+    for (int64_t at = 0; at < count; at += kPiece, to += step) {
+#pragma GCC unroll 2
+      for (int k = 0; k < kPiece; k += L) {
+        const int64_t first = at + k;
+        if (first + L <= count) {
+          const Wide both = other ? bits(one + first) | bits(other + first) << 16 : bits(one + first);
+          std::memcpy(to + k, &both, B);
+          continue;
+        }
+        for (int lane = 0; lane < std::min(L, kPiece - k); ++lane) {
+          const bool there = first + lane < count;
+          const Pair pair{there ? one[first + lane].bits | (other ? uint32_t(other[first + lane].bits) << 16 : 0) : 0};
+          std::memcpy(to + k + lane, &pair, sizeof(pair));
+        }
+      }
     }
   }
 
@@ -513,15 +837,18 @@ struct Made {
         v(op.v, op.rank, op.o),
         w{op.i, op.o, op.rank, u.row, v.row, u.data.get(), v.data.get()} {
     w.values = static_cast<const T*>(op.mu.values), w.last = w.values + op.mu.count - 8, w.support = support;
+    w.u_in_memory = static_cast<const T*>(op.u), w.v_in_memory = static_cast<const T*>(op.v);
   }
 };
 
-// High ranks cost more in tiles of W than beside a few rows.
-bool are_few(int64_t n, int64_t rank) { return n <= (rank > kFewRanks ? 4 : 1) * kFewRows; }
+// Of bfloat16 in pairs from more rows on tiles are faster. Otherwise high ranks cost more in them than beside few rows.
+bool are_few(int64_t n, int64_t rank, bool pairs) {
+  return n <= (pairs ? kFewInPairs : rank > kFewRanks ? 4 * kFewRows : kFewRows);
+}
 
-// multiply(W), or few(W) where rows are few; false where the positions of μ do not ascend.
+// multiply(W), or few(W) where rows are few; false where the positions of μ do not ascend. `depth`: of the product.
 template <class Op, class Multiply, class Few>
-bool with_weight(const Op& op, ParallelFor parallel_for, const Multiply& multiply, const Few& few) {
+bool with_weight(const Op& op, int64_t depth, ParallelFor parallel_for, const Multiply& multiply, const Few& few) {
   bool valid = true;
   with_type(op.type, [&](auto one) {
     using T = decltype(one);
@@ -529,7 +856,7 @@ bool with_weight(const Op& op, ParallelFor parallel_for, const Multiply& multipl
       const auto support = find_bits(op.o, op.i, op.mu, parallel_for);
       if (!(valid = bool(support))) return;
       const Made<T> made(op, *support);
-      are_few(op.n, op.rank) ? few(made.w) : multiply(made.w);
+      are_few(op.n, op.rank, rows_in_pairs<T>(depth)) ? few(made.w) : multiply(made.w);
     }
   });
   return valid;
@@ -546,6 +873,13 @@ bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool ba
   if (backward && n < 512 && !(wide && n <= kFewRows)) {
     density = n <= 4 ? .15 : n <= kFewRows || !wide ? .24 : n <= 64 ? .17 : .29;
   }
+  // Few rows are computed in float, for which values of half precision take longer to spread.
+  if (wide && n <= kFewRows && !backward && type != Type::f32) {
+    density = n <= 2 ? .11 : n <= 6 ? .3 : n <= 12 ? .45 : .6;
+  }
+  if (n > kFewInPairs && type == Type::bf16 && rows_in_pairs<BFloat16>(backward ? o : i)) {
+    density = backward ? n <= 64 ? .12 : n < 512 ? .16 : .19 : n <= kFewRows ? .3 : n <= 64 ? .22 : n < 512 ? .17 : .2;
+  }
   return n && double(count) > density * double(i) * double(o);
 }
 
@@ -555,7 +889,7 @@ bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
     multiply_rows(w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data.get() : nullptr,
                   static_cast<T*>(op.y.data), parallel_for);
   };
-  return with_weight(op, parallel_for, multiply, [&](const auto& w) { multiply_few(w, op, parallel_for); });
+  return with_weight(op, op.i, parallel_for, multiply, [&](const auto& w) { multiply_few(w, op, parallel_for); });
 }
 
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
@@ -565,7 +899,8 @@ bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor para
     T *const dvalues = static_cast<T*>(op.dvalues), *const du = static_cast<T*>(op.du), *dv = static_cast<T*>(op.dv);
     if (dvalues || du || dv) sum_gradients(w, op.n, x, dy, dvalues, du, dv, parallel_for);
   };
-  return with_weight(op, parallel_for, multiply, [&](const auto& w) { multiply_few_backward(w, op, parallel_for); });
+  auto few = [&](const auto& w) { multiply_few_backward(w, op, parallel_for); };
+  return with_weight(op, op.o, parallel_for, multiply, few);
 }
 
 }  // namespace fastfact

@@ -12,6 +12,7 @@ struct TiledWeight {
   const float *u, *v;
   const T *values, *last;  // from `last` on fewer than eight values can be read
   Bits support;
+  const T *u_in_memory, *v_in_memory;  // u [rank, i], v [rank, o]
 };
 
 // Rows [rank, size] as float, each padded with zeros to a multiple of 64 numbers.
