@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kSlice = 256;  // of the depth of a product; a multiple of 64
 constexpr int64_t kSliceOfPairs = 384;
-constexpr int64_t kFewInPairs = 3;    // rows that are multiplied in float
+constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
 constexpr int64_t kPass = 252;        // rows whose slice the second cache holds; a multiple of every tile's height
 constexpr int64_t kGroup = 128;       // columns of W made together; a multiple of 64
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
@@ -291,7 +291,9 @@ struct RunProduct {
       outline<B>([&]() FF_INLINE_LAMBDA {
         if (!p.turned) return pair_rows(p.w, column, panels * NR, d, terms, to);
         for (int64_t k = 0; k < panels * NR; k += L) {
-          pair_columns(p.w, column + k, d, terms, to + k / NR * (terms / 2) * NR + k % NR);
+          const bool ends = k + L == panels * NR;
+          pair_columns(p.w, column + k, d, terms, ends ? column : column + k + L, ends ? d + terms : d,
+                       to + k / NR * (terms / 2) * NR + k % NR);
         }
       });
     }
@@ -322,11 +324,6 @@ struct RunProduct {
 
   static constexpr int64_t kPairsAhead = 32;
 
-  // From the values of a row to those of a later one, which are fetched meanwhile; 0 where there is none.
-  FF_INLINE static int64_t distance(const Weight<T>& w, int64_t row, int64_t column, int64_t rows) {
-    return row + rows < w.o ? w.support.start(row + rows, column) - w.support.start(row, column) : 0;
-  }
-
   // f(whether more may be read than there is), where `from` goes on by up to so many values.
   template <class F>
   FF_INLINE static void with_end(const Weight<T>& w, const T* from, int64_t count, const F& f) {
@@ -338,13 +335,14 @@ struct RunProduct {
     const int64_t panel = terms / 2 * NR;
     for (int64_t t = 0; t < terms; t += 2, to += NR) {
       const T* from[2] = {w.values + w.support.start(d + t, column), w.values + w.support.start(d + t + 1, column)};
-      const int64_t ahead = distance(w, d + t, column, kPairsAhead);
+      for (int64_t row = d + t + kPairsAhead; row < std::min(d + t + kPairsAhead + 2, w.o); ++row) {
+        const int64_t start = w.support.start(row, column), word = std::min(column + columns, w.support.words * 64);
+        fetch(w.values + start, w.support.start(row, word) - start);
+      }
       const uint8_t *const first = w.support.bytes(d + t, column), *const second = w.support.bytes(d + t + 1, column);
       with_end(w, from[1], columns, [&](auto near_end) FF_INLINE_LAMBDA {
         float* out = to;
         for (int64_t k = 0; k < columns; k += NR, out += panel) {
-          __builtin_prefetch(from[0] + ahead);
-          __builtin_prefetch(from[1] + ahead);
           const Halves low = next<near_end()>(first + k / 8, from[0]), high = next<near_end()>(second + k / 8, from[1]);
           constexpr std::make_integer_sequence<int, NR> lanes;
           const Halves left = interleaved<0>(low, high, lanes), right = interleaved<NR / 2>(low, high, lanes);
@@ -365,7 +363,9 @@ struct RunProduct {
 #endif
   }
 
-  FF_INLINE static void pair_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, float* to) {
+  // What is made next, from output `next_o` and term `next_d` on, is fetched meanwhile.
+  FF_INLINE static void pair_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, int64_t next_o,
+                                     int64_t next_d, float* to) {
     static const uint8_t none[kSliceOfPairs / 8] = {};
     const T* from[L];
     const uint8_t* bits[L];
@@ -374,13 +374,17 @@ struct RunProduct {
       from[l] = w.values + (there ? w.support.start(o + l, d) : 0);
       bits[l] = there ? w.support.bytes(o + l, d) : none;
     }
-    const int64_t ahead = distance(w, o, d, L);
+    int64_t ahead[L];
+    for (int l = 0; l < L; ++l) {
+      const bool there = next_o + l < w.o && next_d < w.i;
+      ahead[l] = there ? w.values + w.support.start(next_o + l, next_d) - from[l] : 0;
+    }
     with_end(w, from[std::clamp<int64_t>(w.o - o, 1, L) - 1], terms, [&](auto near_end) FF_INLINE_LAMBDA {
       for (int64_t t = 0; t < terms; t += 2 * L, to += L * NR) {
         V lines[L];
 #pragma GCC unroll 16
         for (int l = 0; l < L; ++l) {
-          __builtin_prefetch(from[l] + ahead);
+          __builtin_prefetch(from[l] + ahead[l]);
           lines[l] = bit_cast<V>(next<near_end()>(bits[l] + t / 8, from[l]));
         }
         PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
@@ -875,7 +879,7 @@ bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool ba
   }
   // Few rows are computed in float, for which values of half precision take longer to spread.
   if (wide && n <= kFewRows && !backward && type != Type::f32) {
-    density = n <= 2 ? .11 : n <= 6 ? .3 : n <= 12 ? .45 : .6;
+    density = n <= 2 ? .11 : n <= 6 ? .15 : n <= 12 ? .45 : .6;
   }
   if (n > kFewInPairs && type == Type::bf16 && rows_in_pairs<BFloat16>(backward ? o : i)) {
     density = backward ? n <= 64 ? .12 : n < 512 ? .16 : .19 : n <= kFewRows ? .3 : n <= 64 ? .22 : n < 512 ? .17 : .2;
