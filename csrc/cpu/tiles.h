@@ -752,7 +752,10 @@ void add_parts(int64_t parts, int64_t groups, int64_t rank, int64_t o, int64_t i
         const C* from = sums + part * outputs * row;
         for (int64_t k = 0; k < depth; ++k) sums[k] += from[k];
       }
-      for (int64_t k = 0; k < depth; ++k) dv[(k / i * outputs + at) * i + k % i] = from_compute<T>(sums[k]);
+      for (int64_t r = 0; r < rank; ++r, sums += i) {
+        T* const to = dv + (r * outputs + at) * i;
+        for (int64_t k = 0; k < i; ++k) to[k] = from_compute<T>(sums[k]);
+      }
     }
   });
 }
