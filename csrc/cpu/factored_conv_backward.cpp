@@ -46,8 +46,8 @@ struct Run {
     const int64_t taps = s.phases[0].tap.size(), phases = p.back.phases.size(), most = p.shares.channels;
     const int64_t registers = p.tilings.whole.registers(), dx_phase = most * registers * L;
     const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_nonzeros;
-    const bool needs_s = p.rank && (p.needs_x || p.needs_u), needs_own = p.needs_v || p.dvalues;
-    const Scratch<C> dy(s.o * y_slab.channel), own(needs_own ? s.o * registers * L : 0);
+    const bool needs_s = p.rank && (p.needs_x || p.needs_u);
+    const Scratch<C> dy(s.o * y_slab.channel);
     const Zeros<C> back(needs_s ? p.rank * most * y_slab.channel : 0);
     const Scratch<C> slabs(needs_weights ? p.chunk * x_slab.channel : 0);
     const Scratch<C> t(p.needs_v ? p.rank * most * registers * L : 0);
@@ -95,12 +95,6 @@ struct Run {
           multiply(y_slab.registers() * L, surroundings.edges());
           surroundings.fill(to, count);
         }
-        if (needs_own) {
-          for (const Tile& tile : tiling.tiles) {
-            const C* from = dy.get() + p.own + tile.row * y_slab.row + tile.column * L;
-            Ops::gather(tile, from, y_slab.channel, y_slab.row, s.o, own.get() + tile.first * s.o * L);
-          }
-        }
         if (needs_weights) x_source.find(unit, group * s.i + i0);
         for (int64_t first = 0; first < count && needs_weights; first += p.chunk) {
           const int64_t channels = std::min(p.chunk, count - first);
@@ -129,7 +123,8 @@ struct Run {
             const int32_t* starts = p.plan.start(0, group, (i0 + first + c) / p.plan.block);
             for (const Tile& tile : tiling.tiles) {
               Ops::sampled(tile, slabs.get() + c * x_slab.channel + tile.row * x_slab.row + tile.column * L, x_slab.row,
-                           p.offsets, starts, s.o, own.get() + tile.first * s.o * L, dvalues);
+                           p.offsets, starts, s.o, dy.get() + p.own + tile.row * y_slab.row + tile.column * L,
+                           y_slab.channel, y_slab.row, dvalues);
             }
           }
         }
@@ -138,9 +133,13 @@ struct Run {
         for (int64_t k = 0; k < tiles && dv; ++k) {
           const Tile& tile = tiling.tiles[k];
           const int64_t n = tile.registers();
-          Ops::transpose_panels(t.get() + tile.first * depth * L, n * L, depth, n, panels.get());
-          Ops::multiply_transposed(own.get() + tile.first * s.o * L, n * L, s.o, panels.get(), depth, n * L, dv,
-                                   p.dv_row, next.part(k, tiles), out.part(k, tiles));
+          for (int64_t row = 0; row < tile.rows; ++row) {
+            Ops::transpose_panels(t.get() + (tile.first * depth + row * tile.columns) * L, n * L, depth, tile.columns,
+                                  panels.get());
+            Ops::multiply_transposed(dy.get() + p.own + (tile.row + row) * y_slab.row + tile.column * L, y_slab.channel,
+                                     s.o, panels.get(), depth, tile.columns * L, dv, p.dv_row, next.part(k, tiles),
+                                     out.part(k, tiles));
+          }
         }
         if (!p.needs_x) continue;
         for (int64_t phase = 0; phase < phases && needs_s; ++phase) {

@@ -109,6 +109,12 @@ struct Tiles {
     with_columns<1, std::min(kMost, most)>(tile.columns, f);
   }
 
+  // So many steps of a sum in pieces of like size.
+  static constexpr int64_t piece(int64_t depth) {
+    const int64_t pieces = std::max<int64_t>(ceil_div(4 * depth, 5 * kDepth), 1);
+    return std::max(ceil_div(ceil_div(depth, pieces), kStep) * kStep, kStep);
+  }
+
   // Registers of a channel one after the other, channels so many elements apart.
   static constexpr Panels rows(int64_t channel) { return {kWide * L, channel, channel}; }
   // Panels in which the channels of a register follow each other.
@@ -146,17 +152,6 @@ struct Tiles {
           x += x_channel;
         }
       });
-    });
-  }
-
-  // The tile of each channel, the first register of which is at x, side by side.
-  FF_INLINE static void gather(const Tile& tile, const C* x, int64_t x_channel, int64_t row, int64_t channels, C* to) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t c = 0; c < channels; ++c, x += x_channel) {
-        for (int64_t r = 0; r < tile.rows; ++r) {
-          for (int64_t w = 0; w < tile.columns; ++w, to += L) store<B>(to, load<B>(x + r * row + w * L));
-        }
-      }
     });
   }
 
@@ -260,20 +255,20 @@ struct Tiles {
   template <class E>
   FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, Panels ts, int64_t registers,
                                  bool add, const C* start, C* y, int64_t y_channel, Ahead next, Ahead out) {
-    const int64_t steps =
-        ceil_div(registers, kWide) * ceil_div(outputs, kM) * (ceil_div(depth, kDepth) + depth / kStep);
+    const int64_t most = piece(depth);
+    const int64_t steps = ceil_div(registers, kWide) * ceil_div(outputs, kM) * (ceil_div(depth, most) + depth / kStep);
     next.spread(steps), out.spread(steps);
     for (int64_t first = 0; first < registers; first += kWide, t += ts.panel) {
       auto panel = [&]<int N>() FF_INLINE_LAMBDA {
         outline<B>([&]() FF_INLINE_LAMBDA {
           const int64_t step = N == kWide ? ts.step : ts.last;
-          for (int64_t k = 0; k < depth; k += kDepth) {
+          for (int64_t k = 0; k < depth; k += most) {
             for (int64_t o = 0; o < outputs; o += kM) {
               const int64_t rows = std::min<int64_t>(kM, outputs - o);
               C* to = y + o * y_channel + first * L;
               const bool on = add || k > 0;
               rows_of_product<N, kM, E>(rows, {v + o * depth + k * rows, 1, rows}, t + k * step, step,
-                                        std::min(kDepth, depth - k), on ? to : (start ? start + o * L : nullptr),
+                                        std::min(most, depth - k), on ? to : (start ? start + o * L : nullptr),
                                         on ? y_channel : L, on ? L : 0, to, y_channel, next, out);
             }
           }
@@ -320,20 +315,19 @@ struct Tiles {
   // apart, in whole registers.
   FF_INLINE static void multiply_transposed(const C* dy, int64_t dy_channel, int64_t outputs, const C* t, int64_t depth,
                                             int64_t pixels, C* dv, int64_t dv_row, Ahead next, Ahead out) {
-    const int64_t row = ceil_div(depth, L) * L;
-    const int64_t steps =
-        ceil_div(row, kWide * L) * ceil_div(outputs, kM) * (ceil_div(pixels, kDepth) + pixels / kStep);
+    const int64_t row = ceil_div(depth, L) * L, most = piece(pixels);
+    const int64_t steps = ceil_div(row, kWide * L) * ceil_div(outputs, kM) * (ceil_div(pixels, most) + pixels / kStep);
     next.spread(steps), out.spread(steps);
     for (int64_t k = 0; k < row; k += kWide * L) {
       const int64_t width = std::min(kWide, (row - k) / L);
       with_width(width, [&]<int N>() FF_INLINE_LAMBDA {
         outline<B>([&]() FF_INLINE_LAMBDA {
-          for (int64_t first = 0; first < pixels; first += kDepth) {
+          for (int64_t first = 0; first < pixels; first += most) {
             for (int64_t o = 0; o < outputs; o += kM) {
               C* to = dv + o * dv_row + k;
               rows_of_product<N, kM, C>(std::min<int64_t>(kM, outputs - o),
                                         {dy + o * dy_channel + first, dy_channel, 1}, t + first * N * L, N * L,
-                                        std::min(kDepth, pixels - first), to, dv_row, L, to, dv_row, next, out);
+                                        std::min(most, pixels - first), to, dv_row, L, to, dv_row, next, out);
             }
           }
         });
@@ -421,24 +415,24 @@ struct Tiles {
     });
   }
 
-  // grads[nz] += Σ_j y[o][j] · x[offsets[nz] + j]: the gradient of the values in `sparse`. The lanes of L nonzeros, of
-  // whatever outputs, are summed at once.
+  // grads[nz] += Σ_j y[o][j] · x[offsets[nz] + j]: the gradient of the values in `sparse`, y in rows too. The lanes of
+  // L nonzeros, of whatever outputs, are summed at once.
   template <int R, int W>
   FF_INLINE static void sampled_tile(const C* x, int64_t row, const int32_t* offsets, const int32_t* starts,
-                                     int64_t outputs, const C* y, C* grads) {
+                                     int64_t outputs, const C* y, int64_t y_channel, int64_t y_row, C* grads) {
     alignas(64) C lanes[L * L];
     auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<B>(lanes + n * L); };
     int32_t nz = starts[0];
     Places places([&](int k) FF_INLINE_LAMBDA { return x + offsets[nz + k]; });
     int held = 0;
-    for (int64_t o = 0; o < outputs; ++o, y += R * W * L) {
+    for (int64_t o = 0; o < outputs; ++o, y += y_channel) {
       const int32_t end = starts[o + 1];
       if (nz == end) continue;
       V dy[R][W];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 10
-        for (int w = 0; w < W; ++w) dy[r][w] = load<B>(y + (r * W + w) * L);
+        for (int w = 0; w < W; ++w) dy[r][w] = load<B>(y + r * y_row + w * L);
       }
       do {
         const C* at = places.next(x + offsets[nz + kPlaces]);
@@ -460,9 +454,11 @@ struct Tiles {
   }
 
   FF_INLINE static void sampled(const Tile& tile, const C* x, int64_t row, const int32_t* offsets,
-                                const int32_t* starts, int64_t outputs, const C* y, C* grads) {
+                                const int32_t* starts, int64_t outputs, const C* y, int64_t y_channel, int64_t y_row,
+                                C* grads) {
     with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
-      outline<B>([&]() FF_INLINE_LAMBDA { sampled_tile<R, W>(x, row, offsets, starts, outputs, y, grads); });
+      outline<B>(
+          [&]() FF_INLINE_LAMBDA { sampled_tile<R, W>(x, row, offsets, starts, outputs, y, y_channel, y_row, grads); });
     });
   }
 };
