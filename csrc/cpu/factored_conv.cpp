@@ -215,8 +215,8 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
 void factored_conv(const FactoredConv& op, ParallelFor parallel_for) {
   if (op.conv.n * op.conv.groups * op.conv.o == 0) return;
   if (factored_conv_depthwise(op, parallel_for) || factored_conv_1x1(op, parallel_for)) return;
-  if (channels_in_lanes(op.conv, op.rank, op.mu)) return factored_conv_channels_last(op, parallel_for);
   if (planes_in_lanes(op.conv, op.type, op.rank, op.mu)) return factored_conv_planes(op, parallel_for);
+  if (op.rank && !op.mu.count) return factored_conv_channels(op, parallel_for);
   with_conv_type(op.type, [&](auto type) { convolve<decltype(type)>(op, parallel_for); });
 }
 

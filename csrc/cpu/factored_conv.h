@@ -49,12 +49,9 @@ struct FactoredConvBackward {
 void factored_conv(const FactoredConv& op, ParallelFor parallel_for);
 void factored_conv_backward(const FactoredConvBackward& op, ParallelFor parallel_for);
 
-// The same where all images are channels_last and there is no μ: called where `channels_in_lanes` says so.
-inline bool channels_in_lanes(const Conv& c, int64_t rank, const Sparse& mu) {
-  return c.x_channels_last && c.y_channels_last && rank && !mu.count;
-}
-void factored_conv_channels_last(const FactoredConv& op, ParallelFor parallel_for);
-void factored_conv_backward_channels_last(const FactoredConvBackward& op, ParallelFor parallel_for);
+// The same without μ, but with factors.
+void factored_conv_channels(const FactoredConv& op, ParallelFor parallel_for);
+void factored_conv_backward_channels(const FactoredConvBackward& op, ParallelFor parallel_for);
 
 // The same for contiguous images without μ whose planes keep their size and are whole panels of registers.
 bool planes_in_lanes(const Conv& c, Type type, int64_t rank, const Sparse& mu);

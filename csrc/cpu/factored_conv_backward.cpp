@@ -190,12 +190,10 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     if (dvalues) std::memset(static_cast<void*>(dvalues), 0, op.mu.count * sizeof(T));
     return;
   }
-  if (channels_in_lanes(c, op.rank, op.mu) && (op.dx_channels_last || !op.dx)) {
-    return factored_conv_backward_channels_last(op, parallel_for);
-  }
   if (planes_in_lanes(c, op.type, op.rank, op.mu) && !op.dx_channels_last && c.h * c.w * (c.o + 3 * depth) <= 1 << 19) {
     return factored_conv_backward_planes(op, parallel_for);
   }
+  if (op.rank && !op.mu.count) return factored_conv_backward_channels(op, parallel_for);
   Prepared<T> p{};
   p.s = forward_geometry(c), p.back = transposed_geometry(c), p.rank = op.rank;
   p.needs_x = op.dx, p.needs_u = du && op.rank, p.needs_v = dv && op.rank;

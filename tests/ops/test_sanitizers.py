@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
 KERNELS = ("rank1", "lowrank", "adapter", "attention", "hadamard", "prox", "bitmap", "rows", "similarity", "srht")
-KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels_last", "factored_conv_planes")
+KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels", "factored_conv_planes")
 KERNELS += ("factored_conv_1x1", "factored_conv_depthwise", "factored_linear", "linear_tiles", "linear_rows")
 KERNELS += ("support", "channel_sums", "digest", "isa")
 SOURCES = [ROOT / "tests" / "ops" / "kernels_driver.cpp", *(ROOT / "csrc" / "cpu" / f"{name}.cpp" for name in KERNELS)]

@@ -1,14 +1,16 @@
-// The factored convolution without μ on channels_last images, some pixels at a time. Forward: t_r = the depthwise
+// The factored convolution without μ, some pixels at a time. Forward: t_r = the depthwise
 // convolution of x by u_r, y = v t. Backward, with s_r = v_rᵀ dy: dx = Σ_r the transposed depthwise convolution of s_r
 // by u_r, du_r the correlation of x and s_r, dv_r = dyᵀ t_r. Rows of s and t are [group][rank][channel].
-#include "channels_last.h"
+#include "channels.h"
 
 namespace fastfact {
 namespace {
 
-// The rows of pixels [first, last) of images of `channels` channels in memory, as much of them as there is.
+// The rows of pixels [first, last) of images of `channels` channels in memory, as much of them as there is; nothing of
+// contiguous images.
 template <class T>
-Ahead ahead_of(const T* data, int64_t first, int64_t last, int64_t pixels, int64_t channels) {
+Ahead ahead_of(const T* data, bool channels_last, int64_t first, int64_t last, int64_t pixels, int64_t channels) {
+  if (!channels_last) return {};
   first = std::min(first, pixels), last = std::min(last, pixels);
   return {reinterpret_cast<const char*>(data + first * channels), int64_t((last - first) * channels * sizeof(T))};
 }
@@ -42,20 +44,23 @@ void pack_v(const void* v, const Conv& c, int64_t rank, bool swapped, bool pairs
   });
 }
 
-// The pixels of x that pixels of y read, as the kernels read them: where they are, or converted once for all taps, in
-// half precision, or laid side by side.
+// The pixels of x that pixels of y read, as the kernels read them: where they are, or copied once for all taps:
+// converted, in half precision, turned, of contiguous images, or laid side by side.
 template <class T, int B>
 class Source {
  public:
   using C = Compute<T>;
   const C* data;
-  int64_t origin, size;  // the pixel at `data`; elements
+  int64_t origin, row, size;  // the pixel at `data`; elements of a pixel, and of all
 
   FF_INLINE void find(const T* x, const Conv& c, int64_t first, int64_t last) {
-    const int64_t inputs = c.groups * c.i, row = c.w * inputs;
+    const int64_t inputs = c.groups * c.i;
     const bool laid = side_by_side(c);
     if constexpr (std::is_same_v<T, C>) {
-      if (!laid) return void((data = x, origin = 0, size = c.n * c.h * row));
+      if (!laid && c.x_channels_last) {
+        data = x, origin = 0, row = inputs, size = c.n * c.h * c.w * inputs;
+        return;
+      }
     }
     auto line = [&](int64_t pixel, int64_t beyond) {
       const int64_t y = pixel / c.ow % c.oh * c.stride[0] - c.padding[0] + beyond;
@@ -63,20 +68,38 @@ class Source {
     };
     const int64_t top = line(first, 0), bottom = std::max(top, line(last - 1, (c.kh - 1) * c.dilation[0] + 1));
     const SideBySide columns = make_side_by_side(c);
-    const int64_t width = laid ? columns.width() : c.w, spare = laid ? kLanes<C, B> : 0;
-    origin = top * width, size = (bottom - top) * width * inputs + spare;
+    const int64_t width = laid ? columns.width() : c.w;
+    row = laid || c.x_channels_last ? inputs : scratch_row(inputs, kLanes<C, B>);
+    origin = top * width, size = (bottom - top) * width * row + kLanes<C, B>;
     if (int64_t(kept_.size()) < size) kept_.resize(size);
     data = kept_.data();
-    if (!laid) return copy<B>(x + top * row, size, kept_.data());
-    line_.resize(columns.width() * inputs);
-    for (int64_t y = top; y < bottom; ++y) {
-      const int64_t padding = c.padding[1] * inputs, count = std::min<int64_t>(row, line_.size() - padding);
-      if (count > 0) copy<B>(x + y * row, count, line_.data() + padding);
-      apart(line_.data(), columns, inputs, kept_.data() + (y - top) * width * inputs);
+    if (laid) {
+      line_.resize(width * inputs);
+      for (int64_t y = top; y < bottom; ++y) {
+        copy_line(x, c, y);
+        apart(line_.data(), columns, inputs, kept_.data() + (y - top) * width * inputs);
+      }
+    } else if (c.x_channels_last) {
+      copy<B>(x + top * width * inputs, (bottom - top) * width * inputs, kept_.data());
+    } else {
+      Rows<C, B>::to_rows(x, c.n, inputs, c.h * c.w, top * c.w, bottom * c.w, kept_.data(), row);
     }
   }
 
  private:
+  // Row y of all images, as pixels of channels between those of the padding.
+  FF_INLINE void copy_line(const T* x, const Conv& c, int64_t y) {
+    const int64_t inputs = c.groups * c.i, padding = c.padding[1] * inputs;
+    const int64_t count = std::min<int64_t>(c.w * inputs, line_.size() - padding);
+    if (count <= 0) return;
+    C* to = line_.data() + padding;
+    if (c.x_channels_last) return copy<B>(x + y * c.w * inputs, count, to);
+    for (int64_t channel = 0; channel < inputs; ++channel) {
+      const T* from = x + ((y / c.h * inputs + channel) * c.h + y % c.h) * c.w;
+      for (int64_t k = 0; k * inputs < count; ++k) to[k * inputs + channel] = to_compute(from[k]);
+    }
+  }
+
   FF_INLINE static void apart(const C* line, const SideBySide& columns, int64_t inputs, C* to) {
     auto some = [&](auto n) FF_INLINE_LAMBDA {
       for (int64_t phase = 0; phase < columns.stride; ++phase, to += columns.each * n) {
@@ -93,6 +116,12 @@ class Source {
 
   std::vector<C> kept_, line_;
 };
+
+// So many pixels, or a few more, that the parts of contiguous images of `image` pixels are few squares of registers.
+int64_t whole_registers(int64_t pixels, int64_t image, int64_t lanes) {
+  const int64_t of = image <= pixels ? image : std::min(image, lanes);
+  return ceil_div(pixels, of) * of;
+}
 
 template <class T>
 struct Forward {
@@ -111,7 +140,6 @@ struct RunForward {
   using C = Compute<T>;
   using Kernels = Rows<C, B>;
   static constexpr int L = kLanes<T, B>;
-  static constexpr bool kInPlace = std::is_same_v<T, C>;
 
   FF_INLINE static void run(const Forward<T>& p, int64_t begin, int64_t end) {
     const Conv& c = p.c;
@@ -119,12 +147,14 @@ struct RunForward {
                   padded = ceil_div(c.o, L) * L;
     const int64_t row = scratch_row(c.groups * depth / (p.pairs ? 2 : 1), L);
     const int64_t pixels = c.n * c.oh * c.ow, read = c.n * c.h * c.w;
-    const Scratch<C> t(p.band * row), rounded(kInPlace ? 0 : p.band * outputs);
+    const bool in_place = std::is_same_v<T, C> && c.y_channels_last;
+    const int64_t y_row = c.y_channels_last ? outputs : scratch_row(outputs, L);
+    const Scratch<C> t(p.band * row), own(in_place ? 0 : p.band * y_row);
     Source<T, B> x;
     for (int64_t band = begin; band < end; ++band) {
       const int64_t first = band * p.band, count = std::min(p.band, pixels - first);
       x.find(p.x, c, first, first + count);
-      walk_runs(p.walk, first, first + count, x.origin, inputs, [&](const Run& run) {
+      walk_runs(p.walk, first, first + count, x.origin, x.row, [&](const Run& run) {
         each_block(c, p.rank, [&](int64_t from, int64_t to, int64_t channels) {
           auto into = [&](auto* t, int64_t row) FF_INLINE_LAMBDA {
             for (int64_t r = 0; r < p.rank; ++r) {
@@ -138,11 +168,9 @@ struct RunForward {
           into(t.get(), row);
         });
       });
-      C* y;
-      if constexpr (kInPlace) {
-        y = p.y + first * outputs;
-      } else {
-        y = rounded.get();
+      C* y = own.get();
+      if constexpr (std::is_same_v<T, C>) {
+        if (in_place) y = p.y + first * outputs;
       }
       for (int64_t g = 0; g < c.groups; ++g) {
         const int64_t next = first + p.band, from = next * read / pixels, to = (next + p.band) * read / pixels;
@@ -151,12 +179,14 @@ struct RunForward {
           Kernels::template multiply<E>(
               {reinterpret_cast<const E*>(t.get()) + g * depth / factors, row, 1}, count,
               {reinterpret_cast<const E*>(p.v) + g * padded * depth, 0, Kernels::kPanel * depth}, c.o, depth / factors,
-              p.bias ? p.bias + g * padded : nullptr, 0, y + g * c.o, outputs,
-              g ? Ahead{} : ahead_of(p.x, from, to, read, inputs),
-              g ? Ahead{} : ahead_of(p.y, next, next + p.band, pixels, outputs));
+              p.bias ? p.bias + g * padded : nullptr, 0, y + g * c.o, y_row,
+              g ? Ahead{} : ahead_of(p.x, c.x_channels_last, from, to, read, inputs),
+              g ? Ahead{} : ahead_of(p.y, c.y_channels_last, next, next + p.band, pixels, outputs));
         });
       }
-      if constexpr (!kInPlace) {
+      if (!c.y_channels_last) {
+        Kernels::from_rows(y, y_row, outputs, c.oh * c.ow, first, first + count, p.y);
+      } else if (!in_place) {
         copy<B>(y, count * outputs, p.y + first * outputs);
       }
     }
@@ -187,6 +217,7 @@ void forward(const FactoredConv& op, ParallelFor parallel_for) {
   }
   pack_v<T>(op.v, c, op.rank, false, p.pairs, v.get(), parallel_for);
   p.band = std::min(ceil_div(kKept, c.groups * (depth + c.o)), ceil_div(pixels, kUnits));
+  if (!c.y_channels_last) p.band = whole_registers(p.band, c.oh * c.ow, lanes);
   parallel(parallel_for, ceil_div(pixels, p.band), 1,
            [&](int64_t begin, int64_t end) { dispatch<RunForward, T>(p, begin, end); });
 }
@@ -199,6 +230,7 @@ struct Backward {
   int64_t rank, images, rows, bands, units, parts, block;  // of a unit: images, or rows of bands; pixels at once
   const T *x, *dy;
   T* dx;
+  bool dx_channels_last;
   const C *u, *v;
   bool few;                        // channels of s: `v` as [i][o]
   bool needs_u, needs_v, swapped;  // swapped: dv as [i][o], where that fills the registers better
@@ -225,7 +257,10 @@ struct RunBackward {
         p.bands > 1 ? std::min(c.oh, p.rows + c.padding[0] + c.kh * c.dilation[0] + 1) * c.ow : p.images * out_image;
     const Zeros<C> s(needs_s ? s_rows * row + L : 0), t(p.needs_v ? p.block * row + L : 0);
     // Rows that no register runs over are read where they lie.
-    const bool in_place = std::is_same_v<T, C> && dy_row == outputs && c.o % L == 0;
+    const bool in_place = std::is_same_v<T, C> && c.y_channels_last && dy_row == outputs && c.o % L == 0;
+    // dx of some rows at a time where it is turned.
+    const int64_t dx_row = scratch_row(inputs, L), dx_block = ceil_div(ceil_div(kKept / 4, dx_row), c.w) * c.w;
+    const Scratch<C> dx_rows(p.dx && !p.dx_channels_last ? dx_block * dx_row : 0);
     const Zeros<C> dy(in_place ? 0 : p.block * dy_row + L), sums(p.rank * taps * L), total(p.rank * taps * L);
     Source<T, B> x;
     for (int64_t part = begin; part < end; ++part) {
@@ -257,19 +292,23 @@ struct RunBackward {
             if constexpr (std::is_same_v<T, C>) {
               if (in_place) dy_block = p.dy + pixel * outputs;
             }
-            if (dy_block == dy.get()) copy_rows(p.dy + pixel * outputs, count, outputs, dy.get(), dy_row);
+            if (!c.y_channels_last) {
+              Kernels::to_rows(p.dy, c.n, outputs, out_image, pixel, pixel + count, dy.get(), dy_row);
+            } else if (dy_block == dy.get()) {
+              copy_rows(p.dy + pixel * outputs, count, outputs, dy.get(), dy_row);
+            }
             C* s_block = s.get() + (pixel - low) * row;
             if (p.few && needs_s) Kernels::dots(c.i, dy_block, dy_row, count, p.v, c.o, s_block, row);
             for (int64_t k = 0; k < c.groups * p.rank && needs_s && !p.few; ++k) {
-              Kernels::template multiply<C>({dy_block + k / p.rank * c.o, dy_row, 1}, count,
-                                            {p.v + k * padded * c.o, 0, Kernels::kPanel * c.o}, c.i, c.o, nullptr, 0,
-                                            s_block + k * c.i, row,
-                                            k || !own ? Ahead{} : ahead_of(p.x, x_from, x_to, read, inputs),
-                                            k || !p.dx ? Ahead{} : ahead_of(p.dx, x_from, x_to, read, inputs));
+              Kernels::template multiply<C>(
+                  {dy_block + k / p.rank * c.o, dy_row, 1}, count, {p.v + k * padded * c.o, 0, Kernels::kPanel * c.o},
+                  c.i, c.o, nullptr, 0, s_block + k * c.i, row,
+                  k || !own ? Ahead{} : ahead_of(p.x, c.x_channels_last, x_from, x_to, read, inputs),
+                  k || !p.dx ? Ahead{} : ahead_of(p.dx, p.dx_channels_last, x_from, x_to, read, inputs));
             }
             if (own && (p.needs_u || dv)) {
               x.find(p.x, c, pixel, pixel + count);
-              walk_runs(p.walk, pixel, pixel + count, x.origin, inputs, [&](const Run& run) {
+              walk_runs(p.walk, pixel, pixel + count, x.origin, x.row, [&](const Run& run) {
                 each_block(c, p.rank, [&](int64_t from, int64_t to, int64_t channels) {
                   const int64_t at = (run.first - pixel) * row + to, size = x.size - from;
                   for (int64_t r = 0; r < p.rank; ++r) {
@@ -296,7 +335,9 @@ struct RunBackward {
               Kernels::template multiply<C>(
                   {p.swapped ? in : d, 1, p.swapped ? row : dy_row}, p.dv_rows,
                   {p.swapped ? d : in, p.swapped ? dy_row : row, Kernels::kPanel}, p.dv_row, count, to, p.dv_row, to,
-                  p.dv_row, k ? Ahead{} : ahead_of(p.dy, pixel + count, pixel + 2 * count, pixels, outputs), {});
+                  p.dv_row,
+                  k ? Ahead{} : ahead_of(p.dy, c.y_channels_last, pixel + count, pixel + 2 * count, pixels, outputs),
+                  {});
             }
           }
         };
@@ -306,12 +347,20 @@ struct RunBackward {
         if (!p.dx) continue;
         const int64_t dx_first = image * in_image + dx_top * c.w;
         const int64_t dx_last = whole ? (image + images) * in_image : image * in_image + dx_bottom * c.w;
-        walk_runs(p.back, dx_first, dx_last, low, row, [&](const Run& run) {
-          each_block(c, p.rank, [&](int64_t to, int64_t from, int64_t channels) {
-            Kernels::depthwise(run, s.get() + from, s_rows * row + L - from, channels, p.u, p.rank, c.i, taps,
-                               p.dx + run.first * inputs + to, p.back.axes[1].every * inputs);
+        auto find_dx = [&](int64_t first, int64_t last, auto* to_rows, int64_t to_row) FF_INLINE_LAMBDA {
+          walk_runs(p.back, first, last, low, row, [&](const Run& run) {
+            each_block(c, p.rank, [&](int64_t to, int64_t from, int64_t channels) {
+              Kernels::depthwise(run, s.get() + from, s_rows * row + L - from, channels, p.u, p.rank, c.i, taps,
+                                 to_rows + (run.first - first) * to_row + to, p.back.axes[1].every * to_row);
+            });
           });
-        });
+        };
+        if (p.dx_channels_last) find_dx(dx_first, dx_last, p.dx + dx_first * inputs, inputs);
+        for (int64_t from = dx_first; from < dx_last && !p.dx_channels_last; from += dx_block) {
+          const int64_t to = std::min(dx_last, from + dx_block);
+          find_dx(from, to, dx_rows.get(), dx_row);
+          Kernels::from_rows(dx_rows.get(), dx_row, inputs, in_image, from, to, p.dx);
+        }
       }
       for (int64_t k = 0; k < p.rank * taps && p.needs_u; ++k) {
         C sum = 0;
@@ -337,10 +386,12 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   Backward<T> p{};
   p.c = c, p.walk = make_walk(c, false), p.back = make_walk(c, true), p.rank = op.rank;
   p.x = static_cast<const T*>(op.x), p.dy = static_cast<const T*>(op.dy), p.dx = static_cast<T*>(op.dx);
+  p.dx_channels_last = op.dx_channels_last;
   p.needs_u = op.du, p.needs_v = op.dv;
   p.swapped = c.i * whole(c.o) < c.o * whole(c.i);
   p.dv_rows = p.swapped ? c.i : c.o, p.dv_row = whole(p.swapped ? c.o : c.i);
   p.block = std::max<int64_t>(kLeast, ceil_div(side_by_side(c) ? kKept : kKept / 4, depth + c.groups * c.o));
+  if (!c.y_channels_last) p.block = whole_registers(p.block, pixels, lanes);
   // Units of as many images as are worked on at once, or of bands of one that leave the second cache to s.
   const int64_t s_image = pixels * depth;
   p.images = std::clamp<int64_t>(std::max<int64_t>(kLeast / pixels, kKept / 2 / s_image), 1, ceil_div(c.n, kUnits));
@@ -387,11 +438,11 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
 
 }  // namespace
 
-void factored_conv_channels_last(const FactoredConv& op, ParallelFor parallel_for) {
+void factored_conv_channels(const FactoredConv& op, ParallelFor parallel_for) {
   with_conv_type(op.type, [&](auto type) { forward<decltype(type)>(op, parallel_for); });
 }
 
-void factored_conv_backward_channels_last(const FactoredConvBackward& op, ParallelFor parallel_for) {
+void factored_conv_backward_channels(const FactoredConvBackward& op, ParallelFor parallel_for) {
   with_conv_type(op.type, [&](auto type) { backward<decltype(type)>(op, parallel_for); });
 }
 

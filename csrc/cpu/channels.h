@@ -1,5 +1,6 @@
-// The kernels of the factored convolutions on channels_last images without μ. Channels stay in the lanes: images are
-// matrices of pixels × channels as they lie in memory, read and written in place.
+// The kernels of the factored convolutions without μ. Channels are in the lanes: images are matrices of pixels ×
+// channels, as those in channels_last lie in memory, read and written in place; of contiguous images a part at a time
+// is turned.
 #pragma once
 
 #include "tiles.h"
@@ -123,6 +124,16 @@ inline int64_t scratch_row(int64_t n, int64_t lanes) {
   return n % lanes || n < 8 * lanes ? n : (n / lanes | 1) * lanes;
 }
 
+// f(image, its first pixel, pixels, those before them) for the images, of so many pixels, that pixels [first, last) are
+// of.
+template <class F>
+void each_image(int64_t first, int64_t last, int64_t pixels, const F& f) {
+  for (int64_t at = first, count; at < last; at += count) {
+    count = std::min(pixels - at % pixels, last - at);
+    f(at / pixels, at % pixels, count, at - first);
+  }
+}
+
 template <class C, int B>
 struct Rows {
   using Ops = Tiles<C, B>;
@@ -137,6 +148,71 @@ struct Rows {
     Index lane;
     for (int l = 0; l < L; ++l) lane[l] = l;
     return bit_cast<V>(bit_cast<Index>(x) & (Index)(lane < Index{} + int32_t(n)));
+  }
+
+  // to[n][m] = from[m][n]. Nothing is read from `end` on.
+  template <class From, class To>
+  FF_INLINE static void transpose(const From* from, int64_t from_step, int64_t rows, int64_t columns, const From* end,
+                                  To* to, int64_t to_step) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      const int64_t height = std::min<int64_t>(rows, L), width = std::min<int64_t>(columns, L);
+      const bool whole = height == L && width == L;
+      for (int64_t row = 0; row < rows; row += L) {
+        for (int64_t column = 0; column < columns; column += L) {
+          // The last square has some rows and columns of the one before.
+          const int64_t m = std::min(row, rows - height), n = std::min(column, columns - width);
+          const From* at = from + m * from_step + n;
+          To* out = to + n * to_step + m;
+          V lines[L];
+          if (whole) {
+#pragma GCC unroll 16
+            for (int l = 0; l < L; ++l) lines[l] = load<B>(at + l * from_step);
+            transpose_from<1, L>(lines);
+#pragma GCC unroll 16
+            for (int l = 0; l < L; ++l) store<B>(out + l * to_step, lines[l]);
+            continue;
+          }
+          alignas(64) C block[L][L]{};
+          for (int l = 0; l < L && l < height; ++l) {
+            if (end - at >= l * from_step + L) {
+              store<B>(block[l], load<B>(at + l * from_step));
+            } else {
+              for (int64_t k = 0; k < width; ++k) block[l][k] = to_compute(at[l * from_step + k]);
+            }
+          }
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) lines[l] = load<B>(block[l]);
+          transpose_from<1, L>(lines);
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) store<B>(block[l], lines[l]);
+          for (int l = 0; l < L && l < width; ++l) {
+            if (height == L) {
+              store<B>(out + l * to_step, load<B>(block[l]));
+            } else {
+              Packing<To, B>::store_some(block[l], height, out + l * to_step);
+            }
+          }
+        }
+      }
+    });
+  }
+
+  // Pixels [first, last) of contiguous images, of so many channels and pixels, as rows, and back.
+  template <class From>
+  FF_INLINE static void to_rows(const From* images, int64_t n, int64_t channels, int64_t pixels, int64_t first,
+                                int64_t last, C* to, int64_t to_row) {
+    each_image(first, last, pixels, [&](int64_t image, int64_t at, int64_t count, int64_t before) {
+      transpose(images + image * channels * pixels + at, pixels, channels, count, images + n * channels * pixels,
+                to + before * to_row, to_row);
+    });
+  }
+  template <class To>
+  FF_INLINE static void from_rows(const C* from, int64_t from_row, int64_t channels, int64_t pixels, int64_t first,
+                                  int64_t last, To* images) {
+    each_image(first, last, pixels, [&](int64_t image, int64_t at, int64_t count, int64_t before) {
+      transpose(from + before * from_row, from_row, count, channels, from + (last - first) * from_row,
+                images + image * channels * pixels + at, pixels);
+    });
   }
 
   // to[pixel][c] = Σ_r Σ_k u[r][tap[k]] · from[offset[k] + r·rank_step + pixel·advance + c], `size` elements at `from`.
