@@ -36,6 +36,8 @@ from fastfact.ops.common import transforming
 log = logging.getLogger("fastfact")
 
 PATHS = ("reconstruct", "factored", "fused", "product")
+FORMER = {"reordered": "reconstruct"}
+"""What paths are now that tables written before may name."""
 BUDGET, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.02, 4, 2, 12, 1.2
 """Seconds for a question, and those that short work is repeated for at least; runs of each path after which one that
 takes so many times what another takes is left out, and those after which one that takes less is."""
@@ -159,10 +161,10 @@ def set_choices(table: Mapping[str, str]) -> None:
     """
     global _generation
     for question, path in table.items():
-        if not isinstance(question, str) or path not in PATHS:
+        if not isinstance(question, str) or path not in (*PATHS, *FORMER):
             raise ValueError(f"set_choices({question!r}: {path!r}): the path must be one of {', '.join(PATHS)}")
     with _lock:
-        _answers.update(table)
+        _answers.update(_as_named_now(table))
         _generation += 1
 
 
@@ -215,9 +217,13 @@ def _counted(work: Work, path: str, seconds: float) -> float:
 @functools.cache
 def _table(file: str) -> dict[str, str]:
     table = json.loads(Path(file).read_text())
-    if not isinstance(table, dict) or not set(table.values()) <= set(PATHS):
+    if not isinstance(table, dict) or not set(table.values()) <= {*PATHS, *FORMER}:
         raise ValueError(f"{machine.VARIABLE}={file}: must hold question → {' | '.join(PATHS)}")
-    return table
+    return _as_named_now(table)
+
+
+def _as_named_now(table: Mapping[str, str]) -> dict[str, str]:
+    return {question: FORMER.get(path, path) for question, path in table.items()}
 
 
 def can_measure() -> bool:

@@ -267,6 +267,18 @@ def test_choices_are_taken_again(measured, tmp_path, monkeypatch):
         choice.set_choices({"question": "other"})
 
 
+def test_tables_with_a_path_that_has_another_name_now_are_taken(measured, tmp_path, monkeypatch):
+    conv = layer(0.05)
+    assert takes(conv, 64, 64, 16, 16) == "factored"
+    former = dict.fromkeys(choice.choices(), "reordered")
+    choice.set_choices(former)
+    assert takes(conv, 64, 64, 16, 16) == "reconstruct" and set(choice.choices().values()) == {"reconstruct"}
+    choice.forget()
+    (tmp_path / "table.json").write_text(json.dumps(former))
+    monkeypatch.setenv("FASTFACT_CHOICE", str(tmp_path / "table.json"))
+    assert takes(conv, 64, 64, 16, 16) == "reconstruct" and len(measured) == 1
+
+
 def timed(run):
     """A path of one part."""
 
