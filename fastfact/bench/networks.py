@@ -1,7 +1,7 @@
 """Whole networks with factorized layers against the dense ones of the same function, and both under torch.compile.
 
 Networks are those of torchvision, by name, or of `fastfact.models` where it alone has the name; images of random
-numbers, channels_last, 1,000 classes. Every convolution and linear layer is factorized (`ff.Rank1`, init "svd", so that
+numbers, 1,000 classes. Every convolution and linear layer is factorized (`ff.Rank1`, init "svd", so that
 "dense" computes the same), linear layers of transformers with the rank of `NETWORKS`. μ: none, the largest 5, 10, 30 or
 60 % in compact form, or dense. Every side of a row runs in turn, so that noise meets all of them alike: sides are
 medians in milliseconds, `ratio` is the median over the turns of dense / ours. Outputs are compared before anything is
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fastfact import models
 from fastfact import public as ff
-from fastfact.bench.common import CLOCKS, interleaved
+from fastfact.bench.common import CLOCKS, FORMATS, interleaved
 from fastfact.bench.layers import check, evaluation, mean_of
 from fastfact.nn import FactorizedLayer
 
@@ -53,6 +53,7 @@ NETWORKS = {
 }
 OTHERS = {"swin_t": Network(8, 8), "vit_b_32": Network(8, 16), "vit_l_16": Network(8, 16)}
 DENSITIES = (0.0, 0.05, 0.1, 0.3, 0.6, 1.0)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SECTIONS = ("step", "evaluation", "memory")
 CLASSES, SIDE = 1000, 112
 
@@ -99,32 +100,32 @@ def specs(name: str, sparse: bool) -> Callable[[str, nn.Module], ff.Rank1]:
     return spec
 
 
-def pair(name: str, density: float, side: int) -> dict[str, nn.Module]:
+def pair(name: str, density: float, side: int, form: str = "channels_last") -> dict[str, nn.Module]:
     """Ours and the dense network of the same function, batch norms with the statistics of a batch: with those of a new
     network activations may vanish or overflow in evaluation."""
     ours = ff.factorize(network(name, side), specs(name, density > 0), init="svd").train()
     layers = ff.factorized_layers(ours).values() if 0 < density < 1 else ()
     for layer in layers:
         layer.prune_(density)
-    dense = ff.densify(copy.deepcopy(ours)).to(memory_format=torch.channels_last)
+    dense = ff.densify(copy.deepcopy(ours)).to(memory_format=FORMATS[form])
     norms = [(module, module.momentum) for module in dense.modules() if hasattr(module, "running_mean")]
     for norm, _ in norms:
         norm.momentum = 1.0
     with torch.no_grad():
-        dense(images(8, side))
+        dense(images(8, side, form))
     for norm, momentum in norms:
         norm.momentum = momentum
     there = dict(ours.named_buffers())
     for name, buffer in dense.named_buffers():
         there[name].copy_(buffer)
-    ours.to(memory_format=torch.channels_last)
+    ours.to(memory_format=FORMATS[form])
     for layer in layers:
         layer.compact()
     return {"ours": ours, "dense": dense}
 
 
-def images(batch: int, side: int) -> Tensor:
-    return torch.randn(batch, 3, side, side).to(memory_format=torch.channels_last)
+def images(batch: int, side: int, form: str = "channels_last", dtype: str = "float32") -> Tensor:
+    return torch.randn(batch, 3, side, side).to(DTYPES[dtype], memory_format=FORMATS[form])
 
 
 def step(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
@@ -159,28 +160,30 @@ def paths(model: nn.Module, x: Tensor) -> dict[str, int]:
     return dict(found)
 
 
-def timed(name: str, op: str, density: float, batch: int, side: int, rounds: int, clock: str, rivals: bool) -> dict:
+def timed(row: dict[str, Any], rounds: int, rivals: bool) -> dict:
     """Milliseconds of each side, dense / ours, and the paths."""
-    sides, x = pair(name, density, side), images(batch, side)
-    check({key: model.eval() for key, model in sides.items()}, x[:2], (name, density))
+    name, op, density, side, form, dtype = (row[key] for key in ("shape", "op", "density", "side", "format", "dtype"))
+    sides, x = pair(name, density, side, form), images(row["batch"], side, form, dtype)
+    exact = copy.deepcopy(sides["dense"]).eval()
+    check({key: model.to(DTYPES[dtype]).eval() for key, model in sides.items()}, x[:2], (name, density), exact)
     if rivals:
         torch._dynamo.reset()
         sides |= {f"{key}_compiled": torch.compile(copy.deepcopy(model)) for key, model in sides.items()}
-    y = torch.randint(CLASSES, (batch,))
+    y = torch.randint(CLASSES, (len(x),))
     training = op == "step"
     runs = {key: step(model, x, y) if training else evaluation(model, x) for key, model in sides.items()}
-    times = interleaved(runs, rounds, warmup=2, clock=clock)
+    times = interleaved(runs, rounds, warmup=2, clock=row["clock"])
     with torch.set_grad_enabled(training):
         taken = paths(sides["ours"].train(training), x)
     ratio = statistics.median(a / b for a, b in zip(times["dense"], times["ours"], strict=True))
     return {key: statistics.median(t) for key, t in times.items()} | {"ratio": ratio, "paths": taken}
 
 
-def memory(name: str, density: float, batch: int, side: int) -> dict[str, float]:
+def memory(row: dict[str, Any]) -> dict[str, float]:
     """Peak memory of training steps of each side."""
     found = {}
     for which in ("ours", "dense"):
-        asked = json.dumps([name, density, batch, side, which, torch.get_num_threads()])
+        asked = json.dumps([row, which])
         command = [sys.executable, "-m", __name__, asked]
         # What is freed goes back, so that what was made before the steps is not counted.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -189,11 +192,13 @@ def memory(name: str, density: float, batch: int, side: int) -> dict[str, float]
     return found | {"ratio": found["dense"] / found["ours"]}
 
 
-def _peak(name: str, density: float, batch: int, side: int, which: str, threads: int) -> float:
-    torch.set_num_threads(threads)
+def _peak(row: dict[str, Any], which: str) -> float:
+    torch.set_num_threads(row["threads"])
     before = _status("VmRSS")
-    model, x, y = pair(name, density, side)[which], images(batch, side), torch.randint(CLASSES, (batch,))
-    run = step(model, x, y)
+    side, form, dtype = row["side"], row["format"], row["dtype"]
+    model = pair(row["shape"], row["density"], side, form)[which].to(DTYPES[dtype])
+    x = images(row["batch"], side, form, dtype)
+    run = step(model, x, torch.randint(CLASSES, (len(x),)))
     run()
     run()
     Path("/proc/self/clear_refs").write_text("5")
@@ -215,15 +220,19 @@ def run(
     clock: str = "wall",
     rounds: int = 5,
     rivals: bool = True,
+    form: str = "channels_last",
+    dtype: str = "float32",
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(network, its rows), and last ("all", the geometric means over the networks where there are several).
 
     only: names of networks, sections: of `SECTIONS`, density: fractions of μ from 0 (none) to 1 (dense); each separated
-    by commas. batch: in place of each network's own. side: pixels. rivals: torch.compile of both sides, too. A row
-    whose network cannot be measured so has a `reason`. Raises ValueError for what there is not.
+    by commas. batch: in place of each network's own. side: pixels. rivals: torch.compile of both sides, too. form: of
+    `FORMATS`, dtype: of `DTYPES`, of networks and images. A row whose network cannot be measured so has a `reason`.
+    Raises ValueError for what there is not.
     """
-    if clock not in CLOCKS:
-        raise ValueError(f"clock={clock!r}: must be one of {', '.join(CLOCKS)}")
+    for what, asked_for, known in (("clock", clock, CLOCKS), ("format", form, FORMATS), ("dtype", dtype, DTYPES)):
+        if asked_for not in known:
+            raise ValueError(f"{what}={asked_for!r}: must be one of {', '.join(known)}")
     names = ("mobilenet_v3_small",) if quick else tuple(NETWORKS)
     names = names if only is None else tuple(only.split(","))
     asked = {name: about(name) for name in names}
@@ -235,23 +244,20 @@ def run(
     found: list[dict] = []
     for name, how in asked.items():
         images_at_once = batch or (2 if quick else how.batch)
-        common = {"shape": name, "batch": images_at_once, "side": side, "rank": how.linear_rank, "dtype": "float32"}
-        common |= {"format": "channels_last", "threads": torch.get_num_threads(), "clock": clock}
+        common = {"shape": name, "batch": images_at_once, "side": side, "rank": how.linear_rank, "dtype": dtype}
+        common |= {"format": form, "threads": torch.get_num_threads(), "clock": clock}
         rows = []
         for fraction, op in itertools.product(densities, ops):
             row = common | {"op": op, "density": fraction}
             try:
-                if op == "memory":
-                    row |= memory(name, fraction, images_at_once, side)
-                else:
-                    row |= timed(name, op, fraction, images_at_once, side, rounds, clock, rivals)
+                row |= memory(row) if op == "memory" else timed(row, rounds, rivals)
             except (RuntimeError, ValueError, AssertionError, subprocess.CalledProcessError) as error:
                 row["reason"] = f"{type(error).__name__}: {error}"
             rows.append(row)
         found += rows
         yield name, rows
     if len(asked) > 1:
-        alike = {"threads": torch.get_num_threads(), "clock": clock, "side": side}
+        alike = {"threads": torch.get_num_threads(), "clock": clock, "side": side, "format": form, "dtype": dtype}
         cells = {(op, fraction): [] for op, fraction in itertools.product(ops, densities)}
         for row in found:
             if "ratio" in row:

@@ -432,6 +432,8 @@ def bench_networks(
     side: Annotated[int, typer.Option(min=1, help="Pixels of a side of an image.")] = 112,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 5,
     rivals: Annotated[bool, typer.Option(help="torch.compile of both networks, too.")] = True,
+    form: Annotated[str, typer.Option("--format", help="Memory format: channels_last or nchw.")] = "channels_last",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     clock: Clock = "wall",
 ) -> None:
     """Whole networks with factorized layers against dense ones; milliseconds, ratio = dense / ours."""
@@ -441,7 +443,7 @@ def bench_networks(
     keep_freed()
     _use(threads)
     _in_parts(
-        networks.run(quick, only, sections, density, batch, side, clock, rounds, rivals),
+        networks.run(quick, only, sections, density, batch, side, clock, rounds, rivals, form, dtype),
         lambda name: f"{name}: milliseconds, MiB; ratio = dense / ours",
         json_file,
         lambda rows, path: None,

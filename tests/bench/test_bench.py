@@ -60,15 +60,19 @@ def test_networks_quick(tmp_path, monkeypatch):
     for more in (
         ("--only", "squeezenet1_1,resnet9", "--sections", "step,evaluation"),
         ("--only", "resnet9", "--sections", "step,memory", "--density", "1"),  # memory takes a process a side
+        ("--only", "resnet9", "--format", "nchw", "--dtype", "bfloat16"),
     ):
         code, out, error = call("bench", "networks", *options, *more, "--json", file)
         assert code == 0, error
         assert "resnet9: milliseconds, MiB; ratio = dense / ours" in out
         found.append(json.loads(file.read_text())["rows"])
-    (*measured, first, second), dense_mu = found
+    (*measured, first, second), dense_mu, half = found
+    assert [row["op"] for row in half] == ["step", "evaluation", "memory"]
+    assert {(row["format"], row["dtype"]) for row in half} == {("nchw", "bfloat16")}
+    assert {(row["format"], row["dtype"]) for row in (*measured, first)} == {("channels_last", "float32")}
     assert len({(row["shape"], row["op"]) for row in measured}) == 4
     assert [(row["op"], row["density"]) for row in dense_mu] == [("step", 1), ("memory", 1)]
-    for row in (*measured, *dense_mu):
+    for row in (*measured, *dense_mu, *half):
         assert row["ours"] > 0 and row["dense"] > 0 and row["ratio"] > 0, row
         if row["op"] != "memory":
             assert sum(row["paths"].values()) == {"squeezenet1_1": 26, "resnet9": 9}[row["shape"]]
@@ -80,6 +84,8 @@ def test_networks_that_there_are_not():
         (("--only", "resnet19"), "only='resnet19'"),
         (("--sections", "steps"), "sections='steps'"),
         (("--density", "2"), "density='2'"),
+        (("--format", "rows"), "format='rows': must be one of nchw, channels_last"),
+        (("--dtype", "int8"), "dtype='int8': must be one of float32, bfloat16"),
     ):
         code, _, error = call("bench", "networks", *options)
         assert code == 2 and message in error
