@@ -39,7 +39,7 @@ MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000"), ("TORCH_STABLE_ONLY", 
 WARNINGS = ["-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"]  # about vectors that are inlined away
 SANITIZE = os.environ.get("FASTFACT_SANITIZE", "")
 SANITIZED = [f"-fsanitize={SANITIZE}"] if SANITIZE else []
-CXX = ["-O1" if SANITIZE else "-O3", "-g1" if SANITIZE else "-g0", *SANITIZED]
+CXX = ["-O1", "-g1", "-DFF_EXACT_SCRATCH", *SANITIZED] if SANITIZE else ["-O3", "-g0"]
 # Calls in the place of inlined checks: a quarter of the time to compile.
 CXX += ["--param", "asan-instrumentation-with-call-threshold=0"] if SANITIZE == "address" else []
 CXX += ["-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", *WARNINGS]

@@ -9,52 +9,62 @@ namespace {
 
 constexpr int64_t kTogether = 512;
 constexpr int64_t kGrain = 16384;  // numbers worth a thread
+constexpr int64_t kChannels = 8;   // planes that an item sums
+constexpr int64_t kColumns = 256;  // of rows that an item sums
 
+// Channels [begin, end) of planes.
 template <class T, int B>
-struct SumChannels {
+struct SumPlanes {
   FF_INLINE static void run(const ChannelSums& op, int64_t begin, int64_t end) {
     using C = Compute<T>;
     using V = Vec<T, B>;
     constexpr int L = kLanes<T, B>;
-    const T* const data = static_cast<const T*>(op.data);
-    T* const out = static_cast<T*>(op.out);
-    if (op.plane > 1) {
-      for (int64_t c = begin; c < end; ++c) {
-        C total = 0;
-        for (int64_t m = 0; m < op.n; ++m) {
-          const T* const plane = data + (m * op.channels + c) * op.plane;
-          for (int64_t first = 0; first < op.plane; first += kTogether) {
-            const int64_t last = std::min(op.plane, first + kTogether);
-            V sums{};
-            int64_t p = first;
-            for (; p + L <= last; p += L) sums += load<B>(plane + p);
-            C sum = 0;
-            for (; p < last; ++p) sum += to_compute(plane[p]);
-            for (int lane = 0; lane < L; ++lane) sum += sums[lane];
-            total += sum;
-          }
+    for (int64_t c = begin; c < end; ++c) {
+      C total = 0;
+      for (int64_t m = 0; m < op.n; ++m) {
+        const T* const plane = static_cast<const T*>(op.data) + (m * op.channels + c) * op.plane;
+        for (int64_t first = 0; first < op.plane; first += kTogether) {
+          const int64_t last = std::min(op.plane, first + kTogether);
+          V sums{};
+          int64_t p = first;
+          for (; p + L <= last; p += L) sums += load<B>(plane + p);
+          C sum = 0;
+          for (; p < last; ++p) sum += to_compute(plane[p]);
+          for (int lane = 0; lane < L; ++lane) sum += sums[lane];
+          total += sum;
         }
-        out[c] = from_compute<T>(total);
       }
-      return;
+      static_cast<T*>(op.out)[c] = from_compute<T>(total);
     }
-    for (int64_t c = begin; c < end; c += L) {
-      const int64_t lanes = std::min<int64_t>(L, end - c);
-      V total{};
-      for (int64_t first = 0; first < op.n; first += kTogether) {
-        const int64_t last = std::min(op.n, first + kTogether);
-        V sums{};
-        for (int64_t m = first; m < last; ++m) {
-          const T* const row = data + m * op.channels + c;
-          if (lanes == L) {
-            sums += load<B>(row);
-          } else {
-            for (int64_t lane = 0; lane < lanes; ++lane) sums[lane] += to_compute(row[lane]);
-          }
-        }
-        total += sums;
-      }
-      for (int64_t lane = 0; lane < lanes; ++lane) out[c + lane] = from_compute<T>(C(total[lane]));
+  }
+};
+
+// So many rows of `step` numbers, of which `columns` are summed.
+template <class T, int B>
+struct SumRows {
+  using C = Compute<T>;
+  using V = Vec<T, B>;
+  static constexpr int L = kLanes<T, B>;
+
+  template <int W>
+  FF_INLINE static void sum(const T* from, int64_t step, int64_t rows, C* to) {
+    V sums[W]{};
+    for (int64_t m = 0; m < rows; ++m, from += step) {
+#pragma GCC unroll 8
+      for (int k = 0; k < W; ++k) sums[k] += load<B>(from + k * L);
+    }
+    for (int k = 0; k < W; ++k) store<B>(to + k * L, sums[k]);
+  }
+
+  FF_INLINE static void run(const T* from, int64_t step, int64_t rows, int64_t columns, C* to) {
+    int64_t c = 0;
+    for (; c + 8 * L <= columns; c += 8 * L) sum<8>(from + c, step, rows, to + c);
+    for (; c + 2 * L <= columns; c += 2 * L) sum<2>(from + c, step, rows, to + c);
+    for (; c + L <= columns; c += L) sum<1>(from + c, step, rows, to + c);
+    if (c == columns) return;
+    for (int64_t k = c; k < columns; ++k) to[k] = 0;
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t k = c; k < columns; ++k) to[k] += to_compute(from[m * step + k]);
     }
   }
 };
@@ -62,13 +72,33 @@ struct SumChannels {
 }  // namespace
 
 void channel_sums(const ChannelSums& op, ParallelFor parallel_for) {
-  const int64_t of_one = std::max<int64_t>(1, op.n * op.plane), block = 64;
   with_type(op.type, [&](auto type) {
     using T = decltype(type);
-    parallel(parallel_for, (op.channels + block - 1) / block, 1 + kGrain / (of_one * block),
-             [&](int64_t begin, int64_t end) {
-               dispatch<SumChannels, T>(op, begin * block, std::min(op.channels, end * block));
-             });
+    using C = Compute<T>;
+    if (op.plane > 1) {
+      const int64_t numbers = std::max<int64_t>(1, op.n * op.plane * kChannels);
+      parallel(parallel_for, ceil_div(op.channels, kChannels), ceil_div(kGrain, numbers),
+               [&](int64_t begin, int64_t end) {
+                 dispatch<SumPlanes, T>(op, begin * kChannels, std::min(op.channels, end * kChannels));
+               });
+      return;
+    }
+    const int64_t parts = ceil_div(op.n, kTogether), pieces = ceil_div(op.channels, kColumns);
+    const int64_t numbers = std::max<int64_t>(1, std::min(op.n, kTogether) * std::min(op.channels, kColumns));
+    const Scratch<C> sums(parts * op.channels);
+    parallel(parallel_for, parts * pieces, ceil_div(kGrain, numbers), [&](int64_t begin, int64_t end) {
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t row = item / pieces * kTogether, column = item % pieces * kColumns;
+        dispatch<SumRows, T>(static_cast<const T*>(op.data) + row * op.channels + column, op.channels,
+                             std::min(kTogether, op.n - row), std::min(kColumns, op.channels - column),
+                             sums.get() + item / pieces * op.channels + column);
+      }
+    });
+    C* const total = sums.get();
+    for (int64_t part = 1; part < parts; ++part) {
+      for (int64_t c = 0; c < op.channels; ++c) total[c] += total[part * op.channels + c];
+    }
+    for (int64_t c = 0; c < op.channels; ++c) static_cast<T*>(op.out)[c] = from_compute<T>(parts ? total[c] : C(0));
   });
 }
 

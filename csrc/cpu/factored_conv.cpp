@@ -133,9 +133,9 @@ struct Weights {
   uint64_t digest;
   int64_t count;
   std::shared_ptr<const KeptOrder> order;  // null without nonzeros
-  Scratch<Nonzero<C>> nonzeros;
+  Buffer<Nonzero<C>> nonzeros;
   int64_t factors;
-  Scratch<C> v;
+  Buffer<C> v;
 
   Weights(std::vector<int64_t> plan, uint64_t digest, int64_t count, int64_t factors)
       : plan(std::move(plan)), digest(digest), count(count), nonzeros(count + kPlaces), factors(factors), v(factors) {}

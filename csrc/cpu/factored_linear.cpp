@@ -180,7 +180,7 @@ struct Order {
   int64_t i, o, by_inputs, block, count;
   uint64_t digest;  // of the positions
   int64_t size;     // of `bounds`
-  Scratch<int32_t> bounds, outputs, places;
+  Buffer<int32_t> bounds, outputs, places;
 
   template <class C>
   Order(const Work<C>& w, int64_t count, uint64_t digest)

@@ -149,8 +149,8 @@ class OwnBits : public Bits {
   int64_t bytes() const { return rows * words * (sizeof(uint64_t) + sizeof(int32_t)); }
 
  private:
-  Scratch<uint64_t> words_;
-  Scratch<int32_t> counts_;
+  Buffer<uint64_t> words_;
+  Buffer<int32_t> counts_;
   std::atomic<bool> valid_{true};
 };
 

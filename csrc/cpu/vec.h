@@ -270,18 +270,38 @@ FF_INLINE auto sum_lanes(V x) {
   }
 }
 
-// Uninitialised scratch memory, aligned to cache lines.
+// Uninitialised memory, aligned to cache lines.
+template <class C>
+class Buffer {
+ public:
+  explicit Buffer(int64_t n)
+      : data_(static_cast<C*>(::operator new(sizeof(C) * (n > 0 ? n : 1), std::align_val_t(64)))) {}
+  ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  C* get() const { return data_; }
+
+ private:
+  C* data_;
+};
+
+// Of the calling thread, which has it until its next call (`scratch.cpp`).
+void* take_scratch(int64_t bytes);
+void give_scratch(void* block, int64_t bytes);
+
+// The same for no longer than a call: to be destroyed by the thread that made it.
 template <class C>
 class Scratch {
  public:
   explicit Scratch(int64_t n)
-      : data_(static_cast<C*>(::operator new(sizeof(C) * (n > 0 ? n : 1), std::align_val_t(64)))) {}
-  ~Scratch() { ::operator delete(data_, std::align_val_t(64)); }
+      : bytes_(n > 0 ? n * int64_t(sizeof(C)) : 0), data_(static_cast<C*>(take_scratch(bytes_))) {}
+  ~Scratch() { give_scratch(data_, bytes_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   C* get() const { return data_; }
 
  private:
+  const int64_t bytes_;
   C* data_;
 };
 

@@ -2,6 +2,8 @@
 
 import copy
 import resource
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -350,3 +352,31 @@ def test_a_step_is_that_of_the_op(momentum, dtype, monkeypatch):
         for one, other in zip([*params, *momenta], [*tensors[0], *tensors[2]], strict=True):
             torch.testing.assert_close(one, other)
     assert seen == [True, False]
+
+
+def test_memory_kept_by_a_thread_ends_with_it():
+    layer = ff.nn.FactorizedConv2d(64, 64, 3, padding=1)
+    layer.prune_(0.1)
+    layer.compact()
+    factors, done = (layer.u, layer.v, layer.mu, layer.mu_index), []
+    x = torch.randn(16, 64, 14, 14)
+
+    def forward():
+        with torch.no_grad():
+            done.append(ops.factored_conv2d(x, *factors, size=(64, 64, 3, 3), padding=1).shape)
+
+    def resident():
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize() / 2**20
+
+    def in_threads(count):
+        for _ in range(count):
+            thread = threading.Thread(target=forward)
+            thread.start()
+            thread.join()
+
+    in_threads(5)
+    before = resident()
+    in_threads(40)
+    assert len(done) == 45
+    assert resident() - before < 20  # MiB; a thread has some 2

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ("rank1", "lowrank", "adapter", "attention", "hadamard", "prox", "bitmap", "rows", "similarity", "srht")
 KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels", "factored_conv_planes")
 KERNELS += ("factored_conv_1x1", "factored_conv_depthwise", "factored_linear", "linear_tiles", "linear_rows")
-KERNELS += ("support", "channel_sums", "digest", "isa")
+KERNELS += ("support", "channel_sums", "digest", "scratch", "isa")
 SOURCES = [ROOT / "tests" / "ops" / "kernels_driver.cpp", *(ROOT / "csrc" / "cpu" / f"{name}.cpp" for name in KERNELS)]
 FLAGS = [
     "-std=c++17",  # what PyTorch 2.11 builds with
@@ -21,6 +21,7 @@ FLAGS = [
     "-w",
     "-DFF_NO_DISPATCH",
     "-DFF_EMULATE_PAIRS",
+    "-DFF_EXACT_SCRATCH",
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,alignment,object-size",  # they double the time to compile, and loads go through memcpy
     "-fno-sanitize-recover=all",
