@@ -340,6 +340,39 @@ def test_what_microseconds_count(remembering, monkeypatch, step, reconstruct, fa
     assert choice.choose(work(step=step), dict) == path
 
 
+@pytest.mark.parametrize(
+    "kind, step, path",
+    [
+        ("linear", "evaluation", "reconstruct"),
+        ("spatial", "evaluation", "factored"),
+        ("linear", "training", "factored"),
+    ],
+)
+def test_a_linear_layer_in_evaluation_is_not_slower_in_a_row_either(remembering, monkeypatch, kind, step, path):
+    sides = dict.fromkeys(("reconstruct", "factored"))
+    monkeypatch.setattr(choice, "times", lambda _: {"reconstruct": 3e-4, "factored": 2e-4})
+    monkeypatch.setattr(choice, "in_a_row", lambda _: {"reconstruct": 1e-4, "factored": 2e-4})
+    assert choice.choose(work(kind=kind, step=step), lambda: sides) == path
+    monkeypatch.setattr(choice, "in_a_row", lambda _: {"reconstruct": 2e-4, "factored": 1e-4})
+    choice.forget()
+    assert choice.choose(work(kind=kind, step=step, rows=5), lambda: sides) == "factored"
+
+
+def test_runs_in_a_row_have_nothing_between_them(monkeypatch):
+    monkeypatch.setattr(choice.Timed, "_operate", lambda self: pytest.fail("something between"))
+    x = torch.ones(3)
+
+    def side(seconds):
+        def run(timed):
+            with timed(x):
+                work_for(seconds)
+
+        return run
+
+    seconds = choice.in_a_row({"first": side(0.001), "second": side(0.003)})
+    assert 0.001 <= seconds["first"] < 0.002 < seconds["second"] < 0.006
+
+
 def test_more_lies_between_the_parts_of_a_step_of_large_images():
     small, middle, large = (choice.between(torch.empty(4, 16, side, side)) for side in (1, 56, 512))
     assert small == choice.NEAR < middle == 4 * 4 * 4 * 16 * 56**2 < large == choice.FAR
