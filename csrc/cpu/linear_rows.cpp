@@ -41,6 +41,20 @@ struct RunDots {
   }
 };
 
+// Whether AVX512_VBMI2 is there, by which the lanes of 64 values are found at once.
+#if defined(FF_DISPATCH) && !defined(__clang__)
+template <int B>
+inline constexpr bool kExpandsBytes = B == 64;
+bool expands_bytes() {
+  static const bool there = instruction_set_level() == kV4 && __builtin_cpu_supports("avx512vbmi2");
+  return there;
+}
+#else
+template <int B>
+inline constexpr bool kExpandsBytes = false;
+bool expands_bytes() { return false; }
+#endif
+
 // Some columns of kRowsOfW rows of W; those beyond the last are zeros.
 template <class T>
 struct Piece {
@@ -84,6 +98,7 @@ struct Forward {
   int64_t n, x_row, chunk, outputs;  // inputs taken together, outputs of an item
   const float *x, *hidden, *bias;    // hidden [n, rank]; bias or null
   T* y;
+  bool words;  // bits are taken 64 at a time
 };
 
 template <class T, int B>
@@ -109,7 +124,8 @@ struct RunFew {
         }
       }
       for (int64_t c = 0; c < w.i; c += f.chunk) {
-        const int64_t width = ceil_div(std::min(f.chunk, w.i - c), kLane) * kLane;
+        const int64_t together = f.words ? 64 : kLane;
+        const int64_t width = ceil_div(std::min(f.chunk, w.i - c), together) * together;
         for (int64_t k = 0; k < count; k += kRowsOfW) {
           outline<B>([&]() FF_INLINE_LAMBDA {
             const Piece<T> piece(w, o + k, c, width, *last.get());
@@ -152,6 +168,9 @@ struct RunFew {
   FF_INLINE static void multiply(const Forward<T>& f, const Piece<T>& piece, int64_t width, const float* x,
                                  float* spread_out, int64_t row, float* sums) {
     static_assert(kRowsOfW == 4);
+    if constexpr (kExpandsBytes<B> && kSpread && !kKeep && M == 1) {
+      if (f.words) return multiply_words<M>(f, piece, width, x, row, sums);
+    }
     const int64_t step = f.chunk + 16, x_row = f.x_row, ahead = piece.ahead, bits_row = piece.bits_row;
     const T* from[4];
     for (int k = 0; k < 4; ++k) from[k] = piece.from[k];
@@ -176,6 +195,63 @@ struct RunFew {
         for (int k = 0; k < 4; ++k) sum[m][k] += a * weights[k];
       }
     }
+    add_sums<M>(sum, row, sums);
+  }
+
+  // The same, the lanes of 64 columns found at once.
+  template <int M>
+  FF_INLINE static void multiply_words([[maybe_unused]] const Forward<T>& f, [[maybe_unused]] const Piece<T>& piece,
+                                       [[maybe_unused]] int64_t width, [[maybe_unused]] const float* x,
+                                       [[maybe_unused]] int64_t row, [[maybe_unused]] float* sums) {
+#if defined(FF_DISPATCH) && !defined(__clang__)
+    using Bytes = VecOf<uint8_t, 64>::Type;
+    using Lanes = VecOf<uint32_t, 64>::Type;
+    using Some = VecOf<uint8_t, 16>::Type;
+    Bytes ascending;
+    for (int k = 0; k < 64; ++k) ascending[k] = k;
+    const Lanes zero = Lanes{} + 16;  // the lane of a register of zeros
+    const int64_t ahead = piece.ahead, x_row = f.x_row;
+    const T* from[4];
+    for (int k = 0; k < 4; ++k) from[k] = piece.from[k];
+    V sum[M][4]{};
+    const uint8_t* bits = piece.bits;
+    for (int64_t j = 0; j < width; j += 64, bits += 8) {
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) {
+        uint64_t word;
+        std::memcpy(&word, bits + k * piece.bits_row, 8);
+        const T* const values = from[k];
+        from[k] += __builtin_popcountll(word);
+        Bytes which = ~Bytes{};
+        asm("vpexpandb %1, %0%{%2%}" : "+v"(which) : "v"(ascending), "Yk"(word));
+        auto add = [&]<int Q>() FF_INLINE_LAMBDA {
+          const int before = Q ? __builtin_popcountll(word << (64 - 16 * Q) % 64) : 0;
+          Some some;
+          if constexpr (Q) {
+            asm("vextracti32x4 %2, %1, %0" : "=v"(some) : "v"(which), "i"(Q));
+          } else {
+            std::memcpy(&some, &which, 16);
+          }
+          Lanes lanes;
+          asm("vpmovzxbd %1, %0" : "=v"(lanes) : "v"(some));
+          lanes -= before;
+          asm("vpminud %1, %0, %0" : "+v"(lanes) : "v"(zero));
+          __builtin_prefetch(values + before + ahead);
+          const V weights =
+              __builtin_shuffle(load<64>(values + before), V{}, bit_cast<VecOf<int32_t, 64>::Type>(lanes));
+#pragma GCC unroll 4
+          for (int m = 0; m < M; ++m) sum[m][k] += load<64>(x + m * x_row + j + 16 * Q) * weights;
+        };
+        add.template operator()<0>(), add.template operator()<1>();
+        add.template operator()<2>(), add.template operator()<3>();
+      }
+    }
+    add_sums<M>(sum, row, sums);
+#endif
+  }
+
+  template <int M>
+  FF_INLINE static void add_sums(const V (&sum)[M][4], int64_t row, float* sums) {
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const V all = add_exchanged<2>(add_exchanged<1>(sum[m][0], sum[m][1]), add_exchanged<1>(sum[m][2], sum[m][3]));
@@ -347,7 +423,7 @@ void multiply_few(const TiledWeight<T>& w, const FactoredLinear& op, ParallelFor
   f.chunk = std::clamp<int64_t>(kOfX / op.n, 512, kMostInputs) / 64 * 64;
   f.outputs = std::max(ceil_div(ceil_div(w.o, kItems), kRowsOfW) * kRowsOfW, kLeastOutputs);
   f.x = x.data.get(), f.hidden = hidden.get(), f.bias = op.bias ? bias.data.get() : nullptr;
-  f.y = static_cast<T*>(op.y.data);
+  f.y = static_cast<T*>(op.y.data), f.words = expands_bytes();
   parallel(parallel_for, ceil_div(w.o, f.outputs), 1,
            [&](int64_t begin, int64_t end) { dispatch<RunFew, T>(f, begin, end); });
 }
