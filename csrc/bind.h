@@ -34,6 +34,9 @@ inline void require(bool condition, const char* op, const std::string& message) 
   if (!condition) fail(op, message);
 }
 
+// The memory of a tensor that is read, or was made here: what is copied on a write stays where it is.
+inline void* data_of(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
+
 inline Shape shape_of(const Tensor& t) {
   const auto sizes = t.sizes();
   return Shape(sizes.begin(), sizes.end());

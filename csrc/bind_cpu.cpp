@@ -34,7 +34,7 @@ Tensor dense(const Tensor& t, bool channels_last, int64_t clients = 1) {
 }
 
 fastfact::In in(const Tensor& t, int64_t clients = 1) {
-  return {t.data_ptr(), clients && t.size(0) > 1 ? t.stride(0) : 0};
+  return {data_of(t), clients && t.size(0) > 1 ? t.stride(0) : 0};
 }
 fastfact::In in(const OptionalTensor& t, int64_t clients = 1) { return t ? in(*t, clients) : fastfact::In{nullptr, 0}; }
 
@@ -612,7 +612,7 @@ int64_t digest(std::vector<Tensor> tensors) {
     for (const auto& [stride, size] : axes) gaps |= stride != expected, expected *= size;
     const Tensor whole = gaps ? torch::stable::contiguous(t) : t;
     out = fastfact::digest(facts.data(), facts.size() * sizeof(int64_t), out, parallel_for);
-    out = fastfact::digest(whole.data_ptr(), whole.numel() * whole.element_size(), out, parallel_for);
+    out = fastfact::digest(data_of(whole), whole.numel() * whole.element_size(), out, parallel_for);
   }
   return static_cast<int64_t>(out);
 }

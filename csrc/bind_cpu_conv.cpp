@@ -51,11 +51,11 @@ struct Rows {
   void* part(int64_t k) const {
     if (!tensor) return nullptr;
     const int64_t bytes = tensor->element_size() * (tensor->size(0) ? tensor->numel() / tensor->size(0) : 0);
-    return static_cast<char*>(tensor->data_ptr()) + k * bytes;
+    return static_cast<char*>(data_of(*tensor)) + k * bytes;
   }
 };
 
-void* part(const Tensor& t, int64_t k) { return static_cast<char*>(t.data_ptr()) + k * t.stride(0) * t.element_size(); }
+void* part(const Tensor& t, int64_t k) { return static_cast<char*>(data_of(t)) + k * t.stride(0) * t.element_size(); }
 
 struct Checked {
   fastfact::Conv conv;

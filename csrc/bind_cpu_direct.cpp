@@ -34,9 +34,7 @@ Tensor opaque(void* tensor) {
 
 Tensor borrowed(void* tensor) {
   const Tensor t = opaque(tensor);
-  void* data = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(t.get(), &data));
-  require(data || t.numel() == 0, "layer", "a tensor has no memory");
+  require(data_of(t) || t.numel() == 0, "layer", "a tensor has no memory");
   return t;
 }
 
@@ -71,7 +69,7 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const Optiona
   if (fits && rows * bytes <= kSmall && is_dense(*bias, 0) && is_dense(out, 0)) {
     // As PyTorch does, for whose copies a few rows are too short.
     for (int64_t n = 0; n < rows; ++n) {
-      std::memcpy(static_cast<char*>(out.data_ptr()) + n * bytes, bias->data_ptr(), bytes);
+      std::memcpy(static_cast<char*>(out.data_ptr()) + n * bytes, data_of(*bias), bytes);
     }
     TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1));
     return;
@@ -277,10 +275,10 @@ bool form_of(const Watched& watched, Part* parts, uint64_t& form) {
   form = watched.count;
   for (int64_t n = 0; n < watched.count; ++n) {
     const auto handle = reinterpret_cast<AtenTensorHandle>(const_cast<void**>(watched.tensors + n));
-    void* data = nullptr;
+    const void* data = nullptr;
     int64_t dim = 0, numel = 0, *sizes = nullptr, *strides = nullptr;
     int32_t type = 0;
-    if (aoti_torch_get_data_ptr(handle, &data) || aoti_torch_get_dim(handle, &dim) || dim > Watched::kAxes ||
+    if (torch_get_const_data_ptr(handle, &data) || aoti_torch_get_dim(handle, &dim) || dim > Watched::kAxes ||
         aoti_torch_get_numel(handle, &numel) || aoti_torch_get_sizes(handle, &sizes) ||
         aoti_torch_get_strides(handle, &strides) || aoti_torch_get_dtype(handle, &type)) {
       return false;
@@ -413,5 +411,15 @@ bool still(const Watched& watched) noexcept try {
 } catch (...) {
   return false;
 }
+
+Memory hold(void* tensor) noexcept try {
+  const Tensor t = opaque(tensor);
+  const Memory out{data_of(t), t.numel() * int64_t(t.element_size())};
+  return t.is_cpu() && fills_memory(t) && fastfact::hold(out.data, out.bytes, parallel_for) ? out : Memory{};
+} catch (...) {
+  return {};
+}
+
+void give_back(const Memory& held) noexcept { fastfact::release(held.data, held.bytes); }
 
 }  // namespace fastfact::direct

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
 
 #include <cstdint>
 
@@ -62,5 +63,14 @@ bool watch(Watched& out, void* const* tensors, int64_t count) noexcept;
 // Whether they lie where they lay, in the same form, with the same numbers. These are read only if the rest is as it
 // was, so that nothing is read that may be gone.
 bool still(const Watched& watched) noexcept;
+
+// The memory of a tensor without gaps, held (`fastfact::hold`) until it is given back. Null where it is not; the caller
+// keeps the memory from being freed meanwhile.
+struct Memory {
+  const void* data;
+  int64_t bytes;
+};
+Memory hold(void* tensor) noexcept;
+void give_back(const Memory& held) noexcept;
 
 }  // namespace fastfact::direct

@@ -157,13 +157,14 @@ int undisturbed(int asked = kQuestions) {
 PyObject* key_of(PyObject* x, PyObject* training) {
   if (!is_plain(x)) return none();
   if (const int usual = undisturbed(); usual <= 0) return usual ? nullptr : none();
-  void *address, *data;
+  void* address;
+  const void* data;
   if (!address_of(x, &address)) return nullptr;
   const auto handle = reinterpret_cast<AtenTensorHandle>(&address);
   int32_t type = 0, device = 0;
   int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
   uint32_t threads = 0;
-  if (aoti_torch_get_data_ptr(handle, &data) || aoti_torch_get_device_type(handle, &device) ||
+  if (torch_get_const_data_ptr(handle, &data) || aoti_torch_get_device_type(handle, &device) ||
       aoti_torch_get_dim(handle, &dim) || aoti_torch_get_dtype(handle, &type) || aoti_torch_get_sizes(handle, &sizes) ||
       aoti_torch_get_strides(handle, &strides) || torch_get_num_threads(&threads) || dim > kAxes ||
       device != aoti_torch_device_type_cpu()) {
@@ -300,6 +301,28 @@ PyObject* watch(PyObject*, PyObject* tensors) {
 PyObject* still_watched(PyObject*, PyObject* watch) {
   const int is = is_as_watched(watch);
   return is < 0 ? nullptr : PyBool_FromLong(is);
+}
+
+struct Holding {
+  PyObject* tensor;
+  fastfact::direct::Memory memory;
+};
+
+void give_back(PyObject* capsule) {
+  const auto* const holding = static_cast<Holding*>(PyCapsule_GetPointer(capsule, nullptr));
+  fastfact::direct::give_back(holding->memory);
+  Py_DECREF(holding->tensor);
+  delete holding;
+}
+
+// tensor → what keeps its memory, which nothing may write to as long as that lives; None where it is not kept
+PyObject* hold(PyObject*, PyObject* tensor) {
+  void* address;
+  if (!address_of(tensor, &address)) return nullptr;
+  const auto memory = fastfact::direct::hold(address);
+  if (!memory.data) return none();
+  Py_INCREF(tensor);
+  return PyCapsule_New(new Holding{tensor, memory}, nullptr, give_back);
 }
 
 PyObject* serve(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -501,6 +524,7 @@ PyMethodDef functions[] = {FAST(key),
                            FAST(prox_sgd_step),
                            FAST(adam_threshold),
                            {"watch", watch, METH_O, nullptr},
+                           {"hold", hold, METH_O, nullptr},
                            {"still", still_watched, METH_O, nullptr},
                            {"compute_backward", compute_backward, METH_O, nullptr},
                            {"begin", begin, METH_O, nullptr},

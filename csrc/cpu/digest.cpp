@@ -1,5 +1,6 @@
 // A number that tells contents of memory apart.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -60,19 +61,81 @@ uint64_t digest_piece(const char* at, int64_t bytes, uint64_t seed) {
   return out;
 }
 
-}  // namespace
-
-uint64_t digest(const void* data, int64_t bytes, uint64_t seed, ParallelFor parallel_for) {
-  const auto* at = static_cast<const char*>(data);
+uint64_t digest_all(const char* at, int64_t bytes, ParallelFor parallel_for) {
   const int64_t pieces = (bytes + kPiece - 1) / kPiece;
+  constexpr uint64_t seed = 0xAEF17502108EF2D9;
   if (pieces <= 1) return digest_piece(at, bytes, seed);
   std::vector<uint64_t> parts(pieces);
   parallel(parallel_for, pieces, 8, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      parts[k] = digest_piece(at + k * kPiece, std::min(kPiece, bytes - k * kPiece), 0xAEF17502108EF2D9);
+      parts[k] = digest_piece(at + k * kPiece, std::min(kPiece, bytes - k * kPiece), seed);
     }
   });
   return digest_piece(reinterpret_cast<const char*>(parts.data()), pieces * sizeof(uint64_t), ~seed);
+}
+
+// Memory that is held, without locks for those who look: they have a tensor there, so that their entry can only come
+// or go meanwhile, or be one of other bytes.
+struct Held {
+  std::atomic<const void*> data{nullptr};
+  std::atomic<int64_t> bytes{0};
+  std::atomic<uint64_t> digest{0};
+  int64_t holders = 0;
+
+  bool is(const void* wanted, int64_t size) const {
+    return data.load(std::memory_order_acquire) == wanted && bytes.load(std::memory_order_acquire) == size;
+  }
+};
+
+constexpr int64_t kLeastHeld = 1 << 12;  // bytes that take longer to read than to be looked up
+constexpr int kPlaces = 1 << 14, kTried = 8;
+Held held[kPlaces];
+
+template <class F>
+Held* find_held(const void* data, int64_t bytes, const F& fits) {
+  const uint64_t first = mix(reinterpret_cast<uintptr_t>(data) ^ 0x9E3779B97F4A7C15, bytes ^ 0xD1B54A32D192ED03);
+  for (int k = 0; k < kTried; ++k) {
+    Held& entry = held[(first + k) % kPlaces];
+    if (fits(entry)) return &entry;
+  }
+  return nullptr;
+}
+
+uint64_t digest_of_contents(const void* data, int64_t bytes, ParallelFor parallel_for) {
+  const auto same = [&](const Held& entry) { return entry.is(data, bytes); };
+  if (const Held* const entry = find_held(data, bytes, same)) {
+    const uint64_t found = entry->digest.load(std::memory_order_acquire);
+    if (same(*entry)) return found;
+  }
+  return digest_all(static_cast<const char*>(data), bytes, parallel_for);
+}
+
+}  // namespace
+
+uint64_t digest(const void* data, int64_t bytes, uint64_t seed, ParallelFor parallel_for) {
+  if (bytes < kLeastHeld) return digest_piece(static_cast<const char*>(data), bytes, seed);
+  const uint64_t found = digest_of_contents(data, bytes, parallel_for);
+  return mix(found ^ seed, 0x9E3779B97F4A7C15 - seed) + found;
+}
+
+bool hold(const void* data, int64_t bytes, ParallelFor parallel_for) {
+  if (bytes < kLeastHeld) return false;
+  if (Held* const entry = find_held(data, bytes, [&](const Held& e) { return e.is(data, bytes); })) {
+    ++entry->holders;
+    return true;
+  }
+  Held* const entry = find_held(data, bytes, [](const Held& e) { return !e.data.load(std::memory_order_relaxed); });
+  if (!entry) return false;
+  entry->holders = 1;
+  entry->digest.store(digest_all(static_cast<const char*>(data), bytes, parallel_for), std::memory_order_release);
+  entry->bytes.store(bytes, std::memory_order_release);
+  entry->data.store(data, std::memory_order_release);
+  return true;
+}
+
+void release(const void* data, int64_t bytes) {
+  Held* const entry = find_held(data, bytes, [&](const Held& e) { return e.is(data, bytes); });
+  if (entry && !--entry->holders) entry->data.store(nullptr, std::memory_order_release);
 }
 
 }  // namespace fastfact

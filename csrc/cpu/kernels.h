@@ -267,6 +267,11 @@ void channel_sums(const ChannelSums& op, ParallelFor);
 // A number that depends on every byte, and on `seed`; two contents have the same one by accident once in 2^64.
 uint64_t digest(const void* data, int64_t bytes, uint64_t seed, ParallelFor);
 
+// From here on nothing changes this memory, until it is released as often as it was held: its digest is computed now
+// and not again. False where it is not kept. Callers of these two take turns.
+bool hold(const void* data, int64_t bytes, ParallelFor);
+void release(const void* data, int64_t bytes);
+
 // Which instruction set the kernels use: "x86-64-v4", "x86-64-v3" or "baseline".
 const char* instruction_set();
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastfact.nn.convert import Target, factorized_layers, put_in, shell_of, targets, tied_parameters, why_not
 from fastfact.nn.layers import INDEX, FactorizedLayer
 from fastfact.nn.specs import Spec
+from fastfact.ops.common import address
 
 _KEY, _VERSION = "fastfact", 1
 
@@ -36,7 +37,7 @@ def save(model: nn.Module, file: str | os.PathLike) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"save: {name} of the model's state is a {type(value).__name__}, must be a tensor")
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        key = (address(value), value.shape, value.stride(), value.dtype, value.device)
         if value.numel() and key in first:
             aliases[name] = first[key]
             continue

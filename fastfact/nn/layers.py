@@ -17,7 +17,7 @@ from fastfact.nn.derived import Derived
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN, dispatches, loaded
-from fastfact.ops.common import autocast, autocasts, is_channels_last, is_mapped, recording, transforming
+from fastfact.ops.common import address, autocast, autocasts, is_channels_last, is_mapped, recording, transforming
 from fastfact.ops.weights import PIXELS, Convolution, applied, apply_weight, are_rows, call_of, pixels
 
 PATHS = ("auto", "reconstruct", "factored")
@@ -35,7 +35,7 @@ OF_WEIGHT = ("reconstruct", "product")
 SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
 """What the path, or a kept weight, depends on besides tensors, and one may assign to."""
 
-OF_PROCESS = {"_answers", "_nodes", "_noted", "_how"}
+OF_PROCESS = {"_answers", "_nodes", "_noted", "_held", "_how"}
 """What a layer knows of this process, and a copy does not."""
 
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
@@ -90,6 +90,8 @@ class FactorizedLayer(nn.Module):
     channels_last = False
     """Whether W is laid out channels_last where no dense factor says how; see `FactorizedConv2d`."""
     _noted: tuple[Tensor, int, int] | None = None
+    _held: tuple[int, object] | None = None
+    """Where the positions lie, and what keeps them there, so that no kernel reads them to see whether they changed."""
     _how: str | None = None
     """What the layer is for torch.compile, in evaluation; None where a graph of it has to do."""
 
@@ -207,7 +209,14 @@ class FactorizedLayer(nn.Module):
         """Take the positions as they are now for those of the layer."""
         index = self._buffers.get(INDEX)
         plain = type(index) is Tensor and not index.is_meta and not index.is_inference()
-        self._noted = (index, index._version, _digest(index)) if plain and not transforming() else None
+        plain = plain and not transforming()
+        self._hold_positions(index if plain else None)
+        self._noted = (index, index._version, _digest(index)) if plain else None
+
+    def _hold_positions(self, index: Tensor | None) -> None:
+        at = None if index is None else address(index)
+        if at is None or self._held is None or self._held[0] != at:
+            self._held = None if index is None else (at, weight_cache.hold(index))
 
     def prune_(self, density: float) -> "FactorizedLayer":
         """Keep the round(density · numel) numbers of μ with the largest magnitude, set the others to zero, in place.
@@ -649,7 +658,7 @@ class FactorizedLayer(nn.Module):
         leaves = [t for t in (inputs, *own.values(), own_bias) if t is not None and t.requires_grad]
         watched = None
         if not (trained or self.training) and weight_cache.allowed():
-            watched = weight_cache.watch(own.values())
+            watched = weight_cache.watch(tensors.values(), others=1)
 
         @functools.cache
         def call(path: str) -> Callable[[Tensor], Tensor | None]:
@@ -776,6 +785,9 @@ class FactorizedLayer(nn.Module):
     def train(self, mode: bool = True) -> "FactorizedLayer":
         """As for any module; a kept weight is dropped."""
         self._drop()
+        if self._noted is not None:
+            # What asks for memory to write to, as `torch.save` does, has them moved.
+            self._hold_positions(self._noted[0])
         super().train(mode)
         self._note_kind()
         return self
@@ -1324,7 +1336,7 @@ class FactorizedLinear(FactorizedLayer):
         tensors = self._tensors()
         if any(type(t) not in PLAIN or t.is_inference() for t in tensors.values()):
             return None
-        factors = ((id(t), t._version, t.data_ptr(), t.requires_grad) for t in tensors.values())
+        factors = ((id(t), t._version, address(t), t.requires_grad) for t in tensors.values())
         return self.training, torch.is_grad_enabled(), *factors
 
     def _rows(self, x):

@@ -4,6 +4,11 @@ PyTorch does not count every write to a tensor: those through `.data`, numpy or 
 serves only if the digest of all numbers of all factors (`torch.ops.fastfact.digest`) is what it was when the weight was
 made. To read the factors takes a fraction of the time in which a weight is made and written. What is asked in every
 forward of a small layer is a `direct.Watch`, which reads as much, and has less before it.
+
+Numbers that nothing can write to where they lie need not be read again. `hold` lets PyTorch copy a tensor on the first
+write (as `torch._lazy_clone` does): whatever asks PyTorch for memory to write to, through `.data`, a view, numpy or
+`data_ptr()`, finds the numbers in other memory, which a `Watch` sees. Only who had asked before could write unseen, so
+tensors that share their memory with something else, as with a numpy array, are read each time.
 """
 
 import operator
@@ -15,9 +20,14 @@ from torch import Tensor
 
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN, loaded
+from fastfact.ops.common import transforming
 
 AXES = 8
 """The most axes of a tensor that a `Watch` is of."""
+LEAST = 1 << 12
+"""Bytes of a tensor that is held."""
+MOVES = 4
+"""How often tensors may be moved for no other numbers before they are held no more."""
 
 
 def allowed(casting: bool = False) -> bool:
@@ -35,12 +45,30 @@ def allowed(casting: bool = False) -> bool:
     return loaded("cpu")
 
 
-def watch(tensors: Sequence[Tensor]) -> direct.Watch | None:
-    """A `Watch` of these tensors, None where there can be none."""
+def hold(tensor: Tensor, others: int = 0) -> object | None:
+    """What keeps the numbers of a plain tensor where they lie: a write moves it to other memory while this lives. None
+    where that does not pay, or more than so many others have its memory."""
+    lazy, sharing = getattr(torch, "_lazy_clone", None), getattr(torch._C, "_storage_Use_Count", None)
+    if lazy is None or sharing is None or not tensor.is_cpu or transforming():
+        return None
+    storage = tensor.untyped_storage()
+    if storage.nbytes() < LEAST or storage.nbytes() != tensor.nbytes or sharing(storage._cdata) > 2 + others:
+        return None
+    try:
+        with torch.no_grad():
+            return direct.hold(lazy(tensor.detach()))
+    except RuntimeError:  # of memory that is not PyTorch's own
+        return None
+
+
+def watch(tensors: Sequence[Tensor], others: int = 0, holds: bool = True) -> direct.Watch | None:
+    """A `Watch` of these tensors, None where there can be none. others: tensors that are known to share the memory of
+    each. holds: whether their memory is held where it can be."""
     if not all(tensor.is_cpu and tensor.dim() <= AXES and _is_dense(tensor) for tensor in tensors):
         return None
+    held = tuple((hold(tensor, others) if holds else None) or tensor.detach() for tensor in tensors)
     noted = direct.watch(tuple(tensors))
-    return noted and direct.Watch(noted, tuple(tensors), tuple(tensor.detach() for tensor in tensors))
+    return noted and direct.Watch(noted, tuple(tensors), held)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -75,10 +103,12 @@ class WeightCache:
         self._kept: Kept | None = None
         self._watch: direct.Watch | None = None
         self._last: tuple[Hashable, direct.Watch, object] | None = None
+        self._moves = 0
 
     def clear(self) -> None:
         """Forget what is kept."""
         self._kept = self._watch = self._last = None
+        self._moves = 0
 
     def __len__(self) -> int:
         return self._kept is not None and len(self._kept.values)
@@ -105,7 +135,10 @@ class WeightCache:
         found = self._watch
         same = found is not None and _same(found.tensors, kept.factors)
         if not same or not direct.still(found):
-            found = watch(kept.factors)
+            # Who asks for memory to write to in each call would have it copied each time.
+            self._moves += same
+            found = self._watch = None
+            found = watch(kept.factors, holds=self._moves <= MOVES)
         # It must be of the numbers that `kept` is of, and these may change meanwhile.
         if found is None or _digest(kept.factors) != kept.digest or not direct.still(found):
             return None

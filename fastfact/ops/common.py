@@ -292,8 +292,13 @@ def check_index(op: str, index: Tensor, like: Tensor, size, serves: str) -> Tens
     return positions
 
 
+def address(tensor: Tensor) -> int:
+    """Where a tensor lies. `data_ptr` asks for memory to write to, for which what is copied on a write is copied."""
+    return torch._C._data_address(tensor)
+
+
 def _check_ascending(op: str, index: Tensor, positions: Tensor, numel: int) -> None:
-    state = None if index.is_inference() else (index._version, index.data_ptr(), numel)
+    state = None if index.is_inference() else (index._version, address(index), numel)
     if state is not None and _checked_supports.get(index) == state:
         return
     if positions.numel():

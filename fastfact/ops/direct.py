@@ -55,7 +55,7 @@ class Watch(NamedTuple):
 
     noted: bytes
     tensors: tuple[Tensor, ...]
-    held: tuple[Tensor, ...]
+    held: tuple[object, ...]
 
 
 class Call(NamedTuple):
@@ -157,10 +157,16 @@ def still(watch: Watch) -> bool:
     return False
 
 
+def hold(tensor: Tensor) -> object | None:
+    """What keeps the memory of a tensor, to which nothing writes while this lives: its digest is computed once. None
+    where that does not pay, or cannot be."""
+    return None
+
+
 _apply = ByOps.apply
 _there = False
 """Whether there is the library, of this package."""
-_FUNCTIONS = ("serve", "key", "layer", "factored", "dense", "prox_sgd_step", "adam_threshold", "watch", "still")
+_FUNCTIONS = ("serve", "key", "layer", "factored", "dense", "prox_sgd_step", "adam_threshold", "watch", "still", "hold")
 
 
 def load() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import io
 import sys
 import threading
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import fastfact as ff
 from fastfact.nn.layers import FactorizedLayer
-from fastfact.nn.weight_cache import WeightCache
+from fastfact.nn.weight_cache import MOVES, WeightCache, hold
 
 
 class Twice(nn.Module):
@@ -683,3 +684,105 @@ def test_what_copies_the_attributes_of_a_layer_leaves_what_serves_as_it_is(layer
         after = layer(x)
         assert not torch.equal(after, expected)
         torch.testing.assert_close(after, nn.functional.conv2d(x, layer.weight, layer.bias, 1, 1))
+
+
+def digest(tensor):
+    return torch.ops.fastfact.digest([tensor])
+
+
+def test_numbers_that_are_held_are_not_read_again():
+    tensor = torch.zeros(2048)
+    at = address(tensor)
+    before, held = digest(tensor), hold(tensor)
+    at[1000] = 1
+    assert held is not None and digest(tensor) == before
+    del held
+    assert digest(tensor) != before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.data.add_(1),
+        lambda t: t.view(2, -1)[1].zero_(),
+        lambda t: t.numpy().fill(3),
+        lambda t: address(t).__setitem__(7, 5),
+        lambda t: torch.from_dlpack(t).add_(1),
+    ],
+)
+def test_a_write_moves_what_is_held(write):
+    tensor = torch.ones(2048)
+    held, copy_of, before = hold(tensor), tensor.clone(), digest(tensor)
+    write(tensor)
+    assert held is not None and not torch.equal(tensor, copy_of) and digest(tensor) != before
+
+
+def test_what_others_may_write_to_is_not_held():
+    tensor = torch.ones(2048)
+    array = tensor.numpy()
+    assert hold(tensor) is None
+    del array
+    assert hold(tensor) is not None
+    assert hold(torch.ones(16)) is None
+    assert hold(torch.ones(4096)[:2048]) is None
+    assert hold(torch.ones(2048).share_memory_()) is None
+
+
+@torch.no_grad()
+def test_an_array_of_before_writes_to_factors_that_are_watched(large):
+    layer, x = copy.deepcopy(large), torch.randn(1, SIZE, 3, 3)
+    array = layer.mu.numpy()
+    for _ in range(3):
+        torch.testing.assert_close(layer(x), expected(layer, x))
+        array[5] += 1
+
+
+@torch.no_grad()
+def test_factors_that_are_moved_in_each_call_are_held_no_more(large):
+    layer, x = copy.deepcopy(large), torch.randn(1, SIZE, 3, 3)
+    layer.path = "reconstruct"
+
+    def holds():
+        layer(x)
+        watch = layer._cache._watch
+        return not any(
+            one is layer.mu and isinstance(held, torch.Tensor)
+            for one, held in zip(watch.tensors, watch.held, strict=True)
+        )
+
+    found = []
+    for _ in range(2 * MOVES):
+        found.append(holds())
+        layer.mu.data_ptr()
+    assert found[0] and not found[-1]
+    layer.eval()
+    assert holds()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
+def test_positions_are_held_and_a_write_to_them_is_seen(large, path):
+    layer, x = copy.deepcopy(large).compact(0.2), torch.randn(1, SIZE, 3, 3)
+    layer.path = path
+    for at in (5, 2000, -1):
+        layer(x)
+        assert layer._held[1] is not None
+        taken = set(layer.mu_index.tolist())
+        layer.mu_index.data.numpy()[at] = layer.mu_index[at] + next(
+            k for k in (1, -1) if int(layer.mu_index[at]) + k not in taken
+        )
+        torch.testing.assert_close(layer(x), expected(layer, x))
+
+
+@torch.no_grad()
+def test_positions_that_were_moved_are_held_again(large):
+    layer = copy.deepcopy(large).compact(0.2)
+    first = layer._held
+    torch.save(layer.state_dict(), io.BytesIO())
+    layer.train()
+    assert layer._held[0] != first[0] and layer._held[1] is not None
+    again = layer._held
+    layer.eval()
+    assert layer._held is again
+    assert copy.deepcopy(layer)._held[0] != again[0]

@@ -714,6 +714,15 @@ void digests() {
     bytes[at] ^= bit;
   }
   if (!bytes.empty() && digest(bytes.data(), bytes.size() - 1, seed, threads) == all) fail("digest of less", 0, 0, 0);
+  if (!hold(bytes.data(), bytes.size(), threads)) return;
+  hold(bytes.data(), bytes.size(), threads);
+  release(bytes.data(), bytes.size());
+  if (digest(bytes.data(), bytes.size(), seed, threads) != all) fail("digest of what is held", 0, 0, 0);
+  bytes[0] ^= 1;
+  if (digest(bytes.data(), bytes.size() - 1, seed, threads) == all) fail("digest of a part of it", 0, 0, 0);
+  if (digest(bytes.data(), bytes.size(), seed, threads) != all) fail("held memory was read", 0, 0, 0);
+  release(bytes.data(), bytes.size());
+  if (digest(bytes.data(), bytes.size(), seed, threads) == all) fail("digest of what is no more held", 0, 0, 0);
 }
 
 // Element (channel, y, x) of image n in memory.
