@@ -105,13 +105,20 @@ Checked check(const Tensor& x, const OptionalTensor& u, const OptionalTensor& v,
   return out;
 }
 
+const char* const kNotAscending = "index must be ascending positions in the weight";
+
+// For kernels that ask themselves whether positions ascend.
+fastfact::Sparse unchecked(const Checked& checked, const Rows& values, const Rows& index, int64_t k) {
+  return {static_cast<const int32_t*>(index.part(k)), values.part(k), checked.nonzeros};
+}
+
 fastfact::Sparse nonzeros(const Checked& checked, const Rows& values, const Rows& index, int64_t k) {
   const fastfact::Conv& c = checked.conv;
   const int64_t count = checked.nonzeros, numel = c.groups * c.o * c.i * c.kh * c.kw;
   const auto* at = static_cast<const int32_t*>(index.part(k));
   bool ascending = count == 0 || (at[0] >= 0 && at[count - 1] < numel);
   for (int64_t j = 1; j < count; ++j) ascending &= at[j - 1] < at[j];
-  require(ascending, "index must be ascending positions in the weight");
+  require(ascending, kNotAscending);
   return {at, values.part(k), count};
 }
 
@@ -126,7 +133,15 @@ Tensor convolve(const Tensor& x_, const OptionalTensor& u_, const OptionalTensor
   Tensor y = empty_images(x_, checked.shape({c.n, size[0], c.oh, c.ow}), x.channels_last);
   c.x_channels_last = c.y_channels_last = x.channels_last;
   const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_);
+  const bool columns = fastfact::in_columns(type_of(x_), c, checked.nonzeros, false);
   for (int64_t j = 0; j < k; ++j) {
+    if (columns) {
+      require(fastfact::factored_conv_columns({type_of(x_), c, checked.rank, part(x.tensor, j), u.part(j), v.part(j),
+                                               bias.part(j), unchecked(checked, values, index, j), part(y, j)},
+                                              parallel_for),
+              kNotAscending);
+      continue;
+    }
     fastfact::factored_conv(
         {type_of(x_), c, checked.rank, part(x.tensor, j), u.part(j), v.part(j), bias.part(j),
          nonzeros(checked, values, index, j), part(y, j), repeated, torch::stable::get_num_threads()},
@@ -304,7 +319,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
   Tensor dx = wants[0] ? empty_images(x_, shape_of(x_), x.channels_last) : empty(x_, {0});
   Tensor du = empty(x_, wants[1] ? shape_of(*u_) : Shape{0}), dv = empty(x_, wants[2] ? shape_of(*v_) : Shape{0});
   Tensor dvalues = empty(x_, wants[3] ? shape_of(*index_) : Shape{0});
+  const bool columns = fastfact::in_columns(type_of(x_), c, checked.nonzeros, true);
   for (int64_t j = 0; j < checked.clients; ++j) {
+    if (columns) {
+      require(fastfact::factored_conv_backward_columns(
+                  {type_of(x_), c, checked.rank, part(x.tensor, j), part(dy.tensor, j), u.part(j), v.part(j),
+                   unchecked(checked, values, index, j), x.channels_last, wants[0] ? part(dx, j) : nullptr,
+                   wants[1] ? part(du, j) : nullptr, wants[2] ? part(dv, j) : nullptr,
+                   wants[3] ? part(dvalues, j) : nullptr},
+                  parallel_for),
+              kNotAscending);
+      continue;
+    }
     fastfact::factored_conv_backward(
         {type_of(x_), c, checked.rank, part(x.tensor, j), part(dy.tensor, j), u.part(j), v.part(j),
          nonzeros(checked, values, index, j), x.channels_last, wants[0] ? part(dx, j) : nullptr,

@@ -66,6 +66,12 @@ bool factored_conv_backward_1x1(const FactoredConvBackward& op, ParallelFor para
 bool factored_conv_depthwise(const FactoredConv& op, ParallelFor parallel_for);
 bool factored_conv_backward_depthwise(const FactoredConvBackward& op, ParallelFor parallel_for);
 
+// The same for few pixels and dense μ, `in_columns`; false, without a result, where the nonzeros are not ascending
+// positions in μ.
+bool in_columns(Type type, const Conv& c, int64_t count, bool backward);
+bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for);
+bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor parallel_for);
+
 // Rows [n, channels] in memory: the channels of a row side by side, or, with `plane`, images of so many rows each,
 // [n / plane, channels, plane], for layers without factors.
 template <class D>

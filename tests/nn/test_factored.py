@@ -102,6 +102,10 @@ CASES = [
     (3, (24, 40, 1, 1), 7, 5, 0, 0.2, {}),
     (70, (9, 12, 1, 1), 2, 1, 0, 0.3, {}),
     (3, (24, 20, 1, 1), 7, 5, 2, 0.2, {"stride": 2, "groups": 3, "padding": 1}),
+    # Few pixels and dense μ: rows of what the outputs read, more taps than a register has lanes, no factors.
+    (1, (40, 35, 3, 3), 4, 5, 1, 0.6, {"padding": 1}),
+    (2, (70, 33, 5, 5), 6, 7, 2, 0.9, {"padding": (2, 0), "stride": 2}),
+    (1, (48, 64, 2, 4), 7, 7, 0, 0.7, {"padding": 3, "stride": (2, 3), "dilation": (2, 1)}),
     # Depthwise: registers of channels and a rest, zeros on all sides, more than a kernel reaches, a row left over.
     (3, (17, 1, 3, 3), 7, 6, 1, 0.3, {"groups": 17, "padding": 1}),
     (18, (40, 1, 5, 5), 9, 4, 2, 0.1, {"groups": 40, "padding": 2, "stride": 2}),
@@ -506,3 +510,15 @@ def test_positions_must_ascend_within_the_weight(index):
     t |= {"index": torch.tensor(index), "values": torch.ones(2)}
     with pytest.raises((ValueError, RuntimeError), match="index"):
         ops.factored_conv2d(**t, size=(6, 5, 3, 3))
+
+
+@pytest.mark.parametrize("change", [lambda index: index.flip(0), lambda index: index + 270, lambda index: index - 270])
+def test_positions_of_a_dense_mu_must_ascend_within_the_weight(change):
+    t = draw(1, (6, 5, 3, 3), 4, 4, 1, 0.9, torch.float32)
+    t["index"] = change(t["index"])
+    with pytest.raises((ValueError, RuntimeError), match="index"):
+        ops.factored_conv2d(**t, size=(6, 5, 3, 3), padding=1)
+    grad = torch.ones(1, 6, 4, 4)
+    tensors = [t[name] for name in ("x", "u", "v", "values", "index")]
+    with pytest.raises((ValueError, RuntimeError), match="index"):
+        torch.ops.fastfact.factored_conv2d_backward(grad, *tensors, [6, 5, 3, 3], [1, 1], [1, 1], [1, 1], 1, 15)

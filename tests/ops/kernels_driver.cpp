@@ -820,6 +820,15 @@ void factored_convolution() {
   const Sparse mu{index.data(), values.data.data(), int64_t(index.size())};
   const bool repeated = pick_int(0, 1);
   const int64_t shared_by = one_of({1, 2, 5}), calls = pick_int(1, 2);
+  const bool columns = in_columns(kType<T>, c, mu.count, false),
+             back_in_columns = in_columns(kType<T>, c, mu.count, true);
+  if (columns) {
+    const FactoredConv op{
+        kType<T>, c,       rank, x.data.data(), u.data.data(), v.data.data(), biased ? bias.data.data() : nullptr,
+        mu,       y.data()};
+    if (!factored_conv_columns(op, threads)) fail(name + " columns", 0, 0, 1);
+    compare(name + " columns", y, y_true);
+  }
   for (int call = 0; call < calls; ++call) {
     y = unwritten<T>(y.size());
     factored_conv({kType<T>, c, rank, x.data.data(), u.data.data(), v.data.data(), biased ? bias.data.data() : nullptr,
@@ -828,11 +837,26 @@ void factored_convolution() {
     compare(name, y, y_true);
   }
   const bool needs_u = pick_int(0, 3), needs_v = pick_int(0, 3), needs_values = pick_int(0, 3);
-  for (int call = 0; call < calls; ++call) {
-    factored_conv_backward({kType<T>, c, rank, x.data.data(), dy.data.data(), u.data.data(), v.data.data(), mu, dx_last,
-                            needs_x ? dx.data() : nullptr, needs_u ? du.data() : nullptr, needs_v ? dv.data() : nullptr,
-                            needs_values ? dvalues.data() : nullptr, shared_by},
-                           threads);
+  const FactoredConvBackward back{kType<T>,
+                                  c,
+                                  rank,
+                                  x.data.data(),
+                                  dy.data.data(),
+                                  u.data.data(),
+                                  v.data.data(),
+                                  mu,
+                                  dx_last,
+                                  needs_x ? dx.data() : nullptr,
+                                  needs_u ? du.data() : nullptr,
+                                  needs_v ? dv.data() : nullptr,
+                                  needs_values ? dvalues.data() : nullptr,
+                                  shared_by};
+  for (int call = back_in_columns ? -1 : 0; call < calls; ++call) {
+    if (call < 0) {
+      if (!factored_conv_backward_columns(back, threads)) fail(name + " columns", 0, 0, 1);
+    } else {
+      factored_conv_backward(back, threads);
+    }
     if (needs_x) compare(name + " dx", dx, dx_true);
     if (needs_u) compare(name + " du", du, du_true);
     if (needs_v) compare(name + " dv", dv, dv_true);

@@ -1,0 +1,287 @@
+// The factored convolution of few pixels with a dense μ: the pixels that an output reads are laid side by side, and μ
+// is a linear layer of such rows, whose tiles are made and multiplied in cache. Neither W nor dW is ever in memory.
+//
+// Rows are [pixel][channel][tap], the order of μ. What the factors add is made apart, as in the other engines: of
+// t [pixel][rank, channel], the depthwise convolution by u, and s = vᵀ dy.
+#include "factored_conv.h"
+#include "gemm.h"
+
+namespace fastfact {
+namespace {
+
+constexpr int64_t kLarge = 1 << 19;  // numbers of a W that leaves the second cache
+
+// Images with their channels last, and what an output pixel reads of them.
+struct Images {
+  Conv c;
+  int64_t taps, pixels, row;  // row: numbers of one pixel's row
+
+  explicit Images(const Conv& c) : c(c), taps(c.kh * c.kw), pixels(c.n * c.oh * c.ow), row(c.i * taps) {}
+
+  // The offset of each tap's pixel, −1 outside the image.
+  void offsets(int64_t pixel, int64_t* out) const {
+    const int64_t image = pixel / (c.oh * c.ow), y = pixel / c.ow % c.oh, x = pixel % c.ow;
+    for (int64_t a = 0; a < c.kh; ++a) {
+      const int64_t from = y * c.stride[0] - c.padding[0] + a * c.dilation[0];
+      for (int64_t b = 0; b < c.kw; ++b) {
+        const int64_t at = x * c.stride[1] - c.padding[1] + b * c.dilation[1];
+        const bool inside = from >= 0 && from < c.h && at >= 0 && at < c.w;
+        *out++ = inside ? ((image * c.h + from) * c.w + at) * c.i : -1;
+      }
+    }
+  }
+};
+
+struct Work {
+  Images of;
+  int64_t rank;
+  const int64_t* offsets;  // [pixel][tap]
+  const float *x, *u;
+  float *rows, *t;  // null where not wanted
+  // Backward.
+  const float *drows, *s;
+  float *dx, *du;  // dx: zeros; du [item][rank, tap]
+};
+
+template <class T, int B>
+struct Turn {
+  using V = Vec<T, B>;
+  static constexpr int L = kLanes<T, B>;
+
+  // Channels of an item side by side, the last ones as zeros.
+  FF_INLINE static V channels(const T* from, int64_t n) {
+    if (__builtin_expect(n >= L, 1)) return load<B>(from);
+    T some[L] = {};
+    std::memcpy(some, from, n * sizeof(T));
+    return load<B>(some);
+  }
+
+  FF_INLINE static void put(T* to, V x, int64_t n) {
+    if (__builtin_expect(n >= L, 1)) return store<B>(to, x);
+    T some[L];
+    store<B>(some, x);
+    std::memcpy(to, some, n * sizeof(T));
+  }
+
+  FF_INLINE static V read(const Work& w, int64_t at, int64_t first, int64_t n) {
+    return at < 0 ? V{} : channels(w.x + at + first, n);
+  }
+
+  // Items are channels, a register at a time.
+  FF_INLINE static void run(const Work& w, int64_t begin, int64_t end) {
+    const Images& of = w.of;
+    const int64_t taps = of.taps, inputs = of.c.i, depth = w.rank * inputs;
+    const Scratch<T> block(L * taps + L);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = item * L, n = std::min<int64_t>(L, inputs - first);
+      for (int64_t p = 0; p < of.pixels; ++p) {
+        const int64_t* const at = w.offsets + p * taps;
+        for (int64_t r = 0; r < w.rank && w.t; ++r) {
+          V sum{};
+          for (int64_t tap = 0; tap < taps; ++tap) sum += read(w, at[tap], first, n) * w.u[r * taps + tap];
+          put(w.t + p * depth + r * inputs + first, sum, n);
+        }
+        if (!w.rows) continue;
+        for (int64_t tap = (taps - 1) / L * L; tap >= 0; tap -= L) {
+          V lines[L];
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) lines[l] = tap + l < taps ? read(w, at[tap + l], first, n) : V{};
+          PackPanels<T, B>::template transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) store<B>(block.get() + l * taps + tap, lines[l]);
+        }
+        std::memcpy(w.rows + p * of.row + first * taps, block.get(), n * taps * sizeof(T));
+      }
+    }
+  }
+};
+
+template <class T, int B>
+struct TurnBack {
+  using V = Vec<T, B>;
+  using Of = Turn<T, B>;
+  static constexpr int L = kLanes<T, B>;
+
+  FF_INLINE static void run(const Work& w, int64_t begin, int64_t end) {
+    const Images& of = w.of;
+    const int64_t taps = of.taps, inputs = of.c.i, depth = w.rank * inputs;
+    const Scratch<T> block((L + 1) * taps + L);
+    const Scratch<V> sums(w.rank * taps);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = item * L, n = std::min<int64_t>(L, inputs - first);
+      std::fill_n(sums.get(), w.rank * taps, V{});
+      std::memset(block.get(), 0, ((L + 1) * taps + L) * sizeof(T));
+      for (int64_t p = 0; p < of.pixels; ++p) {
+        const int64_t* const at = w.offsets + p * taps;
+        for (int64_t r = 0; r < w.rank && w.du; ++r) {
+          const V s = Of::channels(w.s + p * depth + r * inputs + first, n);
+          for (int64_t tap = 0; tap < taps; ++tap) sums.get()[r * taps + tap] += Of::read(w, at[tap], first, n) * s;
+        }
+        if (!w.dx) continue;
+        std::memcpy(block.get(), w.drows + p * of.row + first * taps, n * taps * sizeof(T));
+        for (int64_t tap = 0; tap < taps; tap += L) {
+          V lines[L];
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) lines[l] = load<B>(block.get() + l * taps + tap);
+          PackPanels<T, B>::template transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) {
+            if (tap + l >= taps || at[tap + l] < 0) continue;
+            T* const to = w.dx + at[tap + l] + first;
+            V sum = Of::channels(to, n) + lines[l];
+            for (int64_t r = 0; r < w.rank; ++r) {
+              sum += Of::channels(w.s + p * depth + r * inputs + first, n) * w.u[r * taps + tap + l];
+            }
+            Of::put(to, sum, n);
+          }
+        }
+      }
+      for (int64_t k = 0; k < w.rank * taps && w.du; ++k) {
+        T sum = 0;
+        for (int lane = 0; lane < L; ++lane) sum += sums.get()[k][lane];
+        w.du[item * w.rank * taps + k] = sum;
+      }
+    }
+  }
+};
+
+// [n][rows][columns] → [n][columns][rows]
+void transpose(const float* from, int64_t n, int64_t rows, int64_t columns, float* to, ParallelFor parallel_for) {
+  parallel(parallel_for, n * columns, ceil_div(16384, rows), [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const float* const at = from + item / columns * rows * columns + item % columns;
+      for (int64_t row = 0; row < rows; ++row) to[item * rows + row] = at[row * columns];
+    }
+  });
+}
+
+// Images as rows of their channels, in memory of their own where they lie otherwise.
+struct Rows {
+  Scratch<float> own;
+  const float* data;
+
+  Rows(const void* from, int64_t n, int64_t channels, int64_t plane, bool channels_last, ParallelFor parallel_for)
+      : own(channels_last ? 0 : n * channels * plane), data(static_cast<const float*>(from)) {
+    if (channels_last) return;
+    transpose(data, n, channels, plane, own.get(), parallel_for);
+    data = own.get();
+  }
+};
+
+template <int N>
+void product(const Factors<float, float> (&of)[N], float* out, std::vector<int64_t> rows, int64_t run,
+             int64_t run_stride, bool adds, ParallelFor parallel_for) {
+  const Target target{out, 0, std::move(rows), run, run_stride, 1};
+  multiply<float>(parallel_for, 1, of, WriteTile{target, 1.0, {adds ? out : nullptr, 0}});
+}
+
+std::vector<int64_t> all_offsets(const Images& of) {
+  std::vector<int64_t> out(of.pixels * of.taps);
+  for (int64_t p = 0; p < of.pixels; ++p) of.offsets(p, out.data() + p * of.taps);
+  return out;
+}
+
+void turn(const Work& w, ParallelFor parallel_for) {
+  const int64_t lanes = register_bytes() / sizeof(float);
+  parallel(parallel_for, ceil_div(w.of.c.i, lanes), ceil_div(16384, lanes * w.of.pixels * w.of.taps),
+           [&](int64_t begin, int64_t end) { dispatch<Turn, float>(w, begin, end); });
+}
+
+}  // namespace
+
+bool in_columns(Type type, const Conv& c, int64_t count, bool backward) {
+  const int64_t pixels = c.n * c.oh * c.ow, row = c.i * c.kh * c.kw, numel = row * c.o;
+  if (type != Type::f32 || c.groups != 1 || c.kh * c.kw == 1 || !in_tiles(type, pixels, row, c.o, count, backward)) {
+    return false;
+  }
+  // What the nonzeros cost one by one grows with their number, what tiles cost does not, and a W is read for each call.
+  const double density = double(count) / double(numel);
+  const bool wide = register_bytes() == 64;
+  const double most = numel < kLarge ? (backward ? 350 : 150) : backward ? 620 : wide ? 500 : 300;
+  return double(pixels) < most * density * density;
+}
+
+bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for) {
+  const Images of(op.conv);
+  const Conv& c = op.conv;
+  const auto offsets = all_offsets(of);
+  const Rows x(op.x, c.n, c.i, c.h * c.w, c.x_channels_last, parallel_for);
+  const Scratch<float> rows(of.pixels * of.row), t(op.rank * of.pixels * c.i);
+  const Scratch<float> own(c.y_channels_last ? 0 : of.pixels * c.o);
+  float* const y = c.y_channels_last ? static_cast<float*>(op.y) : own.get();
+  const float *const u = static_cast<const float*>(op.u), *const v = static_cast<const float*>(op.v);
+  turn({of, op.rank, offsets.data(), x.data, u, rows.get(), t.get()}, parallel_for);
+  if (!factored_linear(
+          {op.type, of.pixels, of.row, c.o, 0, {rows.get(), of.row, 0}, nullptr, nullptr, op.bias, op.mu, {y, c.o, 0}},
+          parallel_for)) {
+    return false;
+  }
+  if (op.rank) {
+    const Operand left{{t.get(), 0}, steps(of.pixels, op.rank * c.i), steps(op.rank * c.i, 1)};
+    const Operand right{{v, 0}, steps(c.o, c.i), steps(op.rank, c.o * c.i, c.i, 1)};
+    product<1>({{left, right}}, y, steps(of.pixels, c.o), c.o, 0, true, parallel_for);
+  }
+  if (!c.y_channels_last) transpose(y, c.n, c.oh * c.ow, c.o, static_cast<float*>(op.y), parallel_for);
+  return true;
+}
+
+bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor parallel_for) {
+  const Images of(op.conv);
+  const Conv& c = op.conv;
+  const int64_t depth = op.rank * c.i, items = ceil_div(c.i, register_bytes() / int64_t(sizeof(float)));
+  const auto offsets = all_offsets(of);
+  const Rows x(op.x, c.n, c.i, c.h * c.w, c.x_channels_last, parallel_for);
+  const Rows dy(op.dy, c.n, c.o, c.oh * c.ow, c.y_channels_last, parallel_for);
+  const float *const u = static_cast<const float*>(op.u), *const v = static_cast<const float*>(op.v);
+  const bool needs_t = op.dv && op.rank, needs_s = (op.dx || op.du) && op.rank, own = op.dx && !op.dx_channels_last;
+  const Scratch<float> rows(op.dvalues ? of.pixels * of.row : 0), drows(op.dx ? of.pixels * of.row : 0);
+  const Scratch<float> t(needs_t ? of.pixels * depth : 0), s(needs_s ? of.pixels * depth : 0);
+  const Scratch<float> du(op.du ? items * op.rank * of.taps : 0), own_dx(own ? c.n * c.h * c.w * c.i : 0);
+  float* const dx = own ? own_dx.get() : static_cast<float*>(op.dx);
+  if (op.dvalues || needs_t) {
+    turn({of, op.rank, offsets.data(), x.data, u, op.dvalues ? rows.get() : nullptr, needs_t ? t.get() : nullptr},
+         parallel_for);
+  }
+  if ((op.dx || op.dvalues) && !factored_linear_backward({op.type,
+                                                          of.pixels,
+                                                          of.row,
+                                                          c.o,
+                                                          0,
+                                                          {rows.get(), of.row, 0},
+                                                          {dy.data, c.o, 0},
+                                                          nullptr,
+                                                          nullptr,
+                                                          op.mu,
+                                                          {op.dx ? drows.get() : nullptr, of.row, 0},
+                                                          nullptr,
+                                                          nullptr,
+                                                          op.dvalues},
+                                                         parallel_for)) {
+    return false;
+  }
+  if (needs_t) {
+    const Operand left{{dy.data, 0}, steps(c.o, 1), steps(of.pixels, c.o)};
+    const Operand right{{t.get(), 0}, steps(depth, 1), steps(of.pixels, depth)};
+    product<1>({{left, right}}, static_cast<float*>(op.dv), steps(c.o, c.i), c.i, c.o * c.i, false, parallel_for);
+  }
+  if (needs_s) {
+    const Operand left{{dy.data, 0}, steps(of.pixels, c.o), steps(c.o, 1)};
+    const Operand right{{v, 0}, steps(op.rank, c.o * c.i, c.i, 1), steps(c.o, c.i)};
+    product<1>({{left, right}}, s.get(), steps(of.pixels, depth), depth, 0, false, parallel_for);
+  }
+  if (!op.dx && !(op.du && op.rank)) return true;
+  if (op.dx) std::memset(dx, 0, c.n * c.h * c.w * c.i * sizeof(float));
+  const Work back{
+      of, op.rank, offsets.data(), x.data, u, nullptr, nullptr, drows.get(), s.get(), dx, op.du ? du.get() : nullptr};
+  parallel(parallel_for, items, ceil_div(16384, of.pixels * of.row / items + 1),
+           [&](int64_t begin, int64_t end) { dispatch<TurnBack, float>(back, begin, end); });
+  for (int64_t k = 0; k < op.rank * of.taps && op.du; ++k) {
+    float sum = 0;
+    for (int64_t item = 0; item < items; ++item) sum += du.get()[item * op.rank * of.taps + k];
+    static_cast<float*>(op.du)[k] = sum;
+  }
+  if (own) transpose(dx, c.n, c.h * c.w, c.i, static_cast<float*>(op.dx), parallel_for);
+  return true;
+}
+
+}  // namespace fastfact
