@@ -135,17 +135,23 @@ Tensor convolve(const Tensor& x_, const OptionalTensor& u_, const OptionalTensor
   const Rows u(u_), v(v_), values(values_), index(index_), bias(bias_);
   const bool columns = fastfact::in_columns(type_of(x_), c, checked.nonzeros, false);
   for (int64_t j = 0; j < k; ++j) {
-    if (columns) {
-      require(fastfact::factored_conv_columns({type_of(x_), c, checked.rank, part(x.tensor, j), u.part(j), v.part(j),
-                                               bias.part(j), unchecked(checked, values, index, j), part(y, j)},
-                                              parallel_for),
-              kNotAscending);
-      continue;
+    const fastfact::FactoredConv op{
+        type_of(x_),
+        c,
+        checked.rank,
+        part(x.tensor, j),
+        u.part(j),
+        v.part(j),
+        bias.part(j),
+        columns ? unchecked(checked, values, index, j) : nonzeros(checked, values, index, j),
+        part(y, j),
+        repeated,
+        torch::stable::get_num_threads()};
+    if (!columns) {
+      fastfact::factored_conv(op, parallel_for);
+    } else {
+      require(fastfact::factored_conv_columns(op, parallel_for), kNotAscending);
     }
-    fastfact::factored_conv(
-        {type_of(x_), c, checked.rank, part(x.tensor, j), u.part(j), v.part(j), bias.part(j),
-         nonzeros(checked, values, index, j), part(y, j), repeated, torch::stable::get_num_threads()},
-        parallel_for);
   }
   return y;
 }
@@ -321,22 +327,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad,
   Tensor dvalues = empty(x_, wants[3] ? shape_of(*index_) : Shape{0});
   const bool columns = fastfact::in_columns(type_of(x_), c, checked.nonzeros, true);
   for (int64_t j = 0; j < checked.clients; ++j) {
-    if (columns) {
-      require(fastfact::factored_conv_backward_columns(
-                  {type_of(x_), c, checked.rank, part(x.tensor, j), part(dy.tensor, j), u.part(j), v.part(j),
-                   unchecked(checked, values, index, j), x.channels_last, wants[0] ? part(dx, j) : nullptr,
-                   wants[1] ? part(du, j) : nullptr, wants[2] ? part(dv, j) : nullptr,
-                   wants[3] ? part(dvalues, j) : nullptr},
-                  parallel_for),
-              kNotAscending);
-      continue;
+    const fastfact::FactoredConvBackward op{
+        type_of(x_),
+        c,
+        checked.rank,
+        part(x.tensor, j),
+        part(dy.tensor, j),
+        u.part(j),
+        v.part(j),
+        columns ? unchecked(checked, values, index, j) : nonzeros(checked, values, index, j),
+        x.channels_last,
+        wants[0] ? part(dx, j) : nullptr,
+        wants[1] ? part(du, j) : nullptr,
+        wants[2] ? part(dv, j) : nullptr,
+        wants[3] ? part(dvalues, j) : nullptr,
+        torch::stable::get_num_threads()};
+    if (!columns) {
+      fastfact::factored_conv_backward(op, parallel_for);
+    } else {
+      require(fastfact::factored_conv_backward_columns(op, parallel_for), kNotAscending);
     }
-    fastfact::factored_conv_backward(
-        {type_of(x_), c, checked.rank, part(x.tensor, j), part(dy.tensor, j), u.part(j), v.part(j),
-         nonzeros(checked, values, index, j), x.channels_last, wants[0] ? part(dx, j) : nullptr,
-         wants[1] ? part(du, j) : nullptr, wants[2] ? part(dv, j) : nullptr, wants[3] ? part(dvalues, j) : nullptr,
-         torch::stable::get_num_threads()},
-        parallel_for);
   }
   return {dx, du, dv, dvalues};
 }

@@ -354,6 +354,15 @@ def test_a_step_is_that_of_the_op(momentum, dtype, monkeypatch):
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize("rows, outputs", [(1100, 300), (513, 257), (3, 600)])
+def test_gradient_of_a_bias_of_many_rows_and_outputs(rows, outputs):
+    layer = ff.nn.FactorizedLinear(3, outputs)
+    y = layer(torch.randn(rows, 3))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    torch.testing.assert_close(layer.bias.grad, grad.double().sum(0).float(), atol=1e-4, rtol=0)
+
+
 def test_memory_kept_by_a_thread_ends_with_it():
     layer = ff.nn.FactorizedConv2d(64, 64, 3, padding=1)
     layer.prune_(0.1)
