@@ -150,68 +150,21 @@ struct Rows {
     return bit_cast<V>(bit_cast<Index>(x) & (Index)(lane < Index{} + int32_t(n)));
   }
 
-  // to[n][m] = from[m][n]. Nothing is read from `end` on.
-  template <class From, class To>
-  FF_INLINE static void transpose(const From* from, int64_t from_step, int64_t rows, int64_t columns, const From* end,
-                                  To* to, int64_t to_step) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      const int64_t height = std::min<int64_t>(rows, L), width = std::min<int64_t>(columns, L);
-      const bool whole = height == L && width == L;
-      for (int64_t row = 0; row < rows; row += L) {
-        for (int64_t column = 0; column < columns; column += L) {
-          // The last square has some rows and columns of the one before.
-          const int64_t m = std::min(row, rows - height), n = std::min(column, columns - width);
-          const From* at = from + m * from_step + n;
-          To* out = to + n * to_step + m;
-          V lines[L];
-          if (whole) {
-#pragma GCC unroll 16
-            for (int l = 0; l < L; ++l) lines[l] = load<B>(at + l * from_step);
-            transpose_from<1, L>(lines);
-#pragma GCC unroll 16
-            for (int l = 0; l < L; ++l) store<B>(out + l * to_step, lines[l]);
-            continue;
-          }
-          alignas(64) C block[L][L]{};
-          for (int l = 0; l < L && l < height; ++l) {
-            if (end - at >= l * from_step + L) {
-              store<B>(block[l], load<B>(at + l * from_step));
-            } else {
-              for (int64_t k = 0; k < width; ++k) block[l][k] = to_compute(at[l * from_step + k]);
-            }
-          }
-#pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) lines[l] = load<B>(block[l]);
-          transpose_from<1, L>(lines);
-#pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) store<B>(block[l], lines[l]);
-          for (int l = 0; l < L && l < width; ++l) {
-            if (height == L) {
-              store<B>(out + l * to_step, load<B>(block[l]));
-            } else {
-              Packing<To, B>::store_some(block[l], height, out + l * to_step);
-            }
-          }
-        }
-      }
-    });
-  }
-
   // Pixels [first, last) of contiguous images, of so many channels and pixels, as rows, and back.
   template <class From>
   FF_INLINE static void to_rows(const From* images, int64_t n, int64_t channels, int64_t pixels, int64_t first,
                                 int64_t last, C* to, int64_t to_row) {
     each_image(first, last, pixels, [&](int64_t image, int64_t at, int64_t count, int64_t before) {
-      transpose(images + image * channels * pixels + at, pixels, channels, count, images + n * channels * pixels,
-                to + before * to_row, to_row);
+      transpose<B>(images + image * channels * pixels + at, pixels, channels, count, images + n * channels * pixels,
+                   to + before * to_row, to_row);
     });
   }
   template <class To>
   FF_INLINE static void from_rows(const C* from, int64_t from_row, int64_t channels, int64_t pixels, int64_t first,
                                   int64_t last, To* images) {
     each_image(first, last, pixels, [&](int64_t image, int64_t at, int64_t count, int64_t before) {
-      transpose(from + before * from_row, from_row, count, channels, from + (last - first) * from_row,
-                images + image * channels * pixels + at, pixels);
+      transpose<B>(from + before * from_row, from_row, count, channels, from + (last - first) * from_row,
+                   images + image * channels * pixels + at, pixels);
     });
   }
 
@@ -258,7 +211,7 @@ struct Rows {
             }
           }
         }
-        Packing<D, B>::store_some(last, tail, to + whole);
+        store_some<B>(last, tail, to + whole);
       }
     });
   }
@@ -318,7 +271,7 @@ struct Rows {
             }
           }
         }
-        if constexpr (with_t) Packing<C, B>::store_some(last, tail, to + whole);
+        if constexpr (with_t) store_some<B>(last, tail, to + whole);
       }
     });
   }
@@ -351,7 +304,7 @@ struct Rows {
       } else {
         for (int64_t r = 0; r < rank; ++r, panel += c.i * width) {
           const T* from = v + ((r * c.groups + block) * c.o + n) * c.i;
-          Packing<T, B>::from_channels_last(from, c.i, count, c.i, panel, width);
+          transpose<B>(from, c.i, count, c.i, from + count * c.i, panel, width);
         }
       }
       if constexpr (std::is_same_v<T, BFloat16>) {
@@ -418,7 +371,7 @@ struct Rows {
               const C* from = part + j * N * L;
               int64_t k = 0;
               for (; n + k + L <= columns; k += L) store<B>(to + j * y_row + k, load<B>(from + k));
-              Packing<C, B>::store_some(from + k, columns - n - k, to + j * y_row + k);
+              store_some<B>(from + k, columns - n - k, to + j * y_row + k);
             }
             m += count;
           }

@@ -5,6 +5,7 @@
 // t [pixel][rank, channel], the depthwise convolution by u, and s = vᵀ dy.
 #include "factored_conv.h"
 #include "gemm.h"
+#include "transpose.h"
 
 namespace fastfact {
 namespace {
@@ -145,14 +146,28 @@ struct TurnBack {
   }
 };
 
-// [n][rows][columns] → [n][columns][rows]
-void transpose(const float* from, int64_t n, int64_t rows, int64_t columns, float* to, ParallelFor parallel_for) {
-  parallel(parallel_for, n * columns, ceil_div(16384, rows), [&](int64_t begin, int64_t end) {
+template <class T, int B>
+struct TurnMatrices {
+  static constexpr int64_t kSide = 64;
+
+  // Items are blocks of a matrix.
+  FF_INLINE static void run(const T* from, int64_t rows, int64_t columns, T* to, int64_t begin, int64_t end) {
+    const int64_t across = ceil_div(columns, kSide), blocks = ceil_div(rows, kSide) * across;
     for (int64_t item = begin; item < end; ++item) {
-      const float* const at = from + item / columns * rows * columns + item % columns;
-      for (int64_t row = 0; row < rows; ++row) to[item * rows + row] = at[row * columns];
+      const int64_t first = item / blocks * rows * columns, m = item % blocks / across * kSide;
+      const int64_t n = item % blocks % across * kSide;
+      transpose<B>(from + first + m * columns + n, columns, std::min(kSide, rows - m), std::min(kSide, columns - n),
+                   from + first + rows * columns, to + first + n * rows + m, rows);
     }
-  });
+  }
+};
+
+// [n][rows][columns] → [n][columns][rows]
+template <class T>
+void turn_matrices(const T* from, int64_t n, int64_t rows, int64_t columns, T* to, ParallelFor parallel_for) {
+  constexpr int64_t side = TurnMatrices<T, 16>::kSide;
+  parallel(parallel_for, n * ceil_div(rows, side) * ceil_div(columns, side), 8,
+           [&](int64_t begin, int64_t end) { dispatch<TurnMatrices, T>(from, rows, columns, to, begin, end); });
 }
 
 // Images as rows of their channels, in memory of their own where they lie otherwise.
@@ -163,7 +178,7 @@ struct Rows {
   Rows(const void* from, int64_t n, int64_t channels, int64_t plane, bool channels_last, ParallelFor parallel_for)
       : own(channels_last ? 0 : n * channels * plane), data(static_cast<const float*>(from)) {
     if (channels_last) return;
-    transpose(data, n, channels, plane, own.get(), parallel_for);
+    turn_matrices(data, n, channels, plane, own.get(), parallel_for);
     data = own.get();
   }
 };
@@ -221,7 +236,7 @@ bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for) {
     const Operand right{{v, 0}, steps(c.o, c.i), steps(op.rank, c.o * c.i, c.i, 1)};
     product<1>({{left, right}}, y, steps(of.pixels, c.o), c.o, 0, true, parallel_for);
   }
-  if (!c.y_channels_last) transpose(y, c.n, c.oh * c.ow, c.o, static_cast<float*>(op.y), parallel_for);
+  if (!c.y_channels_last) turn_matrices(y, c.n, c.oh * c.ow, c.o, static_cast<float*>(op.y), parallel_for);
   return true;
 }
 
@@ -280,7 +295,7 @@ bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor 
     for (int64_t item = 0; item < items; ++item) sum += du.get()[item * op.rank * of.taps + k];
     static_cast<float*>(op.du)[k] = sum;
   }
-  if (own) transpose(dx, c.n, c.h * c.w, c.i, static_cast<float*>(op.dx), parallel_for);
+  if (own) turn_matrices(dx, c.n, c.h * c.w, c.i, static_cast<float*>(op.dx), parallel_for);
   return true;
 }
 

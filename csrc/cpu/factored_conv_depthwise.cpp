@@ -74,7 +74,6 @@ template <class T, int B>
 struct Lanes {
   using C = Compute<T>;
   using V = Vec<T, B>;
-  using Pack = Packing<C, B>;
   static constexpr int L = kLanes<T, B>;
   static constexpr int kOutputs = B == 64 ? 16 : 8;  // sums in registers
 
@@ -105,7 +104,7 @@ struct Lanes {
       for (int64_t y = std::max<int64_t>(0, -p.top); y < std::min(p.h, p.rows - p.top); ++y) {
         C* const row = to + ((y + p.top) * p.columns + p.left + low) * L;
         if (!last) {
-          Pack::to_channels_last(panel + y * p.w + low, step, L, columns, row, L);
+          transpose<B>(panel + y * p.w + low, step, L, columns, panel + L * step, row, L);
           continue;
         }
         const T* at = image + (y * p.w + low) * channels + first;
@@ -127,7 +126,7 @@ struct Lanes {
       return;
     }
     const int64_t step = panel_step(pixels);
-    Pack::from_channels_last(from, L, pixels, L, panel, step);
+    transpose<B>(from, L, pixels, L, from + pixels * L, panel, step);
     for (int64_t l = 0; l < count; ++l) copy<B>(panel + l * step, pixels, image + (first + l) * pixels);
   }
 

@@ -810,7 +810,7 @@ void sum_factors(const FactoredLinearBackward& op, const std::vector<Unit>& unit
 template <class C, int B>
 struct Turn {
   FF_INLINE static void run(const C* from, int64_t step, int64_t rows, int64_t columns, C* to) {
-    Packing<C, B>::from_channels_last(from, step, rows, columns, to, rows);
+    transpose<B>(from, step, rows, columns, from + (rows - 1) * step + columns, to, rows);
   }
 };
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "factored_conv.h"
+#include "transpose.h"
 #include "vec.h"
 
 namespace fastfact {
@@ -369,26 +370,6 @@ struct Zeros : Scratch<C> {
   explicit Zeros(int64_t n) : Scratch<C>(n) { std::memset(static_cast<void*>(this->get()), 0, n * sizeof(C)); }
 };
 
-// Swaps lanes so that, after all distances D = 1, 2, 4 …, a square of registers is transposed.
-template <int D, class V, int... lane>
-FF_INLINE void exchange(V& a, V& b, std::integer_sequence<int, lane...>) {
-  constexpr int n = sizeof...(lane);
-  const V low = shuffle<(lane & D ? n + lane - D : lane)...>(a, b);
-  b = shuffle<(lane & D ? n + lane : lane + D)...>(a, b);
-  a = low;
-}
-
-template <int D, int N, class V>
-FF_INLINE void transpose_from(V* rows) {
-  if constexpr (D < N) {
-#pragma GCC unroll 16
-    for (int j = 0; j < N; ++j) {
-      if (!(j & D)) exchange<D>(rows[j], rows[j + D], std::make_integer_sequence<int, N>{});
-    }
-    transpose_from<2 * D, N>(rows);
-  }
-}
-
 template <class T, int B>
 struct Packing {
   using C = Compute<T>;
@@ -564,44 +545,6 @@ struct Packing {
     int64_t first_ = 0, last_ = 0;   // what is read of the first channel
   };
 
-  // to[c][p] = from[p][c]
-  FF_INLINE static void from_channels_last(const T* from, int64_t step, int64_t pixels, int64_t channels, C* to,
-                                           int64_t to_step) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t p = 0; p < pixels; p += L) {
-        const int64_t count = std::min<int64_t>(L, pixels - p);
-        const T* at = from + p * step;
-        int64_t c = 0;
-        for (; c + L <= channels && count == L; c += L) {
-          V lines[L];
-#pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) lines[l] = load<B>(at + l * step + c);
-          transpose_from<1, L>(lines);
-#pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) store<B>(to + (c + l) * to_step + p, lines[l]);
-        }
-        for (; c < channels; ++c) {
-          for (int64_t l = 0; l < count; ++l) to[c * to_step + p + l] = to_compute(at[l * step + c]);
-        }
-      }
-    });
-  }
-
-  // n < L elements.
-  template <int W = B / 2>
-  FF_INLINE static void store_some(const C* from, int64_t n, T* to) {
-    if constexpr (W >= 16) {
-      constexpr int count = W / int(sizeof(C));
-      if (n >= count) {
-        store<W>(to, load<W>(from));
-        from += count, to += count, n -= count;
-      }
-      store_some<W / 2>(from, n, to);
-    } else {
-      for (int64_t j = 0; j < n; ++j) to[j] = from_compute<T>(from[j]);
-    }
-  }
-
   // Writes `channels` channels of a unit, [phase][tile][channel][registers of the tile], to the images y from channel
   // `channel` on.
   FF_INLINE static void unpack(const Geometry& s, const Grid& g, const Tiling& tiling, int64_t unit, const C* from,
@@ -697,34 +640,8 @@ struct Packing {
           if (count[l] == L) {
             store<B>(to[l] + c * y.h * y.w, load<B>(block[l]));
           } else {
-            store_some(block[l], count[l], to[l] + c * y.h * y.w);
+            store_some<B>(block[l], count[l], to[l] + c * y.h * y.w);
           }
-        }
-      }
-    }
-  }
-
-  // to[p][c] = from[c][p]
-  FF_INLINE static void to_channels_last(const C* from, int64_t step, int64_t channels, int64_t pixels, T* to,
-                                         int64_t to_step) {
-    for (int64_t p = 0; p < pixels; p += L) {
-      const int64_t count = std::min<int64_t>(L, pixels - p);
-      int64_t c = 0;
-      for (; c + L <= channels; c += L) {
-        V lines[L];
-#pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) lines[l] = load<B>(from + (c + l) * step + p);
-        transpose_from<1, L>(lines);
-        if (count == L) {
-#pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) store<B>(to + (p + l) * to_step + c, lines[l]);
-        } else {
-          for (int l = 0; l < count; ++l) store<B>(to + (p + l) * to_step + c, lines[l]);
-        }
-      }
-      for (; c < channels; ++c) {
-        for (int64_t l = 0; l < count; ++l) {
-          to[(p + l) * to_step + c] = from_compute<T>(from[c * step + p + l]);
         }
       }
     }
