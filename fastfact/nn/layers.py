@@ -573,6 +573,7 @@ class FactorizedLayer(nn.Module):
         tensors = self._tensors() if tensors is None else tensors
         if self.training or not weight_cache.allowed():
             return self.spec.weight(_cast(tensors), self.size, self._format_of(channels_last, tensors))
+        channels_last = channels_last and len(self.size) == 4
         layout = torch.channels_last if channels_last else torch.contiguous_format
 
         def make() -> Tensor:

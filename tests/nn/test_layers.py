@@ -104,6 +104,14 @@ def test_linear_is_the_equation(spec):
     torch.testing.assert_close(layer(x), F.linear(x, expected_weight(layer), layer.bias), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_linear_in_evaluation_takes_rows_that_lie_as_images_in_channels_last(spec):
+    layer = randomized(ff.nn.FactorizedLinear(5, 3, dtype=torch.float64, spec=spec)).eval()
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), F.linear(x, expected_weight(layer), layer.bias), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("settings", CONVS.values(), ids=CONVS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_conv_forward_and_gradients(spec, settings):
