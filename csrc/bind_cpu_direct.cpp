@@ -104,6 +104,14 @@ Tensor like_rows(const Layer& layer, const Tensor& x, int64_t channels) {
   return viewed(empty(x, {sizes[0], h, w, channels}), sizes, {h * w * channels, 1, w * gap, gap});
 }
 
+// Rows [n, channels] as those of x […, channels of x] stand.
+Tensor as_rows_of(const Tensor& x, const Tensor& rows) {
+  Shape sizes = shape_of(x), strides(sizes.size());
+  sizes.back() = rows.size(1);
+  for (int64_t d = sizes.size(), step = 1; d-- > 0; step *= sizes[d]) strides[d] = step;
+  return viewed(rows, sizes, strides);
+}
+
 // W [o, i] or [o, i, 1, 1] as a matrix.
 Tensor matrix(const Tensor& w) { return viewed(w, {w.size(0), w.size(1)}, {w.stride(0), w.stride(1)}); }
 
@@ -214,7 +222,8 @@ bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x_,
                          index = borrowed_if(index_), bias = borrowed_if(bias_);
     const Shape size = weight_size(of);
     if (of.kind == Layer::kLinear) {
-      give(factored_linear(x, u, v, values, index, bias, size), out);
+      const Tensor y = factored_linear(rows_of(of, x), u, v, values, index, bias, size);
+      give(x.dim() == 2 ? y : as_rows_of(x, y), out);
     } else {
       const auto convolve = repeated ? repeated_factored_conv2d : factored_conv2d;
       const Shape stride(of.stride, of.stride + 2), padding(of.padding, of.padding + 2),
@@ -232,18 +241,18 @@ bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, 
                          index = borrowed_if(index_);
     const Shape size = weight_size(of);
     if (needs & 15) {
-      const auto [dx, du, dv, dvalues] =
+      auto [dx, du, dv, dvalues] =
           of.kind == Layer::kLinear
-              ? factored_linear_backward(grad, x, u, v, values, index, size, needs & 15)
+              ? factored_linear_backward(rows_of(of, grad), rows_of(of, x), u, v, values, index, size, needs & 15)
               : factored_conv2d_backward(grad, x, u, v, values, index, size, Shape(of.stride, of.stride + 2),
                                          Shape(of.padding, of.padding + 2), Shape(of.dilation, of.dilation + 2),
                                          of.groups, needs & 15);
-      if (needs & 1) give(dx, out);
+      if (needs & 1) give(of.kind == Layer::kLinear && x.dim() != 2 ? as_rows_of(x, dx) : dx, out);
       if (needs & 2) give(du, out + 1);
       if (needs & 4) give(dv, out + 2);
       if (needs & 8) give(dvalues, out + 3);
     }
-    if (needs & 16) give(channel_sums(grad), out + 4);
+    if (needs & 16) give(channel_sums(of.kind == Layer::kLinear ? rows_of(of, grad) : grad), out + 4);
   });
 }
 

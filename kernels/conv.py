@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.base.formats import KERNEL, SPATIAL, VIEW, is_channels_last, to_format
+from fastfact.base.formats import KERNEL, SPATIAL, VIEW, is_channels_last, to_format, weight_last
 from fastfact.kernels import rank1_conv, separable_conv
 from fastfact.kernels.geometry import INT32_LIMIT, Axis, ImageStrides, Slices, accumulator, empty_weight, slices
 from fastfact.kernels.launch import Tile, first_that_fits
@@ -612,10 +612,10 @@ def factored_conv2d_backward(
     grad, x, u, v, values, index, size, *settings_and_needs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *settings, needs = settings_and_needs
-    settings = (SPATIAL, size, False, *settings)
+    settings = (SPATIAL, size, weight_last(values), *settings)
     dx = du = dv = dvalues = x.new_empty(0)
     if needs & 1:
         dx = fused_conv2d_dx(grad, u, v, values, index, x.shape[1:], is_channels_last(x), *settings)
-    if weights := needs >> 1 & (3 if index is None else 7):
+    if weights := needs >> 1 & (3 if values is None else 7):
         du, dv, dvalues = fused_conv2d_dw(grad, x, u, v, index, *settings, weights)
     return dx, du, dv, dvalues

@@ -12,11 +12,13 @@ struct Conv {
   bool x_channels_last, y_channels_last;
 };
 
-// The nonzeros of μ [groups·o, i, kh, kw]: ascending flat positions and their values.
+// The nonzeros of μ [groups·o, i, kh, kw]: ascending flat positions and their values. Without positions values are all
+// of a dense μ, `channels_last` [groups·o, kh, kw, i]; see `takes_dense`.
 struct Sparse {
   const int32_t* index;
   const void* values;
   int64_t count;
+  bool channels_last = false;
 };
 
 // By which what was found for the positions of μ is found again.
@@ -62,7 +64,8 @@ void factored_conv_backward_planes(const FactoredConvBackward& op, ParallelFor p
 bool factored_conv_1x1(const FactoredConv& op, ParallelFor parallel_for);
 bool factored_conv_backward_1x1(const FactoredConvBackward& op, ParallelFor parallel_for);
 
-// The same for depthwise convolutions.
+// The same for depthwise convolutions, `is_depthwise`.
+bool is_depthwise(const Conv& c);
 bool factored_conv_depthwise(const FactoredConv& op, ParallelFor parallel_for);
 bool factored_conv_backward_depthwise(const FactoredConvBackward& op, ParallelFor parallel_for);
 
@@ -71,6 +74,11 @@ bool factored_conv_backward_depthwise(const FactoredConvBackward& op, ParallelFo
 bool in_columns(Type type, const Conv& c, int64_t count, bool backward);
 bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for);
 bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor parallel_for);
+
+// Whether these take a dense μ without positions.
+inline bool takes_dense(Type type, const Conv& c, bool backward) {
+  return is_depthwise(c) || in_columns(type, c, c.o * c.i * c.kh * c.kw, backward);
+}
 
 // Rows [n, channels] in memory: the channels of a row side by side, or, with `plane`, images of so many rows each,
 // [n / plane, channels, plane], for layers without factors.
@@ -105,6 +113,9 @@ bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor para
 
 // Whether they multiply tiles of W, made in cache, in place of nonzeros (linear_tiles.cpp); not for planes.
 bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool backward);
+inline bool takes_dense(Type type, int64_t n, int64_t i, int64_t o, bool backward) {
+  return !n || in_tiles(type, n, i, o, o * i, backward);
+}
 constexpr int64_t kFewRanks = 4;  // up to which du and dv are summed from tiles of dW
 bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for);
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for);

@@ -1,8 +1,8 @@
 // The factored convolution of few pixels with a dense μ: the pixels that an output reads are laid side by side, and μ
 // is a linear layer of such rows, whose tiles are made and multiplied in cache. Neither W nor dW is ever in memory.
 //
-// Rows are [pixel][channel][tap], the order of μ. What the factors add is made apart, as in the other engines: of
-// t [pixel][rank, channel], the depthwise convolution by u, and s = vᵀ dy.
+// Rows are [pixel][channel][tap], the order of μ, or [pixel][tap][channel] where μ is so. What the factors add is made
+// apart, as in the other engines: of t [pixel][rank, channel], the depthwise convolution by u, and s = vᵀ dy.
 #include "factored_conv.h"
 #include "gemm.h"
 #include "transpose.h"
@@ -41,7 +41,8 @@ struct Work {
   float *rows, *t;  // null where not wanted
   // Backward.
   const float *drows, *s;
-  float *dx, *du;  // dx: zeros; du [item][rank, tap]
+  float *dx, *du;   // dx: zeros; du [item][rank, tap]
+  bool taps_first;  // in rows
 };
 
 template <class T, int B>
@@ -83,6 +84,12 @@ struct Turn {
           put(w.t + p * depth + r * inputs + first, sum, n);
         }
         if (!w.rows) continue;
+        if (w.taps_first) {
+          for (int64_t tap = 0; tap < taps; ++tap) {
+            put(w.rows + p * of.row + tap * inputs + first, read(w, at[tap], first, n), n);
+          }
+          continue;
+        }
         for (int64_t tap = (taps - 1) / L * L; tap >= 0; tap -= L) {
           V lines[L];
 #pragma GCC unroll 16
@@ -119,12 +126,19 @@ struct TurnBack {
           for (int64_t tap = 0; tap < taps; ++tap) sums.get()[r * taps + tap] += Of::read(w, at[tap], first, n) * s;
         }
         if (!w.dx) continue;
-        std::memcpy(block.get(), w.drows + p * of.row + first * taps, n * taps * sizeof(T));
+        const T* const drows = w.drows + p * of.row;
+        if (!w.taps_first) std::memcpy(block.get(), drows + first * taps, n * taps * sizeof(T));
         for (int64_t tap = 0; tap < taps; tap += L) {
           V lines[L];
+          if (w.taps_first) {
+            for (int l = 0; l < L && tap + l < taps; ++l) {
+              lines[l] = Of::channels(drows + (tap + l) * inputs + first, n);
+            }
+          } else {
 #pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) lines[l] = load<B>(block.get() + l * taps + tap);
-          PackPanels<T, B>::template transpose_lanes<L / 2>(lines);
+            for (int l = 0; l < L; ++l) lines[l] = load<B>(block.get() + l * taps + tap);
+            PackPanels<T, B>::template transpose_lanes<L / 2>(lines);
+          }
 #pragma GCC unroll 16
           for (int l = 0; l < L; ++l) {
             if (tap + l >= taps || at[tap + l] < 0) continue;
@@ -225,7 +239,9 @@ bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for) {
   const Scratch<float> own(c.y_channels_last ? 0 : of.pixels * c.o);
   float* const y = c.y_channels_last ? static_cast<float*>(op.y) : own.get();
   const float *const u = static_cast<const float*>(op.u), *const v = static_cast<const float*>(op.v);
-  turn({of, op.rank, offsets.data(), x.data, u, rows.get(), t.get()}, parallel_for);
+  Work work{of, op.rank, offsets.data(), x.data, u, rows.get(), t.get()};
+  work.taps_first = op.mu.channels_last;
+  turn(work, parallel_for);
   if (!factored_linear(
           {op.type, of.pixels, of.row, c.o, 0, {rows.get(), of.row, 0}, nullptr, nullptr, op.bias, op.mu, {y, c.o, 0}},
           parallel_for)) {
@@ -254,8 +270,9 @@ bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor 
   const Scratch<float> du(op.du ? items * op.rank * of.taps : 0), own_dx(own ? c.n * c.h * c.w * c.i : 0);
   float* const dx = own ? own_dx.get() : static_cast<float*>(op.dx);
   if (op.dvalues || needs_t) {
-    turn({of, op.rank, offsets.data(), x.data, u, op.dvalues ? rows.get() : nullptr, needs_t ? t.get() : nullptr},
-         parallel_for);
+    Work work{of, op.rank, offsets.data(), x.data, u, op.dvalues ? rows.get() : nullptr, needs_t ? t.get() : nullptr};
+    work.taps_first = op.mu.channels_last;
+    turn(work, parallel_for);
   }
   if ((op.dx || op.dvalues) && !factored_linear_backward({op.type,
                                                           of.pixels,
@@ -286,8 +303,18 @@ bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor 
   }
   if (!op.dx && !(op.du && op.rank)) return true;
   if (op.dx) std::memset(dx, 0, c.n * c.h * c.w * c.i * sizeof(float));
-  const Work back{
-      of, op.rank, offsets.data(), x.data, u, nullptr, nullptr, drows.get(), s.get(), dx, op.du ? du.get() : nullptr};
+  const Work back{of,
+                  op.rank,
+                  offsets.data(),
+                  x.data,
+                  u,
+                  nullptr,
+                  nullptr,
+                  drows.get(),
+                  s.get(),
+                  dx,
+                  op.du ? du.get() : nullptr,
+                  op.mu.channels_last};
   parallel(parallel_for, items, ceil_div(16384, of.pixels * of.row / items + 1),
            [&](int64_t begin, int64_t end) { dispatch<TurnBack, float>(back, begin, end); });
   for (int64_t k = 0; k < op.rank * of.taps && op.du; ++k) {

@@ -351,7 +351,10 @@ void make_weight(const Work<C>& w, int64_t rank, const void* u_, const void* v_,
       for (int64_t k = 0; k < w.channels; ++k) at(k, t) += factor * to_compute(v[r * w.channels + k]);
     }
   }
-  for (int64_t nz = 0; nz < mu.count; ++nz) at(mu.index[nz] / w.taps, mu.index[nz] % w.taps) += to_compute(values[nz]);
+  for (int64_t nz = 0; nz < mu.count; ++nz) {
+    const int64_t position = mu.index ? mu.index[nz] : nz;
+    at(position / w.taps, position % w.taps) += to_compute(values[nz]);
+  }
 }
 
 // du, dv and dμ on its support from dW, the sum of its parts.
@@ -379,13 +382,14 @@ void give_gradients(const FactoredConvBackward& op, const Work<C>& w, C* sums) {
     }
   }
   for (int64_t nz = 0; nz < op.mu.count && dvalues; ++nz) {
-    dvalues[nz] = from_compute<T>(at(op.mu.index[nz] / w.taps, op.mu.index[nz] % w.taps));
+    const int64_t position = op.mu.index ? op.mu.index[nz] : nz;
+    dvalues[nz] = from_compute<T>(at(position / w.taps, position % w.taps));
   }
 }
 
-bool is_depthwise(const Conv& c) { return c.i == 1 && c.o == 1 && c.groups >= kFewest; }
-
 }  // namespace
+
+bool is_depthwise(const Conv& c) { return c.i == 1 && c.o == 1 && c.groups >= kFewest; }
 
 bool factored_conv_depthwise(const FactoredConv& op, ParallelFor parallel_for) {
   if (!is_depthwise(op.conv)) return false;

@@ -106,6 +106,7 @@ struct Work {
 
 // Whether positions ascend and are in [0, size).
 bool ascending(const Sparse& mu, int64_t size, ParallelFor parallel_for) {
+  if (!mu.index) return true;
   if (!mu.count) return true;
   std::atomic<bool> valid{mu.index[0] >= 0 && mu.index[mu.count - 1] < size};
   parallel(parallel_for, mu.count - 1, 1 << 15, [&](int64_t begin, int64_t end) {

@@ -60,6 +60,7 @@ struct FindBits {
 };
 
 struct Entry {
+  bool dense;
   uint64_t digest;
   int64_t count;
   std::shared_ptr<const OwnBits> found;
@@ -71,6 +72,15 @@ struct Entry {
 OwnBits::OwnBits(int64_t rows, int64_t columns, const Sparse& mu, ParallelFor parallel_for)
     : Bits{rows, columns, words_of(columns), nullptr, nullptr}, words_(rows * words), counts_(rows * words + 1) {
   bits = words_.get(), before = counts_.get();
+  counts_.get()[rows * words] = int32_t(mu.count);
+  if (!mu.index) {
+    for (int64_t at = 0; at < rows * words; ++at) {
+      const int64_t first = at % words * 64, last = columns - first;
+      words_.get()[at] = last < 64 ? (uint64_t(1) << last) - 1 : ~uint64_t(0);
+      counts_.get()[at] = int32_t(at / words * columns + first);
+    }
+    return;
+  }
   const int64_t chunks = std::clamp<int64_t>((mu.count + rows * words) >> 14, 1, std::clamp<int64_t>(rows, 1, 64));
   std::vector<int64_t> starts(chunks + 1);
   for (int64_t k = 1; k < chunks; ++k) {
@@ -84,19 +94,20 @@ OwnBits::OwnBits(int64_t rows, int64_t columns, const Sparse& mu, ParallelFor pa
                                 words_.get(), counts_.get(), &valid_);
     }
   });
-  counts_.get()[rows * words] = int32_t(mu.count);
 }
 
 std::shared_ptr<const OwnBits> find_bits(int64_t rows, int64_t columns, const Sparse& mu, ParallelFor parallel_for) {
   static auto* const recent = new Recent<Entry>(int64_t(1) << 27);  // for as long as there are threads
-  const uint64_t key = positions_digest(mu, parallel_for);
+  const bool dense = !mu.index;
+  const uint64_t key = dense ? 0 : positions_digest(mu, parallel_for);
   const auto same = [&](const Entry& e) {
-    return e.digest == key && e.count == mu.count && e.found->rows == rows && e.found->columns == columns;
+    return e.dense == dense && e.digest == key && e.count == mu.count && e.found->rows == rows &&
+           e.found->columns == columns;
   };
   if (const auto entry = recent->find(same)) return entry->found;
   const auto bits = std::make_shared<const OwnBits>(rows, columns, mu, parallel_for);
   if (!bits->valid()) return nullptr;
-  recent->add(std::make_shared<const Entry>(Entry{key, mu.count, bits}));
+  recent->add(std::make_shared<const Entry>(Entry{dense, key, mu.count, bits}));
   return bits;
 }
 

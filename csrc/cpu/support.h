@@ -141,7 +141,7 @@ FF_INLINE void gather_next(const uint8_t* bits, Vec<float, B> x, T*& to) {
   }
 }
 
-// The support of positions in [0, rows · columns), in memory of its own.
+// The support of positions in [0, rows · columns), or all of them for a dense μ, in memory of its own.
 class OwnBits : public Bits {
  public:
   OwnBits(int64_t rows, int64_t columns, const Sparse& mu, ParallelFor parallel_for);

@@ -68,6 +68,13 @@ def is_channels_last(x: Tensor) -> bool:
     return one.is_contiguous(memory_format=torch.channels_last) and (not one.is_contiguous() or one_channel_last(one))
 
 
+def weight_last(values: Tensor | None) -> bool:
+    """Whether these are no values of a support but a weight [(k,) o, i, kh, kw] that is channels_last."""
+    if values is None or values.dim() < 4:
+        return False
+    return is_channels_last(values if values.dim() == 5 else values.unsqueeze(0))
+
+
 def one_channel_last(x: Tensor) -> bool:
     """Whether `x` [n, c, h, w] has one channel, which leaves both formats the same in memory, and is channels_last by
     its strides, as PyTorch tells."""

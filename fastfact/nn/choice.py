@@ -56,9 +56,9 @@ class Work(NamedTuple):
     """What a layer is asked to do.
 
     kind: "spatial", "kernel" (the layouts of a convolution) or "linear". size: of W. rows: images of an input, or rows
-    of a linear layer's. image: (h, w) of the input, (1, 1) of a linear layer. nonzeros: of compact μ, 0 without μ.
+    of a linear layer's. image: (h, w) of the input, (1, 1) of a linear layer. nonzeros: numbers of μ, 0 without μ.
     step: "evaluation" (what is made once is kept), "forward", "training" (forward and backward) or "weights" (the same
-    where the input wants no gradient, as in the first layer of a network).
+    where the input wants no gradient, as in the first layer of a network). dense: whether μ is.
     """
 
     kind: str
@@ -75,6 +75,7 @@ class Work(NamedTuple):
     step: str
     dtype: torch.dtype
     device: str
+    dense: bool = False
 
     @property
     def density(self) -> float:
@@ -85,10 +86,11 @@ class Work(NamedTuple):
         """What is remembered it for: rows, image and nonzeros in coarse steps, the rest as it is."""
         how = (self.stride, self.padding, self.dilation, self.groups) if len(self.size) == 4 else ()
         layout = "channels_last" if self.channels_last else "contiguous"
+        nonzeros = "dense" if self.dense else f"nonzeros {_coarse(self.nonzeros, 4)}"
         parts = (
             *(self.kind, self.step, str(self.dtype).removeprefix("torch."), layout, _by(self.size)),
             *(_by(one) if isinstance(one, tuple) else one for one in how),
-            *(f"rank {self.rank}", f"nonzeros {_coarse(self.nonzeros, 4)}", f"rows {_coarse(self.rows, 2)}"),
+            *(f"rank {self.rank}", nonzeros, f"rows {_coarse(self.rows, 2)}"),
             *(_by(_coarse(side, 2) for side in self.image), self.device, f"{torch.get_num_threads()} threads"),
         )
         return " ".join(map(str, parts))

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ PACKED = 0.5
 """The density of a dense μ below which its nonzeros are packed for evaluation, so that it can be factored."""
 DEPTHWISE = 4
 """Channels from which on the kernel of depthwise layers serves."""
+FEW_PIXELS = 500
+"""Of the output, up to which a convolution of dense μ may be done without W."""
 ANSWERS = 32
 """Inputs of so many kinds a layer remembers its path for."""
 OF_WEIGHT = ("reconstruct", "product")
@@ -54,6 +57,8 @@ class FactorizedLayer(nn.Module):
     (`Rank1` with layout "spatial" or "kernel", or of a linear layer; zero padding given as numbers); "auto" takes the
     one that was faster for inputs such as the one at hand when it was measured (`nn.choice`). The factored one can be
     where μ is compact or the spec has none, and in evaluation on the CPU where μ is mostly zeros: these are left out.
+    Of a dense μ "auto" may take it on the CPU, for linear layers and convolutions that are depthwise, 1×1 (layout
+    "kernel") or of few pixels.
     "factored" of `LowRank` (linear layers, and convolutions in layout "separable") takes σ and B A apart: "auto" takes
     it where σ takes no gradient and that costs less (`LowRank.is_thin`), always where the adapter has dropout, and not
     in evaluation on the CPU, where W is kept.
@@ -368,12 +373,10 @@ class FactorizedLayer(nn.Module):
         if (y := self._by_twin(x, FactorizedLayer.forward)) is not None:
             return y
         tensors, bias = self._tensors(), self.bias
-        spread = self._spread(tensors)
-        path = self._path(x, spread, None)
-        own = tensors if path in OF_WEIGHT else spread
-        if torch.is_grad_enabled() and own is tensors:
-            self._note_node(path, x, own, bias)
-        return self._compute(path, x, own, bias, None)
+        path = self._path(x, tensors, None)
+        if torch.is_grad_enabled():
+            self._note_node(path, x, tensors, bias)
+        return self._compute(path, x, tensors, bias, None)
 
     def _by_twin(self, x: Tensor, of: Callable[["FactorizedLayer", Tensor], Any]) -> Any:
         """of(twin, x), in evaluation under autocast: the twin is the layer in autocast's dtype, kept while the numbers
@@ -462,10 +465,6 @@ class FactorizedLayer(nn.Module):
         of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size)
         return call_of(of, bias, *parts)
 
-    def _spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The factors for training, dense μ as nonzeros at all positions where it can be factored so."""
-        return tensors
-
     def _evaluate(self, x: Tensor) -> Tensor:
         """The forward where what is made from the factors may be kept, and no node serves."""
         tensors, bias = self._tensors(), self.bias
@@ -529,7 +528,7 @@ class FactorizedLayer(nn.Module):
         """What a forward computes from now, and what is kept for it."""
         tensors = self._tensors()
         if self.training or not weight_cache.allowed():
-            return self._spread(tensors), None
+            return tensors, None
         return self._packed(tensors, self._cache.of(list(tensors.values())))
 
     def _path(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
@@ -642,8 +641,16 @@ class FactorizedLayer(nn.Module):
         """The paths that there are for x, "reconstruct" first."""
         if any(type(t) not in PLAIN for t in (x, *tensors.values())):
             return ["reconstruct"]
-        factored = x.is_cpu and loaded("cpu") and self._has_factored_form() and not self._why_not("factored", tensors)
-        return ["reconstruct", "factored"] if factored and not self._factors_are_weights(tensors) else ["reconstruct"]
+        factored = x.is_cpu and loaded("cpu") and self._has_factored_form() and not self._factors_are_weights(tensors)
+        if factored and _is_dense(tensors):
+            factored = choice.can_measure() and self._is_plain(x, tensors, self.bias) and self._takes_dense(x, tensors)
+        elif factored:
+            factored = not self._why_not("factored", tensors)
+        return ["reconstruct", "factored"] if factored else ["reconstruct"]
+
+    def _takes_dense(self, x: Tensor, tensors: dict[str, Tensor]) -> bool:
+        """Whether a kernel of the factored path takes dense μ as it is."""
+        raise NotImplementedError
 
     def _factors_are_weights(self, tensors: dict[str, Tensor]) -> bool:
         """Whether the factored path computes as much as the dense layer, because v has the size of W."""
@@ -941,14 +948,17 @@ class FactorizedConv2d(FactorizedLayer):
         )
         return _fill_dense(dense, self)
 
-    def _spread(self, tensors):
-        # A depthwise layer, whose kernel makes W: that is small.
-        mu, (o, i, *_) = tensors.get("mu"), self.size
-        if self.path != "auto" or mu is None or mu.dim() == 1 or i > 1 or o != self.groups or o < DEPTHWISE:
-            return tensors
-        if not self._has_factored_form() or not self._is_plain(mu, tensors, None):
-            return tensors
-        return {**tensors, "mu": mu.flatten(), INDEX: _everywhere(mu.numel())}
+    def _takes_dense(self, x, tensors):
+        o, i, *kernel = self.size
+        if x.dim() != 4 or not self._is_one_op():
+            return False
+        if i == 1 and o == self.groups:
+            return o >= DEPTHWISE
+        if self.groups > 1 or not _multiplies_tiles(x.dtype):
+            return False
+        if kernel == [1, 1]:
+            return True
+        return x.dtype == torch.float32 and len(x) * math.prod(self._output(x)) <= FEW_PIXELS
 
     def _factors_are_weights(self, tensors):
         return "u" in tensors and tensors["u"][0].numel() == 1 and self.size[1] > 1
@@ -980,7 +990,8 @@ class FactorizedConv2d(FactorizedLayer):
         rows, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
         how = (*map(self._pair, ("stride", "padding", "dilation")), *_rank_and_nonzeros(tensors))
         kind = self.spec.layout if isinstance(self.spec, Rank1) else type(self.spec).__name__
-        return choice.Work(kind, self.size, self.groups, rows, image, *how, channels_last, step, dtype, device)
+        own = channels_last, step, dtype, device, _is_dense(tensors)
+        return choice.Work(kind, self.size, self.groups, rows, image, *how, *own)
 
     def _pair(self, setting: str) -> tuple[int, int]:
         """A setting (stride, padding, dilation) for both axes of an image."""
@@ -1284,8 +1295,8 @@ class FactorizedLinear(FactorizedLayer):
     def _work(self, shape, tensors, channels_last, step, dtype, device):
         rows = NOMINAL_IMAGES if shape is None else torch.Size(shape[:-1]).numel()
         ones = ((1, 1),) * 4  # image, stride, padding, dilation
-        rank, nonzeros = _rank_and_nonzeros(tensors)
-        return choice.Work("linear", self.size, 1, rows, *ones, rank, nonzeros, False, step, dtype, device)
+        own = *_rank_and_nonzeros(tensors), False, step, dtype, device, _is_dense(tensors)
+        return choice.Work("linear", self.size, 1, rows, *ones, *own)
 
     def _describe(self):
         if type(self) is not FactorizedLinear:
@@ -1307,7 +1318,7 @@ class FactorizedLinear(FactorizedLayer):
         return self._dense_call(x, self._kept_form("columns", tensors, kept, _by_columns), bias)
 
     def _call(self, path, x, tensors, bias):
-        if path != "factored" or isinstance(self.spec, LowRank) or x.dim() != 2:
+        if path != "factored" or isinstance(self.spec, LowRank) or x.dim() < 2:
             return super()._call(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
@@ -1344,6 +1355,9 @@ class FactorizedLinear(FactorizedLayer):
 
     def _rows(self, x):
         return x.numel() / x.shape[-1]
+
+    def _takes_dense(self, x, tensors):
+        return x.dim() > 0 and _multiplies_tiles(x.dtype)
 
     def _apart(
         self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, outputs: slice | None = None
@@ -1420,7 +1434,7 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def _rank_and_nonzeros(tensors: dict[str, Tensor]) -> tuple[int, int]:
-    return (tensors["u"].shape[0] if "u" in tensors else 0), (len(tensors["mu"]) if INDEX in tensors else 0)
+    return (tensors["u"].shape[0] if "u" in tensors else 0), (tensors["mu"].numel() if "mu" in tensors else 0)
 
 
 def _pack(mu: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -1432,10 +1446,14 @@ def _digest(index: Tensor) -> int:
     return torch.ops.fastfact.digest([index])
 
 
-@functools.lru_cache(64)
-def _everywhere(numel: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(numel, dtype=torch.int32)
+def _is_dense(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether there is a μ that is dense."""
+    return "mu" in tensors and INDEX not in tensors
+
+
+def _multiplies_tiles(dtype: torch.dtype) -> bool:
+    """Whether kernels multiply tiles of a dense μ in this dtype here."""
+    return dtype != torch.float64 and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def _is_laid_out_last(weight: Tensor) -> bool:

@@ -193,22 +193,22 @@ def _apply(op: str, clients: bool, settings, *tensors) -> Tensor:
     return _Conv.apply(op, clients, settings, *tensors)
 
 
-def _checked(op, layout, x, u, v, mu, index, bias, size, stride, padding, dilation, groups, dense=False):
+def _checked(op, layout, x, u, v, mu, index, bias, size, stride, padding, dilation, groups):
     """What the convolutions have in common, checked: (size, stride, padding, dilation, groups, clients, tensors).
 
-    layout: that of u and v. dense: whether μ may come without an index, of the shape of W.
+    layout: that of u and v.
     """
     size, groups = wholes(op, "size", size, (4,), 1), whole(op, "groups", groups, 1)
     if size[0] % groups:
         raise ValueError(f"{op}: size={size}, groups={groups}: o must be a multiple of groups")
     if (u is None) != (v is None):
         raise ValueError(f"{op}: {'u' if u is None else 'v'} is None: u and v go together")
-    if (mu is None) != (index is None) and not (dense and index is None):
-        raise ValueError(f"{op}: {'index' if index is None else 'values'} is None: values and index go together")
+    name = "mu" if op == FUSED and index is None else "values"
+    _check_parts_of_mu(op, mu, index, 4)
     stride, dilation = pair(op, "stride", stride, 1), pair(op, "dilation", dilation, 1)
     padding = pair(op, "padding", padding, 0)
-    name, dims = ("mu", 4) if index is None else ("values", 1)
-    named = {"x": (x, 4), "u": (u, 3), "v": (v, 3), name: (mu, dims), "index": (index, 1), "bias": (bias, 1)}
+    named = {"x": (x, 4), "u": (u, 3), "v": (v, 3), name: (mu, 4 if index is None else 1), "index": (index, 1)}
+    named["bias"] = bias, 1
     clients, (x, u, v, mu, index, bias) = with_clients(op, named, ("u", "v", name, "index", "bias"))
     x, u, v, mu, bias = autocast(x, u, v, mu, bias)
     check_floating(op, "x", x)
@@ -229,8 +229,16 @@ def _checked(op, layout, x, u, v, mu, index, bias, size, stride, padding, dilati
     if u is not None:
         check_factors(op, u, v, rank1_shapes(LAYOUTS[layout], size), clients, x)
     if index is not None:
-        index = check_index(op, index, x, size, FUSED if dense else OP)
+        index = check_index(op, index, x, size, FUSED if op == FUSED else OP)
     return size, stride, padding, dilation, groups, clients, (x, u, v, mu, index, bias)
+
+
+def _check_parts_of_mu(op: str, mu: Tensor | None, index: Tensor | None, dims: int) -> None:
+    """μ is values with their index, dense, of so many dimensions or with clients one more, or nothing."""
+    if (mu is None and index is not None) or (isinstance(mu, Tensor) and index is None and mu.dim() < dims):
+        raise ValueError(
+            f"{op}: {'values' if mu is None else 'index'} is None: values and index go together, but for a dense μ"
+        )
 
 
 def of_factors(size: tuple[int, ...], how: Sequence = ()) -> direct.Plan:
@@ -278,12 +286,13 @@ def factored_conv2d(
     groups: int = 1,
     repeated: bool = False,
 ) -> Tensor:
-    """conv2d(x, Σ_r u_r ⊗ v_r + μ, bias), μ sparse, W [o, i, kh, kw] = `size` never made (Factorized-FL eq. 2–3).
+    """conv2d(x, Σ_r u_r ⊗ v_r + μ, bias), W [o, i, kh, kw] = `size` never made (Factorized-FL eq. 2–3).
 
     Shapes, each with an optional leading client axis k (a tensor without it is shared by all clients):
     x [n, groups·i, h, w]; u [r, kh, kw] and v [r, o, i], or neither; values [nnz] and index [nnz], or neither: the
-    nonzeros of μ and their flat positions in W, ascending, int32 (int64 is converted at each call); bias [o].
-    The result [n, o, oh, ow] has the memory format of x; channels_last and contiguous are both served as they are.
+    nonzeros of μ and their flat positions in W, ascending, int32 (int64 is converted at each call), or a dense μ as
+    values [o, i, kh, kw] without an index, which pays where few pixels meet W; bias [o]. The result [n, o, oh, ow]
+    has the memory format of x; channels_last and contiguous are both served as they are.
 
     float32, float64, float16 and bfloat16, the last two computed in float32. Differentiable in x, u, v, values and
     bias; the gradient of `values` is computed on the support only. Under autocast the tensors are cast as those of
@@ -338,7 +347,7 @@ def fused_conv2d(
     if u is None and mu is None:
         raise ValueError(f"{FUSED}: u and v, or mu, must be given")
     size, *how, clients, (x, u, v, mu, index, bias) = _checked(
-        FUSED, layout, x, u, v, mu, index, bias, size, stride, padding, dilation, groups, dense=True
+        FUSED, layout, x, u, v, mu, index, bias, size, stride, padding, dilation, groups
     )
     last = index is None and follows_channels_last(mu)
     return _apply(FUSED, clients, (LAYOUTS[layout], size, last, *how), x, u, v, mu, index, bias)
@@ -434,15 +443,17 @@ def factored_linear(
 ) -> Tensor:
     """x Wᵀ + bias = (x uᵀ) v + x μᵀ + bias, with W [o, i] = `size` never made.
 
-    x [(k,) …, i], u [(k,) r, i], v [(k,) r, o], values, index [(k,) nnz] and bias [(k,) o] as in `factored_conv2d`;
-    x has the client axis if any of the others has it. Returns […, o].
+    x [(k,) …, i], u [(k,) r, i], v [(k,) r, o], values, index [(k,) nnz] and bias [(k,) o] as in `factored_conv2d`
+    (a dense μ: values [(k,) o, i]); x has the client axis if any of the others has it. Returns […, o].
     Autocast and what is raised as there.
     """
     op = LAYER
     size = wholes(op, "size", size, (2,), 1)
-    if (u is None) != (v is None) or (values is None) != (index is None):
-        raise ValueError(f"{op}: u and v go together, and so do values and index")
-    named = {"u": (u, 2), "v": (v, 2), "values": (values, 1), "index": (index, 1), "bias": (bias, 1)}
+    if (u is None) != (v is None):
+        raise ValueError(f"{op}: u and v go together")
+    _check_parts_of_mu(op, values, index, 2)
+    named = {"u": (u, 2), "v": (v, 2), "values": (values, 2 if index is None else 1), "index": (index, 1)}
+    named["bias"] = bias, 1
     check_tensor(op, "x", x, FLOATING)
     clients = False
     if any(t is not None for t in (u, values, bias)):
@@ -458,7 +469,8 @@ def factored_linear(
     if u is not None:
         check_factors(op, u, v, rank1_shapes(LINEAR, size), clients, x)
     if values is not None:
-        check(op, "values", values, index.shape[clients:], clients, x)
+        check(op, "values", values, size if index is None else index.shape[clients:], clients, x)
+    if index is not None:
         index = check_index(op, index, x, size, LAYER)
     check(op, "bias", bias, (size[0],), clients, x)
     rows = x.flatten(int(clients), -2) if x.dim() > clients + 1 else x.unsqueeze(int(clients))

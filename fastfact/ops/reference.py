@@ -24,6 +24,7 @@ from fastfact.base.formats import (
     rank1_size,
     to_format,
     unit,
+    weight_last,
 )
 from fastfact.ops.registry import BACKENDS, op
 
@@ -532,8 +533,8 @@ def factored_conv2d(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """`fused_conv2d`, μ in compact form: values [k, nnz] and index [k, nnz], or neither. In the spatial layout; in
-    layout "kernel" where the kernel is 1×1, there are no groups and u is [k, r, i, 1]."""
+    """`fused_conv2d`, values being μ where there is no index. In the spatial layout; in layout "kernel" where the
+    kernel is 1×1, there are no groups and u is [k, r, i, 1]."""
     layout = _factored_layout(u, size)
     return fused_conv2d(x, u, v, values, index, bias, layout, size, False, stride, padding, dilation, groups)
 
@@ -573,7 +574,10 @@ def _fake_factored_conv2d_backward(grad, x, u, v, values, index, *settings):
         dx, *others = _fake_factored_conv2d_backward(grad, x.unsqueeze(0), u, v, values, index, *settings)
         return dx.squeeze(0) if needs & 1 else dx, *others
     dx = empty_weight(x, x.shape[1:], is_channels_last(x)) if needs & 1 else x.new_empty(0)
-    return dx, *_fake_gradients(needs >> 1, *(x.new_empty(0) if t is None else t for t in (u, v, values)))
+    *of_factors, dvalues = _fake_gradients(needs >> 1, *(x.new_empty(0) if t is None else t for t in (u, v, values)))
+    if needs & 8 and weight_last(values):
+        dvalues = torch.empty_like(values)
+    return dx, *of_factors, dvalues
 
 
 @op(_fake_factored_conv2d_backward, kernels=("cpu", "triton"), one_client=True)
@@ -594,16 +598,19 @@ def factored_conv2d_backward(
     """(dx, du, dv, dvalues) of `factored_conv2d`, dx in x's memory format. Bits 0–3 of `needs` ask for them; one not
     asked for has no elements.
     """
-    settings = (_factored_layout(u, size), size, False, stride, padding, dilation, groups)
+    last = weight_last(values)
+    settings = (_factored_layout(u, size), size, last, stride, padding, dilation, groups)
     dx = du = dv = dvalues = x.new_empty(0)
     if needs & 1:
         dx = fused_conv2d_dx(grad, u, v, values, index, x.shape[1:], is_channels_last(x), *settings)
-    if weights := needs >> 1 & (3 if index is None else 7):
+    if weights := needs >> 1 & (3 if values is None else 7):
         du, dv, dvalues = fused_conv2d_dw(grad, x, u, v, index, *settings, weights)
     return dx, du, dv, dvalues
 
 
 def _dense_mu(values: Tensor | None, index: Tensor | None, size: list[int], like: Tensor) -> Tensor:
+    if values is not None and index is None:
+        return values
     mu = like.new_zeros(len(like), size[0] * size[1])
     if values is not None:
         mu = mu.scatter(1, index.long(), values)
@@ -621,7 +628,7 @@ def factored_linear(
     size: list[int],
 ) -> Tensor:
     """(x uᵀ) v + x μᵀ + bias [k, n, o] for x [k, n, i]; u [k, r, i] and v [k, r, o], or neither; μ [o, i] = `size` as
-    values [k, nnz] with their index [k, nnz], or neither; bias [k, o] or None.
+    values [k, nnz] with their index [k, nnz], as values [k, o, i] alone, or neither; bias [k, o] or None.
     """
     y = x @ _dense_mu(values, index, size, x).mT
     if u is not None:
@@ -656,8 +663,9 @@ def factored_linear_backward(
         du = (grad @ v.mT).mT @ x
     if u is not None and needs & 4:
         dv = (x @ u.mT).mT @ grad
-    if index is not None and needs & 8:
-        dvalues = (grad.mT @ x).flatten(1).gather(1, index.long())
+    if values is not None and needs & 8:
+        dvalues = grad.mT @ x
+        dvalues = dvalues if index is None else dvalues.flatten(1).gather(1, index.long())
     return dx, du, dv, dvalues
 
 

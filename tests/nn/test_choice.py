@@ -71,11 +71,16 @@ def test_the_rule_follows_density_kernel_groups_and_batch(expected, density, ker
     assert takes(layer(density, kernel=kernel, groups=groups), images, 64, 16, 16) == expected
 
 
-def test_a_layer_without_mu_may_be_factored_and_a_dense_mu_never_in_training():
+def test_by_the_rule_a_layer_without_mu_may_be_factored_and_of_a_dense_mu_a_linear_layer():
     free = ff.nn.FactorizedConv2d(64, 64, 3, padding=1, spec=ff.Rank1(sparse=False))
     assert takes(free, 64, 64, 16, 16) == "factored"
     assert takes(ff.nn.FactorizedConv2d(64, 64, 3, padding=1), 64, 64, 16, 16) == "reconstruct"
+    assert takes(ff.nn.FactorizedConv2d(64, 64, 3, padding=1), 1, 64, 9, 9) == "reconstruct"
     assert takes(ff.nn.FactorizedLinear(512, 512, spec=ff.Rank1(sparse=False)), 64, 512) == "factored"
+    assert takes(ff.nn.FactorizedLinear(512, 512), 64, 512, training=True) == "factored"
+    assert takes(ff.nn.FactorizedLinear(512, 512).eval(), 64, 512) == "reconstruct"
+    double = ff.nn.FactorizedLinear(512, 512, dtype=torch.float64)
+    assert takes(double, 64, 512, training=True, dtype=torch.float64) == "reconstruct"
     kernel = ff.nn.FactorizedConv2d(64, 64, 3, padding=1, spec=ff.Rank1("kernel", sparse=False))
     assert takes(kernel, 64, 64, 16, 16) == "factored"
     view = ff.nn.FactorizedConv2d(64, 64, 3, spec=ff.Rank1("view", sparse=False))

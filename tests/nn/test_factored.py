@@ -55,10 +55,11 @@ def close(got, truth, plain, dtype, scale=0.0):
         assert (got.double() - truth).abs().max() <= allowed
 
 
-def compare(t, size, how):
+def compare(t, size, how, mu=None):
+    """mu: dense, in place of the values of t with their positions."""
     dtype = t["x"].dtype
     (y, leaves), (truth, exact), (plain, rough) = (
-        run(t, size, how),
+        run(t if mu is None else {**t, "values": mu, "index": None}, size, how),
         dense(t, size, torch.float64, how),
         dense(t, size, dtype, how),
     )
@@ -73,7 +74,8 @@ def compare(t, size, how):
     # The terms of du may cancel, so what is small is judged by the largest gradient.
     scale = max(leaf.grad.abs().max() for leaf in exact.values() if leaf.numel())
     for name, leaf in leaves.items():
-        close(leaf.grad, exact[name].grad, rough[name].grad, dtype, scale)
+        close(leaf.grad, *(grads[name].grad.view(leaf.shape) for grads in (exact, rough)), dtype, scale)
+        assert leaf.grad.stride() == leaf.stride() or min(leaf.shape) < 2 or mu is None
 
 
 CASES = [
@@ -125,6 +127,49 @@ def test_matches_the_dense_convolution(case, channels_last):
     if channels_last:
         t["x"] = t["x"].contiguous(memory_format=torch.channels_last)
     compare(t, size, how)
+
+
+# Few pixels, as rows of what outputs read, in both orders of μ; what takes positions all the same: many pixels, groups;
+# depthwise; one tap.
+DENSE = [
+    (1, (40, 35, 3, 3), 4, 5, 1, {"padding": 1}),
+    (2, (70, 33, 5, 5), 6, 7, 2, {"padding": (2, 0), "stride": 2}),
+    (1, (48, 64, 2, 4), 7, 7, 0, {"padding": 3, "stride": (2, 3), "dilation": (2, 1)}),
+    (16, (9, 8, 3, 3), 16, 16, 1, {"padding": 1}),
+    (3, (12, 4, 3, 3), 10, 10, 1, {"padding": 2, "dilation": 2, "groups": 3}),
+    (3, (17, 1, 3, 3), 7, 6, 1, {"groups": 17, "padding": 1}),
+    (2, (7, 6, 1, 1), 9, 9, 1, {"stride": 2}),
+    (0, (7, 6, 3, 3), 9, 9, 1, {}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_a_dense_mu_needs_no_positions(case, backend, dtype):
+    n, size, h, w, rank, how = case
+    t = draw(n, size, h, w, rank, 1.0, dtype, how.get("groups", 1))
+    with ff.use_backend(backend):
+        for last in (False, True):
+            form = torch.channels_last if last else torch.contiguous_format
+            compare({**t, "x": t["x"].to(memory_format=form)}, size, how, t["values"].view(size))
+            compare({**t, "x": t["x"].to(memory_format=form)}, size, how, t["values"].view(size).to(memory_format=form))
+
+
+def test_a_dense_mu_of_clients():
+    size, how = (40, 35, 3, 3), {"padding": 1}
+    t = draw(1, size, 4, 5, 1, 1.0, torch.float32, clients=(3,))
+    expected = ops.factored_conv2d(**t, size=size, **how)
+    for last in (False, True):
+        mu = formats.to_format(t["values"].view(3, *size), last).requires_grad_()
+        y = ops.factored_conv2d(**{**t, "values": mu, "index": None}, size=size, **how)
+        assert torch.allclose(y, expected, atol=1e-4)
+        (gradient,) = torch.autograd.grad(y.square().sum(), mu)
+        for k in range(3):
+            one = mu[k].detach().requires_grad_()
+            of_one = {name: None if x is None else x[k] for name, x in {**t, "values": mu, "index": None}.items()}
+            z = ops.factored_conv2d(**{**of_one, "values": one}, size=size, **how)
+            assert torch.equal(torch.autograd.grad(z.square().sum(), one)[0], gradient[k])
 
 
 # Without μ channels_last images have kernels of their own: few channels, more than a panel of v, bands of an image.
@@ -305,10 +350,15 @@ def test_opcheck(channels_last, clients):
     torch.library.opcheck(torch.ops.fastfact.factored_conv2d.default, (t["x"], *factors, t["bias"], *settings))
     repeated = (t["x"], *factors, t["bias"], *settings)
     torch.library.opcheck(torch.ops.fastfact.repeated_factored_conv2d.default, repeated)
-    for needs in (15, 1, 8):
-        torch.library.opcheck(
-            torch.ops.fastfact.factored_conv2d_backward.default, (y, t["x"], *factors, *settings, needs)
-        )
+    mu = draw(4, size, 8, 8, 1, 1.0, torch.float32, clients=clients)["values"].view(*clients, *size)
+    if channels_last:
+        mu = formats.to_format(mu, True) if clients else mu.to(memory_format=torch.channels_last)
+    for of_mu in ((t["values"], t["index"]), (mu, None)):
+        for needs in (15, 1, 8):
+            torch.library.opcheck(
+                torch.ops.fastfact.factored_conv2d_backward.default,
+                (y, t["x"], t["u"], t["v"], *of_mu, *settings, needs),
+            )
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

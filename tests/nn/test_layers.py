@@ -372,16 +372,49 @@ def test_what_evaluation_keeps_follows_the_settings(path, monkeypatch):
             assert torch.allclose(layer(x), dense(x), atol=1e-5)
 
 
-def test_a_depthwise_layer_with_dense_mu_is_factored_in_training(monkeypatch):
+LAST = torch.channels_last
+OF_DENSE_MU = {
+    "depthwise": (lambda: ff.nn.FactorizedConv2d(6, 6, 3, padding=1, groups=6, dtype=torch.float64), (3, 6, 7, 5)),
+    "few pixels": (lambda: ff.nn.FactorizedConv2d(20, 24, 3, padding=1), (2, 20, 7, 5)),
+    "channels_last": (lambda: ff.nn.FactorizedConv2d(20, 24, 3, stride=2).to(memory_format=LAST), (2, 20, 7, 5)),
+    "1×1": (lambda: ff.nn.FactorizedConv2d(20, 24, 1).to(memory_format=LAST), (2, 20, 7, 5)),
+    "rows": (lambda: ff.nn.FactorizedLinear(20, 24, spec=ff.Rank1(rank=3)), (30, 20)),
+    "tokens": (lambda: ff.nn.FactorizedLinear(20, 24), (2, 9, 20)),
+}
+
+
+@pytest.mark.parametrize("case", OF_DENSE_MU)
+def test_a_dense_mu_is_taken_as_it_is_without_a_weight(case, monkeypatch):
     monkeypatch.setattr(ff.nn.choice, "choose", lambda work, sides: "factored" if "factored" in sides() else "none")
-    layer = randomized(ff.nn.FactorizedConv2d(6, 6, 3, padding=1, groups=6, dtype=torch.float64))
-    x = torch.randn(3, 6, 7, 5, dtype=torch.float64, requires_grad=True)
+    make, shape = OF_DENSE_MU[case]
+    layer = randomized(make())
+    x = torch.randn(shape, dtype=layer.mu.dtype, requires_grad=True)
     assert layer.path_for(x) == "factored"
-    dense = layer.to_dense()
-    g = torch.randn(3, 6, 7, 5, dtype=torch.float64)
-    found = torch.autograd.grad(layer(x), (x, layer.bias, layer.mu), g)
-    for one, other in zip(found, torch.autograd.grad(dense(x), (x, dense.bias, dense.weight), g), strict=True):
-        assert one.shape == other.shape and torch.allclose(one, other)
+    dense, weights = layer.to_dense(), []
+    monkeypatch.setattr(type(layer.spec), "weight", lambda *_: weights.append(1))
+    close = {"rtol": 1e-4, "atol": 1e-4} if x.dtype == torch.float32 else {}
+    for _ in range(2):
+        y, truth = layer(x), dense(x)
+        torch.testing.assert_close(y, truth, **close)
+        g = torch.randn_like(truth)
+        found = torch.autograd.grad(y, (x, layer.bias, layer.mu), g)
+        for one, other in zip(found, torch.autograd.grad(truth, (x, dense.bias, dense.weight), g), strict=True):
+            torch.testing.assert_close(one, other, **close)
+        assert found[-1].stride() == layer.mu.stride() or min(layer.size) == 1 or case == "1×1"
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(layer.eval()(x), dense(x), **close)
+    assert not weights and len(layer._nodes) == 2
     assert not layer.is_compact and layer.state_dict()["mu"].shape == layer.size
-    layer.path = "reconstruct"
-    assert torch.allclose(layer(x), dense(x))
+
+
+@torch.no_grad()
+def test_a_dense_mu_that_loses_its_numbers_in_evaluation_is_noticed(monkeypatch):
+    monkeypatch.setattr(ff.nn.choice, "choose", lambda work, sides: "factored")
+    layer, x, taken = randomized(ff.nn.FactorizedLinear(40, 30)).eval(), torch.randn(20, 40), []
+    factored = ff.ops.direct.factored
+    monkeypatch.setattr(ff.ops.direct, "factored", lambda *a: taken.append(a[6] is None) or factored(*a))
+    layer(x)
+    layer.prune_(0.1)
+    torch.testing.assert_close(layer(x), layer.to_dense()(x))
+    assert taken[0] and not taken[-1]

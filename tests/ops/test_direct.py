@@ -43,6 +43,8 @@ def images(h=7, w=5, dtype=torch.float64):
 
 CASES = {
     "linear": (linear, "factored", rows(5, 13)),
+    "linear, three axes": (linear, "factored", rows(2, 3, 13)),
+    "linear, four axes as channels_last": (linear, "factored", rows(2, 3, 13, 4).movedim(1, -1).movedim(1, -1)),
     "linear, W": (linear, "reconstruct", rows(5, 13)),
     "linear, W, three axes": (linear, "reconstruct", rows(2, 3, 13)),
     "linear, W, rows with gaps": (linear, "reconstruct", rows(5, 26)[:, ::2]),

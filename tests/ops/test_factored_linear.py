@@ -46,15 +46,17 @@ def close(got, truth, plain, dtype):
         assert (got.double() - truth).abs().max() <= allowed
 
 
-def compare(t, size):
+def compare(t, size, mu=None):
+    """mu: dense, in place of the values of t with their positions."""
     dtype = t["x"].dtype
-    results = ours(t, size), dense(t, size, torch.float64), dense(t, size, dtype)
+    given = t if mu is None else {**t, "values": mu, "index": None}
+    results = ours(given, size), dense(t, size, torch.float64), dense(t, size, dtype)
     close(*(y for y, _ in results), dtype)
     grad = torch.randn(results[0][0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     for y, _ in results:
         y.backward(grad.to(y.dtype))
-    for name in results[0][1]:
-        close(*(leaves[name].grad for _, leaves in results), dtype)
+    for name, leaf in results[0][1].items():
+        close(*(leaves[name].grad.view(leaf.shape) for _, leaves in results), dtype)
 
 
 # Few rows and many, sizes that no register divides, more inputs or outputs than a block has, several units of rows.
@@ -107,6 +109,24 @@ CASES = [
 def test_matches_the_dense_layer(case, dtype):
     rows, size, rank, density = case
     compare(draw(rows, size, rank, density, dtype), size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_dense_mu_needs_no_positions(backend, dtype):
+    sizes = [
+        ((1,), (70, 200), 7),
+        ((5,), (9, 2500), 2),
+        ((20,), (18, 34), 0),
+        ((600,), (140, 300), 5),
+        ((0,), (7, 5), 1),
+    ]
+    with use_backend(backend):
+        for rows, size, rank in sizes:
+            t = draw(rows, size, rank, 1.0, dtype)
+            compare(t, size, t["values"].view(size))
+            gaps = torch.stack([t["values"].view(size)] * 2, -1)[..., 0]
+            compare(t, size, gaps)
 
 
 @pytest.mark.parametrize("density", [0.1, 0.6])
@@ -183,6 +203,8 @@ def test_results_repeat(density):
         ({"index": None}, "values and index"),
         ({"u": torch.zeros(1, 3)}, "u has shape"),
         ({"values": torch.zeros(3)}, "values has shape"),
+        ({"values": torch.zeros(5, 6), "index": None}, "values has shape"),
+        ({"values": None}, "values is None"),
         ({"bias": torch.zeros(6, dtype=torch.float64)}, "bias is torch.float64"),
     ],
 )
