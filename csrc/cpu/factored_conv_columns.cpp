@@ -33,15 +33,20 @@ struct Images {
   }
 };
 
+template <class T>
 struct Work {
+  using C = Compute<T>;
   Images of;
   int64_t rank;
   const int64_t* offsets;  // [pixel][tap]
-  const float *x, *u;
-  float *rows, *t;  // null where not wanted
+  const T* x;
+  const C* u;
+  T* rows;  // null where not wanted, as t
+  C* t;
   // Backward.
-  const float *drows, *s;
-  float *dx, *du;   // dx: zeros; du [item][rank, tap]
+  const T* drows;
+  const C* s;
+  C *dx, *du;       // dx: zeros; du [item][rank, tap]
   bool taps_first;  // in rows
 };
 
@@ -51,26 +56,28 @@ struct Turn {
   static constexpr int L = kLanes<T, B>;
 
   // Channels of an item side by side, the last ones as zeros.
-  FF_INLINE static V channels(const T* from, int64_t n) {
+  template <class S>
+  FF_INLINE static V channels(const S* from, int64_t n) {
     if (__builtin_expect(n >= L, 1)) return load<B>(from);
-    T some[L] = {};
-    std::memcpy(some, from, n * sizeof(T));
+    S some[L] = {};
+    std::memcpy(static_cast<void*>(some), from, n * sizeof(S));
     return load<B>(some);
   }
 
-  FF_INLINE static void put(T* to, V x, int64_t n) {
+  template <class S>
+  FF_INLINE static void put(S* to, V x, int64_t n) {
     if (__builtin_expect(n >= L, 1)) return store<B>(to, x);
-    T some[L];
+    S some[L];
     store<B>(some, x);
-    std::memcpy(to, some, n * sizeof(T));
+    std::memcpy(static_cast<void*>(to), some, n * sizeof(S));
   }
 
-  FF_INLINE static V read(const Work& w, int64_t at, int64_t first, int64_t n) {
+  FF_INLINE static V read(const Work<T>& w, int64_t at, int64_t first, int64_t n) {
     return at < 0 ? V{} : channels(w.x + at + first, n);
   }
 
   // Items are channels, a register at a time.
-  FF_INLINE static void run(const Work& w, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Work<T>& w, int64_t begin, int64_t end) {
     const Images& of = w.of;
     const int64_t taps = of.taps, inputs = of.c.i, depth = w.rank * inputs;
     const Scratch<T> block(L * taps + L);
@@ -98,7 +105,7 @@ struct Turn {
 #pragma GCC unroll 16
           for (int l = 0; l < L; ++l) store<B>(block.get() + l * taps + tap, lines[l]);
         }
-        std::memcpy(w.rows + p * of.row + first * taps, block.get(), n * taps * sizeof(T));
+        std::memcpy(static_cast<void*>(w.rows + p * of.row + first * taps), block.get(), n * taps * sizeof(T));
       }
     }
   }
@@ -110,7 +117,7 @@ struct TurnBack {
   using Of = Turn<T, B>;
   static constexpr int L = kLanes<T, B>;
 
-  FF_INLINE static void run(const Work& w, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Work<T>& w, int64_t begin, int64_t end) {
     const Images& of = w.of;
     const int64_t taps = of.taps, inputs = of.c.i, depth = w.rank * inputs;
     const Scratch<T> block((L + 1) * taps + L);
@@ -118,7 +125,7 @@ struct TurnBack {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t first = item * L, n = std::min<int64_t>(L, inputs - first);
       std::fill_n(sums.get(), w.rank * taps, V{});
-      std::memset(block.get(), 0, ((L + 1) * taps + L) * sizeof(T));
+      std::memset(static_cast<void*>(block.get()), 0, ((L + 1) * taps + L) * sizeof(T));
       for (int64_t p = 0; p < of.pixels; ++p) {
         const int64_t* const at = w.offsets + p * taps;
         for (int64_t r = 0; r < w.rank && w.du; ++r) {
@@ -127,7 +134,7 @@ struct TurnBack {
         }
         if (!w.dx) continue;
         const T* const drows = w.drows + p * of.row;
-        if (!w.taps_first) std::memcpy(block.get(), drows + first * taps, n * taps * sizeof(T));
+        if (!w.taps_first) std::memcpy(static_cast<void*>(block.get()), drows + first * taps, n * taps * sizeof(T));
         for (int64_t tap = 0; tap < taps; tap += L) {
           V lines[L];
           if (w.taps_first) {
@@ -142,7 +149,7 @@ struct TurnBack {
 #pragma GCC unroll 16
           for (int l = 0; l < L; ++l) {
             if (tap + l >= taps || at[tap + l] < 0) continue;
-            T* const to = w.dx + at[tap + l] + first;
+            Compute<T>* const to = w.dx + at[tap + l] + first;
             V sum = Of::channels(to, n) + lines[l];
             for (int64_t r = 0; r < w.rank; ++r) {
               sum += Of::channels(w.s + p * depth + r * inputs + first, n) * w.u[r * taps + tap + l];
@@ -152,7 +159,7 @@ struct TurnBack {
         }
       }
       for (int64_t k = 0; k < w.rank * taps && w.du; ++k) {
-        T sum = 0;
+        Compute<T> sum = 0;
         for (int lane = 0; lane < L; ++lane) sum += sums.get()[k][lane];
         w.du[item * w.rank * taps + k] = sum;
       }
@@ -160,12 +167,13 @@ struct TurnBack {
   }
 };
 
-template <class T, int B>
+template <class From, int B>
 struct TurnMatrices {
   static constexpr int64_t kSide = 64;
 
   // Items are blocks of a matrix.
-  FF_INLINE static void run(const T* from, int64_t rows, int64_t columns, T* to, int64_t begin, int64_t end) {
+  template <class To>
+  FF_INLINE static void run(const From* from, int64_t rows, int64_t columns, To* to, int64_t begin, int64_t end) {
     const int64_t across = ceil_div(columns, kSide), blocks = ceil_div(rows, kSide) * across;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t first = item / blocks * rows * columns, m = item % blocks / across * kSide;
@@ -177,31 +185,34 @@ struct TurnMatrices {
 };
 
 // [n][rows][columns] → [n][columns][rows]
-template <class T>
-void turn_matrices(const T* from, int64_t n, int64_t rows, int64_t columns, T* to, ParallelFor parallel_for) {
-  constexpr int64_t side = TurnMatrices<T, 16>::kSide;
+template <class From, class To>
+void turn_matrices(const From* from, int64_t n, int64_t rows, int64_t columns, To* to, ParallelFor parallel_for) {
+  constexpr int64_t side = TurnMatrices<From, 16>::kSide;
   parallel(parallel_for, n * ceil_div(rows, side) * ceil_div(columns, side), 8,
-           [&](int64_t begin, int64_t end) { dispatch<TurnMatrices, T>(from, rows, columns, to, begin, end); });
+           [&](int64_t begin, int64_t end) { dispatch<TurnMatrices, From>(from, rows, columns, to, begin, end); });
 }
 
 // Images as rows of their channels, in memory of their own where they lie otherwise.
+template <class T>
 struct Rows {
-  Scratch<float> own;
-  const float* data;
+  Scratch<T> own;
+  const T* data;
 
   Rows(const void* from, int64_t n, int64_t channels, int64_t plane, bool channels_last, ParallelFor parallel_for)
-      : own(channels_last ? 0 : n * channels * plane), data(static_cast<const float*>(from)) {
+      : own(channels_last ? 0 : n * channels * plane), data(static_cast<const T*>(from)) {
     if (channels_last) return;
     turn_matrices(data, n, channels, plane, own.get(), parallel_for);
     data = own.get();
   }
 };
 
-template <int N>
-void product(const Factors<float, float> (&of)[N], float* out, std::vector<int64_t> rows, int64_t run,
-             int64_t run_stride, bool adds, ParallelFor parallel_for) {
-  const Target target{out, 0, std::move(rows), run, run_stride, 1};
-  multiply<float>(parallel_for, 1, of, WriteTile{target, 1.0, {adds ? out : nullptr, 0}});
+// out [rows, run of each] = left · right, added to what is there if asked.
+template <class Out, class Left, class Right>
+void product(const Operand& left, const Operand& right, Out* out, int64_t row, int64_t run, int64_t run_stride,
+             bool adds, ParallelFor parallel_for) {
+  const Target target{out, 0, steps(left.row.size(), row), run, run_stride, 1};
+  const Factors<Left, Right> factors[1] = {{left, right}};
+  multiply<Out>(parallel_for, 1, factors, WriteTile{target, 1.0, {adds ? out : nullptr, 0}});
 }
 
 std::vector<int64_t> all_offsets(const Images& of) {
@@ -210,36 +221,33 @@ std::vector<int64_t> all_offsets(const Images& of) {
   return out;
 }
 
-void turn(const Work& w, ParallelFor parallel_for) {
-  const int64_t lanes = register_bytes() / sizeof(float);
+template <class T>
+void turn(const Work<T>& w, ParallelFor parallel_for) {
+  const int64_t lanes = register_bytes() / sizeof(Compute<T>);
   parallel(parallel_for, ceil_div(w.of.c.i, lanes), ceil_div(16384, lanes * w.of.pixels * w.of.taps),
-           [&](int64_t begin, int64_t end) { dispatch<Turn, float>(w, begin, end); });
+           [&](int64_t begin, int64_t end) { dispatch<Turn, T>(w, begin, end); });
 }
 
-}  // namespace
-
-bool in_columns(Type type, const Conv& c, int64_t count, bool backward) {
-  const int64_t pixels = c.n * c.oh * c.ow, row = c.i * c.kh * c.kw, numel = row * c.o;
-  if (type != Type::f32 || c.groups != 1 || c.kh * c.kw == 1 || !in_tiles(type, pixels, row, c.o, count, backward)) {
-    return false;
+// A small tensor in the type that is computed in.
+template <class T>
+struct Computed : Scratch<Compute<T>> {
+  Computed(const void* from, int64_t count) : Scratch<Compute<T>>(count) {
+    for (int64_t k = 0; k < count; ++k) this->get()[k] = to_compute(static_cast<const T*>(from)[k]);
   }
-  // What the nonzeros cost one by one grows with their number, what tiles cost does not, and a W is read for each call.
-  const double density = double(count) / double(numel);
-  const bool wide = register_bytes() == 64;
-  const double most = numel < kLarge ? (backward ? 350 : 150) : backward ? 620 : wide ? 500 : 300;
-  return double(pixels) < most * density * density;
-}
+};
 
-bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for) {
+template <class T>
+bool forward(const FactoredConv& op, ParallelFor parallel_for) {
+  using C = Compute<T>;
   const Images of(op.conv);
   const Conv& c = op.conv;
   const auto offsets = all_offsets(of);
-  const Rows x(op.x, c.n, c.i, c.h * c.w, c.x_channels_last, parallel_for);
-  const Scratch<float> rows(of.pixels * of.row), t(op.rank * of.pixels * c.i);
-  const Scratch<float> own(c.y_channels_last ? 0 : of.pixels * c.o);
-  float* const y = c.y_channels_last ? static_cast<float*>(op.y) : own.get();
-  const float *const u = static_cast<const float*>(op.u), *const v = static_cast<const float*>(op.v);
-  Work work{of, op.rank, offsets.data(), x.data, u, rows.get(), t.get()};
+  const Rows<T> x(op.x, c.n, c.i, c.h * c.w, c.x_channels_last, parallel_for);
+  const Computed<T> u(op.u, op.rank * of.taps);
+  const Scratch<C> t(op.rank * of.pixels * c.i);
+  const Scratch<T> rows(of.pixels * of.row), own(c.y_channels_last ? 0 : of.pixels * c.o);
+  T* const y = c.y_channels_last ? static_cast<T*>(op.y) : own.get();
+  Work<T> work{of, op.rank, offsets.data(), x.data, u.get(), rows.get(), t.get()};
   work.taps_first = op.mu.channels_last;
   turn(work, parallel_for);
   if (!factored_linear(
@@ -249,28 +257,31 @@ bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for) {
   }
   if (op.rank) {
     const Operand left{{t.get(), 0}, steps(of.pixels, op.rank * c.i), steps(op.rank * c.i, 1)};
-    const Operand right{{v, 0}, steps(c.o, c.i), steps(op.rank, c.o * c.i, c.i, 1)};
-    product<1>({{left, right}}, y, steps(of.pixels, c.o), c.o, 0, true, parallel_for);
+    const Operand right{{op.v, 0}, steps(c.o, c.i), steps(op.rank, c.o * c.i, c.i, 1)};
+    product<T, C, T>(left, right, y, c.o, c.o, 0, true, parallel_for);
   }
-  if (!c.y_channels_last) turn_matrices(y, c.n, c.oh * c.ow, c.o, static_cast<float*>(op.y), parallel_for);
+  if (!c.y_channels_last) turn_matrices(y, c.n, c.oh * c.ow, c.o, static_cast<T*>(op.y), parallel_for);
   return true;
 }
 
-bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor parallel_for) {
+template <class T>
+bool backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
+  using C = Compute<T>;
   const Images of(op.conv);
   const Conv& c = op.conv;
-  const int64_t depth = op.rank * c.i, items = ceil_div(c.i, register_bytes() / int64_t(sizeof(float)));
+  const int64_t depth = op.rank * c.i, items = ceil_div(c.i, register_bytes() / int64_t(sizeof(C)));
   const auto offsets = all_offsets(of);
-  const Rows x(op.x, c.n, c.i, c.h * c.w, c.x_channels_last, parallel_for);
-  const Rows dy(op.dy, c.n, c.o, c.oh * c.ow, c.y_channels_last, parallel_for);
-  const float *const u = static_cast<const float*>(op.u), *const v = static_cast<const float*>(op.v);
-  const bool needs_t = op.dv && op.rank, needs_s = (op.dx || op.du) && op.rank, own = op.dx && !op.dx_channels_last;
-  const Scratch<float> rows(op.dvalues ? of.pixels * of.row : 0), drows(op.dx ? of.pixels * of.row : 0);
-  const Scratch<float> t(needs_t ? of.pixels * depth : 0), s(needs_s ? of.pixels * depth : 0);
-  const Scratch<float> du(op.du ? items * op.rank * of.taps : 0), own_dx(own ? c.n * c.h * c.w * c.i : 0);
-  float* const dx = own ? own_dx.get() : static_cast<float*>(op.dx);
+  const Rows<T> x(op.x, c.n, c.i, c.h * c.w, c.x_channels_last, parallel_for);
+  const Rows<T> dy(op.dy, c.n, c.o, c.oh * c.ow, c.y_channels_last, parallel_for);
+  const bool needs_t = op.dv && op.rank, needs_s = (op.dx || op.du) && op.rank;
+  const bool own = op.dx && (!op.dx_channels_last || !std::is_same_v<T, C>);
+  const Computed<T> u(op.u, op.rank * of.taps);
+  const Scratch<T> rows(op.dvalues ? of.pixels * of.row : 0), drows(op.dx ? of.pixels * of.row : 0);
+  const Scratch<C> t(needs_t ? of.pixels * depth : 0), s(needs_s ? of.pixels * depth : 0);
+  const Scratch<C> du(op.du ? items * op.rank * of.taps : 0), own_dx(own ? c.n * c.h * c.w * c.i : 0);
   if (op.dvalues || needs_t) {
-    Work work{of, op.rank, offsets.data(), x.data, u, op.dvalues ? rows.get() : nullptr, needs_t ? t.get() : nullptr};
+    T* const wanted = op.dvalues ? rows.get() : nullptr;
+    Work<T> work{of, op.rank, offsets.data(), x.data, u.get(), wanted, needs_t ? t.get() : nullptr};
     work.taps_first = op.mu.channels_last;
     turn(work, parallel_for);
   }
@@ -294,36 +305,77 @@ bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor 
   if (needs_t) {
     const Operand left{{dy.data, 0}, steps(c.o, 1), steps(of.pixels, c.o)};
     const Operand right{{t.get(), 0}, steps(depth, 1), steps(of.pixels, depth)};
-    product<1>({{left, right}}, static_cast<float*>(op.dv), steps(c.o, c.i), c.i, c.o * c.i, false, parallel_for);
+    product<T, T, C>(left, right, static_cast<T*>(op.dv), c.i, c.i, c.o * c.i, false, parallel_for);
   }
   if (needs_s) {
     const Operand left{{dy.data, 0}, steps(of.pixels, c.o), steps(c.o, 1)};
-    const Operand right{{v, 0}, steps(op.rank, c.o * c.i, c.i, 1), steps(c.o, c.i)};
-    product<1>({{left, right}}, s.get(), steps(of.pixels, depth), depth, 0, false, parallel_for);
+    const Operand right{{op.v, 0}, steps(op.rank, c.o * c.i, c.i, 1), steps(c.o, c.i)};
+    product<C, T, T>(left, right, s.get(), depth, depth, 0, false, parallel_for);
   }
   if (!op.dx && !(op.du && op.rank)) return true;
-  if (op.dx) std::memset(dx, 0, c.n * c.h * c.w * c.i * sizeof(float));
-  const Work back{of,
-                  op.rank,
-                  offsets.data(),
-                  x.data,
-                  u,
-                  nullptr,
-                  nullptr,
-                  drows.get(),
-                  s.get(),
-                  dx,
-                  op.du ? du.get() : nullptr,
-                  op.mu.channels_last};
+  C* const dx = own ? own_dx.get() : static_cast<C*>(op.dx);
+  if (op.dx) std::memset(dx, 0, c.n * c.h * c.w * c.i * sizeof(C));
+  const Work<T> back{of,
+                     op.rank,
+                     offsets.data(),
+                     x.data,
+                     u.get(),
+                     nullptr,
+                     nullptr,
+                     drows.get(),
+                     s.get(),
+                     op.dx ? dx : nullptr,
+                     op.du ? du.get() : nullptr,
+                     op.mu.channels_last};
   parallel(parallel_for, items, ceil_div(16384, of.pixels * of.row / items + 1),
-           [&](int64_t begin, int64_t end) { dispatch<TurnBack, float>(back, begin, end); });
+           [&](int64_t begin, int64_t end) { dispatch<TurnBack, T>(back, begin, end); });
   for (int64_t k = 0; k < op.rank * of.taps && op.du; ++k) {
-    float sum = 0;
+    C sum = 0;
     for (int64_t item = 0; item < items; ++item) sum += du.get()[item * op.rank * of.taps + k];
-    static_cast<float*>(op.du)[k] = sum;
+    static_cast<T*>(op.du)[k] = from_compute<T>(sum);
   }
-  if (own) turn_matrices(dx, c.n, c.h * c.w, c.i, static_cast<float*>(op.dx), parallel_for);
+  if (!own) return true;
+  T* const to = static_cast<T*>(op.dx);
+  if (!op.dx_channels_last) {
+    turn_matrices(dx, c.n, c.h * c.w, c.i, to, parallel_for);
+    return true;
+  }
+  parallel(parallel_for, c.n * c.h * c.w * c.i, 1 << 15, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) to[k] = from_compute<T>(dx[k]);
+  });
   return true;
+}
+
+// f(T{}) for the types that tiles are multiplied in.
+template <class F>
+bool with_tiled_type(Type type, const F& f) {
+  bool done = false;
+  with_type(type, [&](auto one) {
+    if constexpr (!std::is_same_v<decltype(one), double>) done = f(one);
+  });
+  return done;
+}
+
+}  // namespace
+
+bool in_columns(Type type, const Conv& c, int64_t count, bool backward) {
+  const int64_t pixels = c.n * c.oh * c.ow, row = c.i * c.kh * c.kw, numel = row * c.o;
+  if (c.groups != 1 || c.kh * c.kw == 1 || !in_tiles(type, pixels, row, c.o, count, backward)) return false;
+  // What the nonzeros cost one by one grows with their number, what tiles cost does not, and a W is read for each call.
+  const double density = double(count) / double(numel);
+  const bool wide = register_bytes() == 64;
+  double most = numel < kLarge ? (backward ? 350 : 150) : backward ? 620 : wide ? 500 : 300;
+  // Tiles are multiplied in pairs, nonzeros in float.
+  if (type == Type::bf16 && in_pairs<BFloat16>(2)) most = numel < kLarge ? (backward ? 700 : 500) : 2300;
+  return double(pixels) < most * density * density;
+}
+
+bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for) {
+  return with_tiled_type(op.type, [&](auto type) { return forward<decltype(type)>(op, parallel_for); });
+}
+
+bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor parallel_for) {
+  return with_tiled_type(op.type, [&](auto type) { return backward<decltype(type)>(op, parallel_for); });
 }
 
 }  // namespace fastfact

@@ -643,7 +643,8 @@ class FactorizedLayer(nn.Module):
             return ["reconstruct"]
         factored = x.is_cpu and loaded("cpu") and self._has_factored_form() and not self._factors_are_weights(tensors)
         if factored and _is_dense(tensors):
-            factored = choice.can_measure() and self._is_plain(x, tensors, self.bias) and self._takes_dense(x, tensors)
+            plain = choice.can_measure() and self._is_plain(x, tensors, self.bias, casts=True)
+            factored = plain and self._takes_dense(x, tensors)
         elif factored:
             factored = not self._why_not("factored", tensors)
         return ["reconstruct", "factored"] if factored else ["reconstruct"]
@@ -759,9 +760,9 @@ class FactorizedLayer(nn.Module):
         return self._is_plain(x, tensors, bias)
 
     @staticmethod
-    def _is_plain(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
-        """Whether nothing transforms or casts, and all tensors are plain, on the CPU."""
-        if not x.is_cpu or torch.is_autocast_enabled("cpu") or transforming():
+    def _is_plain(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, casts: bool = False) -> bool:
+        """Whether nothing transforms or, unless `casts`, casts, and all tensors are plain, on the CPU."""
+        if not x.is_cpu or (torch.is_autocast_enabled("cpu") and not casts) or transforming():
             return False
         own = (x, *tensors.values()) if bias is None else (x, *tensors.values(), bias)
         return all(type(t) in PLAIN and not t.is_neg() for t in own)
@@ -954,11 +955,11 @@ class FactorizedConv2d(FactorizedLayer):
             return False
         if i == 1 and o == self.groups:
             return o >= DEPTHWISE
-        if self.groups > 1 or not _multiplies_tiles(x.dtype):
+        if self.groups > 1 or not _multiplies_tiles(_dtype(x)):
             return False
         if kernel == [1, 1]:
             return True
-        return x.dtype == torch.float32 and len(x) * math.prod(self._output(x)) <= FEW_PIXELS
+        return len(x) * math.prod(self._output(x)) <= FEW_PIXELS
 
     def _factors_are_weights(self, tensors):
         return "u" in tensors and tensors["u"][0].numel() == 1 and self.size[1] > 1
@@ -1357,7 +1358,7 @@ class FactorizedLinear(FactorizedLayer):
         return x.numel() / x.shape[-1]
 
     def _takes_dense(self, x, tensors):
-        return x.dim() > 0 and _multiplies_tiles(x.dtype)
+        return x.dim() > 0 and _multiplies_tiles(_dtype(x))
 
     def _apart(
         self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, outputs: slice | None = None

@@ -355,6 +355,8 @@ def fused_conv2d(
 
 def _of_pixels(x, u, v, values, index, bias, size, stride, padding) -> Tensor:
     """A 1×1 convolution of x [(k,) n, i, h, w] as the `factored_linear` layer of its pixels: channels_last."""
+    if values is not None and index is None:
+        values = values.flatten(-3)
     if padding != (0, 0):
         x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     if stride != (1, 1):

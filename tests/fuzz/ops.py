@@ -152,6 +152,15 @@ def add_factors(draw, args, layout, dtype, k) -> None:
         args[name] = clients_of(draw, k, (rank, *shape), dtype)
 
 
+def add_mu(draw, args, dtype, k) -> None:
+    """μ of the factored layers: none, compact or dense."""
+    mu = draw(st.sampled_from(["none", "dense", "compact"]))
+    if mu == "dense":
+        args["values"] = clients_of(draw, k, args["size"], dtype)
+    elif mu == "compact":
+        add_support(draw, args, dtype, k)
+
+
 def add_support(draw, args, dtype, k) -> None:
     args["index"] = positions(draw, torch.Size(args["size"]).numel(), k)
     args["values"] = tensor(draw, args["index"].shape, dtype)
@@ -163,8 +172,7 @@ def factored_conv2d(draw):
     args = convolution(draw, dtype, k)
     if draw(st.booleans()):
         add_factors(draw, args, "spatial", dtype, k)
-    if draw(st.booleans()):
-        add_support(draw, args, dtype, k)
+    add_mu(draw, args, dtype, k)
     return Case(ops.factored_conv2d, args | {"repeated": draw(st.booleans())}, dtype)
 
 
@@ -173,8 +181,7 @@ def separable_conv2d(draw):
     dtype, k = draw(dtypes), some_clients(draw, 1)
     args = convolution(draw, dtype, k)
     add_factors(draw, args, "kernel", dtype, k)
-    if draw(st.booleans()):
-        add_support(draw, args, dtype, k)
+    add_mu(draw, args, dtype, k)
     return Case(ops.separable_conv2d, args, dtype)
 
 
@@ -200,11 +207,10 @@ def factored_linear(draw):
     args = {"size": size}
     if draw(st.booleans()):
         add_factors(draw, args, "linear", dtype, k)
-    if draw(st.booleans()):
-        add_support(draw, args, dtype, k)
+    add_mu(draw, args, dtype, k)
     if draw(st.booleans()):
         args["bias"] = clients_of(draw, k, (size[0],), dtype)
-    dims = {"u": 2, "v": 2, "values": 1, "index": 1, "bias": 1}
+    dims = {"u": 2, "v": 2, "values": 1 if "index" in args else 2, "index": 1, "bias": 1}
     own = any(args[name].dim() > dims[name] for name in dims if name in args)
     rows = [draw(st.integers(0, 4)) for _ in range(draw(st.integers(0, 2)))]
     return Case(ops.factored_linear, {"x": tensor(draw, (*([k] if own else []), *rows, size[1]), dtype)} | args, dtype)

@@ -817,7 +817,20 @@ void factored_convolution() {
                     c.dilation[0], c.dilation[1], rank, int64_t(index.size())}) {
     name += " " + std::to_string(n);
   }
-  const Sparse mu{index.data(), values.data.data(), int64_t(index.size())};
+  Sparse mu{index.data(), values.data.data(), int64_t(index.size())};
+  std::vector<T> turned;
+  if (mu.count == weights && takes_dense(kType<T>, c, false) && takes_dense(kType<T>, c, true) && pick_int(0, 2)) {
+    mu.index = nullptr, mu.channels_last = c.i > 1 && pick_int(0, 1),
+    name += mu.channels_last ? " dense last" : " dense";
+    if (mu.channels_last) {
+      const std::vector<Sum> before = dvalues_true;
+      turned.resize(weights), mu.values = turned.data();
+      for (int64_t at = 0; at < weights; ++at) {
+        const int64_t o = at / (c.i * taps), i = at / taps % c.i, to = (o * taps + at % taps) * c.i + i;
+        turned[to] = values.data[at], dvalues_true[to] = before[at];
+      }
+    }
+  }
   const bool repeated = pick_int(0, 1);
   const int64_t shared_by = one_of({1, 2, 5}), calls = pick_int(1, 2);
   const bool columns = in_columns(kType<T>, c, mu.count, false),
@@ -829,7 +842,8 @@ void factored_convolution() {
     if (!factored_conv_columns(op, threads)) fail(name + " columns", 0, 0, 1);
     compare(name + " columns", y, y_true);
   }
-  for (int call = 0; call < calls; ++call) {
+  const bool others = mu.index || !mu.count || is_depthwise(c);  // whether the other engines serve
+  for (int call = 0; call < calls && others; ++call) {
     y = unwritten<T>(y.size());
     factored_conv({kType<T>, c, rank, x.data.data(), u.data.data(), v.data.data(), biased ? bias.data.data() : nullptr,
                    mu, y.data(), repeated, shared_by},
@@ -854,7 +868,7 @@ void factored_convolution() {
   for (int call = back_in_columns ? -1 : 0; call < calls; ++call) {
     if (call < 0) {
       if (!factored_conv_backward_columns(back, threads)) fail(name + " columns", 0, 0, 1);
-    } else {
+    } else if (others) {
       factored_conv_backward(back, threads);
     }
     if (needs_x) compare(name + " dx", dx, dx_true);
@@ -913,7 +927,9 @@ void linear_from_factors() {
   }
   std::string name = "linear";
   for (int64_t number : {n, plane, i, o, rank, count}) name += " " + std::to_string(number);
-  const Sparse mu{index.data(), values.data.data(), count};
+  const bool dense = count && count == o * i && !plane && takes_dense(kType<T>, n, i, o, false) &&
+                     takes_dense(kType<T>, n, i, o, true) && pick_int(0, 2);
+  const Sparse mu{dense ? nullptr : index.data(), values.data.data(), count};
   const FactoredLinear op{kType<T>,
                           n,
                           i,
@@ -946,7 +962,7 @@ void linear_from_factors() {
   if (needs_u) compare(name + " du", du, du_true);
   if (needs_v) compare(name + " dv", dv, dv_true);
   if (needs_values && count) compare(name + " dvalues", dvalues, dvalues_true);
-  if (count > 1) {  // what is not ascending is refused before anything is read by it
+  if (count > 1 && !dense) {  // what is not ascending is refused before anything is read by it
     std::swap(index[0], index[count - 1]);
     if (factored_linear(op, threads) || factored_linear_backward(back, threads)) fail(name + " swapped", 0, 1, 0);
   }
