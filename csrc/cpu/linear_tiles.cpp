@@ -18,6 +18,8 @@ namespace {
 
 constexpr int64_t kSlice = 256;  // of the depth of a product; a multiple of 64
 constexpr int64_t kSliceOfPairs = 384;
+constexpr int64_t kLonger = 4,
+                  kShort = 64;        // slices of so few rows, for which what counts is how W is read, are longer
 constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
 constexpr int64_t kPass = 252;        // rows whose slice the second cache holds; a multiple of every tile's height
 constexpr int64_t kGroup = 128;       // columns of W made together; a multiple of 64
@@ -247,7 +249,7 @@ struct RunProduct {
   }
 
   FF_INLINE static void make_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, float* to) {
-    static const uint8_t none[kSlice / 8] = {};
+    static const uint8_t none[kLonger * kSlice / 8] = {};
     const T* const last = w.last;
     const T* from[8];
     const uint8_t* bits[8];
@@ -366,7 +368,7 @@ struct RunProduct {
   // What is made next, from output `next_o` and term `next_d` on, is fetched meanwhile.
   FF_INLINE static void pair_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, int64_t next_o,
                                      int64_t next_d, float* to) {
-    static const uint8_t none[kSliceOfPairs / 8] = {};
+    static const uint8_t none[kLonger * kSliceOfPairs / 8] = {};
     const T* from[L];
     const uint8_t* bits[L];
     for (int l = 0; l < L; ++l) {
@@ -511,7 +513,8 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
   const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / kLeastRows, 1) * kLeastRows;
   const bool pairs = rows_in_pairs<T>(depth);
-  const int64_t slice = slice_of(depth, pairs ? kSliceOfPairs : kSlice), nr = register_bytes() / 2;
+  const int64_t slice = slice_of(depth, (pairs ? kSliceOfPairs : kSlice) * (n <= kShort ? kLonger : 1)),
+                nr = register_bytes() / 2;
   const int64_t rank = w.rank > kFewRanks && !pairs ? w.rank : 0;
   const int64_t of_slice = ceil_div(slice, mr) * mr * rank;
   const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice), of_columns(ceil_div(columns, nr) * nr * rank);
