@@ -36,6 +36,8 @@ from fastfact.ops.common import transforming
 log = logging.getLogger("fastfact")
 
 PATHS = ("reconstruct", "factored", "fused", "product")
+KINDS = ("spatial", "kernel", "linear")
+"""Of work, those that `rule` knows."""
 FORMER = {"reordered": "reconstruct"}
 """What paths are now that tables written before may name."""
 BUDGET, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.02, 4, 2, 12, 1.2
@@ -55,10 +57,11 @@ of its code has to be fetched again."""
 class Work(NamedTuple):
     """What a layer is asked to do.
 
-    kind: "spatial", "kernel" (the layouts of a convolution) or "linear". size: of W. rows: images of an input, or rows
-    of a linear layer's. image: (h, w) of the input, (1, 1) of a linear layer. nonzeros: numbers of μ, 0 without μ.
-    step: "evaluation" (what is made once is kept), "forward", "training" (forward and backward) or "weights" (the same
-    where the input wants no gradient, as in the first layer of a network). dense: whether μ is.
+    kind: "spatial", "kernel" (the layouts of a convolution), "linear", or another spec than `Rank1`. size: of W. rows:
+    images of an input, or rows of a linear layer's. image: (h, w) of the input, (1, 1) of a linear layer. nonzeros:
+    numbers of μ, 0 without μ. step: "evaluation" (what is made once is kept), "forward", "training" (forward and
+    backward) or "weights" (the same where the input wants no gradient, as in the first layer of a network). dense:
+    whether μ is.
     """
 
     kind: str
@@ -108,7 +111,7 @@ def _coarse(n: int, steps: int) -> int:
 def rule(work: Work) -> str:
     """The path that is likely to be faster, without a measurement: by the multiplications of each, and what a nonzero
     of μ costs beside one of a dense product."""
-    if work.device != "cpu" or not loaded("cpu"):
+    if work.device != "cpu" or not loaded("cpu") or work.kind not in KINDS:
         return "reconstruct"
     o, i, kh, kw = (*work.size, 1, 1)[:4]
     o, taps = o / work.groups, kh * kw

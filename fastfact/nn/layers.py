@@ -60,8 +60,8 @@ class FactorizedLayer(nn.Module):
     Of a dense μ "auto" may take it on the CPU, for linear layers and convolutions that are depthwise, 1×1 (layout
     "kernel") or of few pixels.
     "factored" of `LowRank` (linear layers, and convolutions in layout "separable") takes σ and B A apart: "auto" takes
-    it where σ takes no gradient and that costs less (`LowRank.is_thin`), always where the adapter has dropout, and not
-    in evaluation on the CPU, where W is kept.
+    it where σ takes no gradient and that costs less (`LowRank.is_thin`), of a σ that does in training on the CPU where it
+    was measured to be faster, always where the adapter has dropout, and not in evaluation on the CPU, where W is kept.
 
     "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
@@ -641,6 +641,9 @@ class FactorizedLayer(nn.Module):
         """The paths that there are for x, "reconstruct" first."""
         if any(type(t) not in PLAIN for t in (x, *tensors.values())):
             return ["reconstruct"]
+        if isinstance(self.spec, LowRank):
+            plain = self.training and choice.can_measure() and self._is_plain(x, tensors, self.bias, casts=True)
+            return ["reconstruct", "factored"] if plain and not self._why_not("factored", tensors) else ["reconstruct"]
         factored = x.is_cpu and loaded("cpu") and self._has_factored_form() and not self._factors_are_weights(tensors)
         if factored and _is_dense(tensors):
             plain = choice.can_measure() and self._is_plain(x, tensors, self.bias, casts=True)
@@ -717,6 +720,13 @@ class FactorizedLayer(nn.Module):
         else:
             step = "evaluation" if not self.training and weight_cache.allowed() else "forward"
         return self._work(tuple(x.shape), tensors, is_channels_last(x), step, _dtype(x), x.device.type)
+
+    def _kind(self, layout: str) -> str:
+        """The kind of `choice.Work`, for `Rank1` the layout."""
+        if isinstance(self.spec, Rank1):
+            return layout
+        frozen = isinstance(self.spec, LowRank) and not self._factor("A").requires_grad
+        return f"{type(self.spec).__name__} {layout}" + (" of a trained σ alone" if frozen else "")
 
     def _choose_nominal(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> str:
         """The path where something traces or transforms: by the rule, for an input of a nominal size."""
@@ -955,7 +965,7 @@ class FactorizedConv2d(FactorizedLayer):
             return False
         if i == 1 and o == self.groups:
             return o >= DEPTHWISE
-        if self.groups > 1 or not _multiplies_tiles(_dtype(x)):
+        if self.groups > 1 or not ops.conv.multiplies_tiles(_dtype(x)):
             return False
         if kernel == [1, 1]:
             return True
@@ -990,7 +1000,7 @@ class FactorizedConv2d(FactorizedLayer):
             shape = (NOMINAL_IMAGES, self.in_channels, *(max(NOMINAL_SIDE, least) for least in reach))
         rows, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
         how = (*map(self._pair, ("stride", "padding", "dilation")), *_rank_and_nonzeros(tensors))
-        kind = self.spec.layout if isinstance(self.spec, Rank1) else type(self.spec).__name__
+        kind = self._kind(getattr(self.spec, "layout", ""))
         own = channels_last, step, dtype, device, _is_dense(tensors)
         return choice.Work(kind, self.size, self.groups, rows, image, *how, *own)
 
@@ -1297,7 +1307,7 @@ class FactorizedLinear(FactorizedLayer):
         rows = NOMINAL_IMAGES if shape is None else torch.Size(shape[:-1]).numel()
         ones = ((1, 1),) * 4  # image, stride, padding, dilation
         own = *_rank_and_nonzeros(tensors), False, step, dtype, device, _is_dense(tensors)
-        return choice.Work("linear", self.size, 1, rows, *ones, *own)
+        return choice.Work(self._kind("linear"), self.size, 1, rows, *ones, *own)
 
     def _describe(self):
         if type(self) is not FactorizedLinear:
@@ -1358,7 +1368,7 @@ class FactorizedLinear(FactorizedLayer):
         return x.numel() / x.shape[-1]
 
     def _takes_dense(self, x, tensors):
-        return x.dim() > 0 and _multiplies_tiles(_dtype(x))
+        return x.dim() > 0 and ops.conv.multiplies_tiles(_dtype(x))
 
     def _apart(
         self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, outputs: slice | None = None
@@ -1435,7 +1445,8 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def _rank_and_nonzeros(tensors: dict[str, Tensor]) -> tuple[int, int]:
-    return (tensors["u"].shape[0] if "u" in tensors else 0), (tensors["mu"].numel() if "mu" in tensors else 0)
+    factor = tensors.get("u", tensors.get("A"))
+    return (0 if factor is None else len(factor)), (tensors["mu"].numel() if "mu" in tensors else 0)
 
 
 def _pack(mu: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -1450,11 +1461,6 @@ def _digest(index: Tensor) -> int:
 def _is_dense(tensors: Mapping[str, Tensor]) -> bool:
     """Whether there is a μ that is dense."""
     return "mu" in tensors and INDEX not in tensors
-
-
-def _multiplies_tiles(dtype: torch.dtype) -> bool:
-    """Whether kernels multiply tiles of a dense μ in this dtype here."""
-    return dtype != torch.float64 and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def _is_laid_out_last(weight: Tensor) -> bool:

@@ -233,6 +233,11 @@ def _checked(op, layout, x, u, v, mu, index, bias, size, stride, padding, dilati
     return size, stride, padding, dilation, groups, clients, (x, u, v, mu, index, bias)
 
 
+def multiplies_tiles(dtype: torch.dtype) -> bool:
+    """Whether the CPU library, where it is, multiplies tiles of a dense μ in this dtype here."""
+    return dtype != torch.float64 and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
 def _check_parts_of_mu(op: str, mu: Tensor | None, index: Tensor | None, dims: int) -> None:
     """μ is values with their index, dense, of so many dimensions or with clients one more, or nothing."""
     if (mu is None and index is not None) or (isinstance(mu, Tensor) and index is None and mu.dim() < dims):

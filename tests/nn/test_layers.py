@@ -408,6 +408,34 @@ def test_a_dense_mu_is_taken_as_it_is_without_a_weight(case, monkeypatch):
     assert not layer.is_compact and layer.state_dict()["mu"].shape == layer.size
 
 
+@pytest.mark.parametrize("frozen", ["", "sigma", "A"])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_low_rank_is_taken_apart_in_training_where_that_was_faster(kind, frozen, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ff.nn.choice, "choose", lambda work, sides: asked.append((work, [*sides()])) or "factored")
+    monkeypatch.setattr(ff.LowRank, "is_thin", lambda *_: False)
+    spec = ff.LowRank(rank=2, scaling=1.5)
+    layer, x = {
+        "linear": (ff.nn.FactorizedLinear(20, 24, spec=spec), torch.randn(3, 5, 20)),
+        "convolution": (ff.nn.FactorizedConv2d(6, 8, 3, stride=2, spec=spec), torch.randn(2, 6, 9, 9)),
+    }[kind]
+    randomized(layer)
+    if frozen:
+        getattr(layer, frozen).requires_grad_(False)
+    weights = []
+    weight = ff.LowRank.weight
+    dense = layer.to_dense()
+    monkeypatch.setattr(ff.LowRank, "weight", lambda *a: weights.append(1) or weight(*a))
+    y = layer(x)
+    torch.testing.assert_close(y, dense(x), rtol=1e-4, atol=1e-4)
+    ((work, paths),) = asked
+    assert not weights and paths == ["reconstruct", "factored"] and work.rank == len(layer.A) and work.nonzeros == 0
+    assert work.kind.startswith("LowRank") and work.kind.endswith("σ alone") == (frozen == "A")
+    assert ff.nn.choice.rule(work) == "reconstruct"
+    with torch.no_grad():
+        assert layer.eval().path_for(x) == "reconstruct" and len(asked) == 1
+
+
 @torch.no_grad()
 def test_a_dense_mu_that_loses_its_numbers_in_evaluation_is_noticed(monkeypatch):
     monkeypatch.setattr(ff.nn.choice, "choose", lambda work, sides: "factored")

@@ -78,6 +78,24 @@ def test_the_adapter_may_see_another_input(clients):
     check_gradients(found, wanted, parts, {**others, "seen": seen})
 
 
+def test_a_trained_sigma_is_the_dense_part_of_one_kernel(monkeypatch):
+    """In float32, with the gradients of the formula, also twice."""
+    taken = []
+    kernel = lowrank.conv.factored_linear
+    monkeypatch.setattr(lowrank.conv, "factored_linear", lambda *a, **how: taken.append(1) or kernel(*a, **how))
+    parts, others = (
+        leaves({n: t.to(dtype) for n, t in tensors().items()}, ()) for dtype in (torch.float32, torch.float64)
+    )
+    y, wanted = ops.lowrank_linear(**parts, scaling=SCALE), formula(**others)
+    assert taken or not backends.loaded("cpu") or not lowrank.conv.multiplies_tiles(torch.float32)
+    found = torch.autograd.grad(y.sin().sum(), [*parts.values()], create_graph=True)
+    true = torch.autograd.grad(wanted.sin().sum(), [*others.values()], create_graph=True)
+    again = torch.autograd.grad(sum(t.square().sum() for t in found), [*parts.values()])
+    truth = torch.autograd.grad(sum(t.square().sum() for t in true), [*others.values()])
+    for one, other in zip((y, *found, *again), (wanted, *true, *truth), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
+
+
 def test_more_axes_no_rows_and_no_bias():
     parts = tensors()
     x = torch.randn(2, 3, IN, dtype=torch.float64)
