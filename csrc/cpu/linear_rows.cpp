@@ -293,15 +293,14 @@ struct RunFewBackward {
   FF_INLINE static void run(const Backward<T>& g, int64_t begin, int64_t end) {
     const TiledWeight<T>& w = g.w;
     const Scratch<typename Piece<T>::Last> last(1);
-    const Scratch<T> out(kRowsOfW * (kMostBackward + kSlack));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t c = item * g.inputs, count = std::min(g.inputs, w.i - c), width = ceil_div(count, kLane) * kLane;
       if (g.dx) start(g, c, width);
       for (int64_t o = 0; o < w.o; o += kRowsOfW) {
         outline<B>([&]() FF_INLINE_LAMBDA {
-          if (g.dx && g.dvalues) add<true, true>(g, o, c, width, *last.get(), out.get());
-          if (g.dx && !g.dvalues) add<true, false>(g, o, c, width, *last.get(), out.get());
-          if (!g.dx) add<false, true>(g, o, c, width, *last.get(), out.get());
+          if (g.dx && g.dvalues) add<true, true>(g, o, c, count, width, *last.get());
+          if (g.dx && !g.dvalues) add<true, false>(g, o, c, count, width, *last.get());
+          if (!g.dx) add<false, true>(g, o, c, count, width, *last.get());
         });
       }
       for (int64_t m = 0; g.dx && m < g.n; ++m) copy<B>(g.sums + m * g.row + c, count, g.dx + m * w.i + c);
@@ -322,24 +321,33 @@ struct RunFewBackward {
   }
 
   template <bool kInput, bool kValues>
-  FF_INLINE static void add(const Backward<T>& g, int64_t o, int64_t c, int64_t width, typename Piece<T>::Last& last,
-                            T* out) {
+  FF_INLINE static void add(const Backward<T>& g, int64_t o, int64_t c, int64_t count, int64_t width,
+                            typename Piece<T>::Last& last) {
     const TiledWeight<T>& w = g.w;
     const Piece<T> piece(w, o, c, width, last);
-    constexpr int64_t kStep = kMostBackward + kSlack;
     const T* from[4];
-    T* to[4];
-    for (int k = 0; k < 4; ++k) from[k] = piece.from[k], to[k] = out + k * kStep;
+    T none[1], *to[4], *end[4];
+    for (int k = 0; k < 4; ++k) {
+      const bool there = kValues && o + k < w.o;
+      from[k] = piece.from[k], to[k] = there ? g.dvalues + w.support.start(o + k, c) : none;
+      end[k] = to[k] + (there ? piece.count[k] : 0);
+    }
     const int64_t n = g.n, row = g.row, ahead = piece.ahead, bits_row = piece.bits_row;
     const float* const dy = g.dy + o * n;
     const uint8_t* bits = piece.bits;
-    for (int64_t j = 0; j < width; j += kLane, bits += kLane / 8) {
+    // Registers of which all numbers are there are read and written in place.
+    const int64_t whole = w.support.whole && o + kRowsOfW <= w.o ? count / kLane * kLane : 0;
+    auto columns = [&](int64_t j, auto in_place) FF_INLINE_LAMBDA {
       V weights[4], grads[4]{};
 #pragma GCC unroll 4
       for (int k = 0; k < 4; ++k) {
         if constexpr (kInput) {
           __builtin_prefetch(from[k] + ahead);
-          weights[k] = spread_next<B>(bits + k * bits_row, from[k]);
+          if constexpr (in_place()) {
+            weights[k] = load<B>(from[k]), from[k] += kLane;
+          } else {
+            weights[k] = spread_next<B>(bits + k * bits_row, from[k]);
+          }
         }
       }
       const float* x = g.x + c + j;
@@ -358,16 +366,20 @@ struct RunFewBackward {
       }
       if constexpr (kValues) {
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) gather_next<B>(bits + k * bits_row, grads[k], to[k]);
+        for (int k = 0; k < 4; ++k) {
+          __builtin_prefetch(to[k] + ahead, 1);
+          if constexpr (in_place()) {
+            store<B>(to[k], grads[k]), to[k] += kLane;
+          } else {
+            gather_next<B>(bits + k * bits_row, grads[k], to[k], end[k]);
+          }
+        }
       }
-    }
-    if constexpr (kValues) {
-      for (int64_t k = 0; k < std::min<int64_t>(4, w.o - o); ++k) {
-        T* const there = g.dvalues + w.support.start(o + k, c);
-        for (int64_t at = 0; at < piece.count[k]; at += 64 / sizeof(T)) __builtin_prefetch(there + ahead + at, 1);
-        std::memcpy(static_cast<void*>(there), out + k * kStep, piece.count[k] * sizeof(T));
-      }
-    }
+      bits += kLane / 8;
+    };
+    int64_t j = 0;
+    for (; j < whole; j += kLane) columns(j, std::true_type{});
+    for (; j < width; j += kLane) columns(j, std::false_type{});
   }
 };
 

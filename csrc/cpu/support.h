@@ -11,11 +11,12 @@
 namespace fastfact {
 
 // Bits of μ [rows, columns]: bit j of word w of a row is column 64 w + j, bits beyond the last column are 0.
-// `before` [rows · words + 1] counts the nonzeros before each word.
+// `before` [rows · words + 1] counts the nonzeros before each word. whole: all bits are 1.
 struct Bits {
   int64_t rows, columns, words;
   const uint64_t* bits;
   const int32_t* before;
+  bool whole;
 
   static int64_t words_of(int64_t columns) { return ceil_div(columns, 64); }
   const uint8_t* bytes(int64_t row, int64_t column) const {
@@ -130,13 +131,13 @@ FF_INLINE Vec<float, B> spread_next(const uint8_t* bits, const T*& from) {
   return out;
 }
 
-// As `gather`, a register of B bytes, and `to` moves on. As much as the register has may be written.
+// As `gather`, a register of B bytes, and `to` moves on.
 template <int B, class T>
-FF_INLINE void gather_next(const uint8_t* bits, Vec<float, B> x, T*& to) {
+FF_INLINE void gather_next(const uint8_t* bits, Vec<float, B> x, T*& to, const T* end) {
   for (int k = 0; k < B / 32; ++k) {
     Eight part;
     std::memcpy(&part, reinterpret_cast<const char*>(&x) + 32 * k, 32);
-    store<32>(to, permute(part, lanes_of(kGather, bits[k])));
+    gather(bits[k], part, to, end);
     to += __builtin_popcount(bits[k]);
   }
 }
