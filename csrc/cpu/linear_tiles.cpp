@@ -192,15 +192,20 @@ struct RunProduct {
   // Panels [term][NR columns] of W, its rows being the terms.
   FF_INLINE static void make(const Weight<T>& w, int64_t column, int64_t panels, int64_t d, int64_t terms, float* to) {
     outline<B>([&]() FF_INLINE_LAMBDA {
+      const int64_t columns = panels * NR;
+      const bool whole = w.support.whole && w.values + (d + terms - 1) * w.i + column + columns <= w.last + 8;
       if (w.rank) {
-        make_terms<true>(w, column, panels * NR, d, terms, to);
+        whole ? make_terms<true, true>(w, column, columns, d, terms, to)
+              : make_terms<true, false>(w, column, columns, d, terms, to);
       } else {
-        make_terms<false>(w, column, panels * NR, d, terms, to);
+        whole ? make_terms<false, true>(w, column, columns, d, terms, to)
+              : make_terms<false, false>(w, column, columns, d, terms, to);
       }
     });
   }
 
-  template <bool kFactors>
+  // kWhole: all of μ is there, and so much can be read. What columns beyond the last hold is multiplied for nothing.
+  template <bool kFactors, bool kWhole>
   FF_INLINE static void make_terms(const Weight<T>& w, int64_t column, int64_t columns, int64_t d, int64_t terms,
                                    float* to) {
     const T* const last = w.last;
@@ -215,9 +220,14 @@ struct RunProduct {
       for (int64_t k = 0; k < columns; k += NR, out += panel) {
 #pragma GCC unroll 4
         for (int part = 0; part < NR; part += 8) {
-          const unsigned byte = bits[(k + part) / 8];
-          Eight x = spread(byte, from, last);
-          from += __builtin_popcount(byte);
+          Eight x;
+          if constexpr (kWhole) {
+            x = load<32>(from), from += 8;
+          } else {
+            const unsigned byte = bits[(k + part) / 8];
+            x = spread(byte, from, last);
+            from += __builtin_popcount(byte);
+          }
           if constexpr (kFactors) x += load<32>(u + k + part) * v;
           store<32>(out + part, x);
         }
@@ -243,11 +253,18 @@ struct RunProduct {
                                     float* to) {
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t k = 0; k < panels * NR; k += 8) {
-        make_columns(w, column + k, d, terms, to + k / NR * terms * NR + k % NR);
+        const int64_t o = column + k, last = std::min(o + 7, w.o - 1);
+        float* const at = to + k / NR * terms * NR + k % NR;
+        if (w.support.whole && o + 8 <= w.o && w.values + last * w.i + d + terms + 8 <= w.last + 8) {
+          make_columns<true>(w, o, d, terms, at);
+        } else {
+          make_columns<false>(w, o, d, terms, at);
+        }
       }
     });
   }
 
+  template <bool kWhole>
   FF_INLINE static void make_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, float* to) {
     static const uint8_t none[kLonger * kSlice / 8] = {};
     const T* const last = w.last;
@@ -265,9 +282,13 @@ struct RunProduct {
       Eight lines[8];
 #pragma GCC unroll 8
       for (int l = 0; l < 8; ++l) {
-        const unsigned byte = bits[l][t / 8];
-        lines[l] = spread(byte, from[l], last);
-        from[l] += __builtin_popcount(byte);
+        if constexpr (kWhole) {
+          lines[l] = load<32>(from[l]), from[l] += 8;
+        } else {
+          const unsigned byte = bits[l][t / 8];
+          lines[l] = spread(byte, from[l], last);
+          from[l] += __builtin_popcount(byte);
+        }
       }
       for (int64_t r = 0; r < rank; ++r) {
         const Eight factor = load<32>(u + r * u_row);
@@ -303,12 +324,20 @@ struct RunProduct {
 
   using Halves = typename VecOf<uint16_t, B>::Type;
 
-  // The next numbers of μ, two in 32 bits, and `from` moves on. Unless near the end, a register's bytes may be read.
-  template <bool kNearEnd>
+  // Near the end no more is read than there is, elsewhere a register's bytes; kAll: all of μ is there.
+  enum End { kNearEnd, kInside, kAll };
+
+  // The next numbers of μ, two in 32 bits, and `from` moves on.
+  template <End kEnd>
   FF_INLINE static Halves next(const uint8_t* bits, const T*& from) {
     Halves out{};
+    if constexpr (kEnd == kAll) {
+      std::memcpy(&out, from, B);
+      from += B / 2;
+      return out;
+    }
 #if defined(FF_DISPATCH) && !defined(__clang__)
-    if constexpr (B == 64 && !kNearEnd) {
+    if constexpr (B == 64 && kEnd == kInside) {
       uint32_t there;
       std::memcpy(&there, bits, sizeof(there));
       Halves values;
@@ -326,10 +355,11 @@ struct RunProduct {
 
   static constexpr int64_t kPairsAhead = 32;
 
-  // f(whether more may be read than there is), where `from` goes on by up to so many values.
+  // f.operator()<End>(), where `from` goes on by up to so many values. rows: whether all rows are there.
   template <class F>
-  FF_INLINE static void with_end(const Weight<T>& w, const T* from, int64_t count, const F& f) {
-    from + count + NR <= w.last + 8 ? f(std::false_type{}) : f(std::true_type{});
+  FF_INLINE static void with_end(const Weight<T>& w, const T* from, int64_t count, bool rows, const F& f) {
+    if (from + count + NR > w.last + 8) return f.template operator()<kNearEnd>();
+    w.support.whole&& rows ? f.template operator()<kAll>() : f.template operator()<kInside>();
   }
 
   FF_INLINE static void pair_rows(const Weight<T>& w, int64_t column, int64_t columns, int64_t d, int64_t terms,
@@ -342,10 +372,10 @@ struct RunProduct {
         fetch(w.values + start, w.support.start(row, word) - start);
       }
       const uint8_t *const first = w.support.bytes(d + t, column), *const second = w.support.bytes(d + t + 1, column);
-      with_end(w, from[1], columns, [&](auto near_end) FF_INLINE_LAMBDA {
+      with_end(w, from[1], columns, true, [&]<End kEnd>() FF_INLINE_LAMBDA {
         float* out = to;
         for (int64_t k = 0; k < columns; k += NR, out += panel) {
-          const Halves low = next<near_end()>(first + k / 8, from[0]), high = next<near_end()>(second + k / 8, from[1]);
+          const Halves low = next<kEnd>(first + k / 8, from[0]), high = next<kEnd>(second + k / 8, from[1]);
           constexpr std::make_integer_sequence<int, NR> lanes;
           const Halves left = interleaved<0>(low, high, lanes), right = interleaved<NR / 2>(low, high, lanes);
           std::memcpy(out, &left, B);
@@ -381,13 +411,13 @@ struct RunProduct {
       const bool there = next_o + l < w.o && next_d < w.i;
       ahead[l] = there ? w.values + w.support.start(next_o + l, next_d) - from[l] : 0;
     }
-    with_end(w, from[std::clamp<int64_t>(w.o - o, 1, L) - 1], terms, [&](auto near_end) FF_INLINE_LAMBDA {
+    with_end(w, from[std::clamp<int64_t>(w.o - o, 1, L) - 1], terms, o + L <= w.o, [&]<End kEnd>() FF_INLINE_LAMBDA {
       for (int64_t t = 0; t < terms; t += 2 * L, to += L * NR) {
         V lines[L];
 #pragma GCC unroll 16
         for (int l = 0; l < L; ++l) {
           __builtin_prefetch(from[l] + ahead[l]);
-          lines[l] = bit_cast<V>(next<near_end()>(bits[l] + t / 8, from[l]));
+          lines[l] = bit_cast<V>(next<kEnd>(bits[l] + t / 8, from[l]));
         }
         PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
         const int64_t left = std::min<int64_t>(L, (terms - t) / 2);
@@ -759,9 +789,13 @@ struct RunGradient {
       for (int k = 0; k < NR; k += 8) {
         const Eight x = load<32>(sums + k);
         if constexpr (kValues) {
-          const unsigned byte = *bits++;
-          gather(byte, x, to, end);
-          to += __builtin_popcount(byte);
+          if (w.support.whole && to + 8 <= end) {
+            store<32>(to, x), to += 8, ++bits;
+          } else {
+            const unsigned byte = *bits++;
+            gather(byte, x, to, end);
+            to += __builtin_popcount(byte);
+          }
         }
         if constexpr (kFactors) {
           total += x * load<32>(u);
