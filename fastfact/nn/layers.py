@@ -60,8 +60,9 @@ class FactorizedLayer(nn.Module):
     Of a dense μ "auto" may take it on the CPU, for linear layers and convolutions that are depthwise, 1×1 (layout
     "kernel") or of few pixels.
     "factored" of `LowRank` (linear layers, and convolutions in layout "separable") takes σ and B A apart: "auto" takes
-    it where σ takes no gradient and that costs less (`LowRank.is_thin`), of a σ that does in training on the CPU where it
-    was measured to be faster, always where the adapter has dropout, and not in evaluation on the CPU, where W is kept.
+    it where σ takes no gradient and that costs less (`LowRank.is_thin`), of a σ that does in training on the CPU where
+    it was measured to be faster, always where the adapter has dropout, and not in evaluation on the CPU, where W is
+    kept.
 
     "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
