@@ -207,7 +207,8 @@ def _find(question: str, work: Work, sides) -> str:
         path = min(counted, key=counted.get, default=None)
         if path in PATHS[1:] and PATHS[0] in seconds and work.kind == "linear" and work.step == "evaluation":
             # Among other layers the one that reads less wins, in a loop the one whose W is in the caches.
-            path = min((PATHS[0], path), key=in_a_row({one: runs[one] for one in (PATHS[0], path)}).get)
+            again = in_a_row({one: runs[one] for one in (PATHS[0], path)})
+            path = min(again, key=lambda one: _counted(work, one, again[one]))
         return {"path": path, "seconds": seconds}
 
     found = machine.remembered(question, measure)
@@ -219,8 +220,8 @@ def _find(question: str, work: Work, sides) -> str:
 
 def _counted(work: Work, path: str, seconds: float) -> float:
     """What a time is taken for."""
-    if work.step == "evaluation":
-        return seconds + COLD if path == PATHS[0] and work.kind != "linear" else seconds
+    if work.step == "evaluation" and work.kind != "linear":
+        return seconds + COLD if path == PATHS[0] else seconds
     return seconds if path == PATHS[0] else seconds * MARGIN
 
 
