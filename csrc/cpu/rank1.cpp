@@ -13,6 +13,7 @@
 
 #include "gemm.h"
 #include "support.h"
+#include "transpose.h"
 #include "vec.h"
 
 namespace fastfact {
@@ -475,6 +476,96 @@ struct BySupport {
   }
 };
 
+// Channels_last weights of Q taps by the bits of their support, a register of inputs at a time: what Q registers have
+// in the order of positions is parted into taps, or joined from them, in registers.
+template <class T, int B, int Q>
+struct ByColumns {
+  using V = Vec<float, B>;
+  static constexpr int L = kLanes<float, B>;
+  using Parts = Columns<Q, L>;
+
+  // Position `at` is the first of an output. f(i, x) has μ of tap c at inputs i … i + L
+  // in x[c].
+  template <class F>
+  FF_INLINE static void fill(const Bits& bits, const T* values, const T* end, int64_t at, int64_t inputs, const F& f) {
+    const T* from = values + BySupport<T, B>::values_before(bits, at);
+    for (int64_t i = 0; i < inputs; i += L) {
+      if (i + L > inputs) {
+        i = inputs - L;
+        from = values + BySupport<T, B>::values_before(bits, at + i * Q);
+      }
+      BitsFrom<B> which(bits, at + i * Q);
+      T some[(Q + 1) * L];
+      const T* next = from;
+      if (__builtin_expect(end - from < Q * L, 0)) {
+        std::memset(static_cast<void*>(some), 0, sizeof(some));
+        std::memcpy(static_cast<void*>(some), from, (end - from) * sizeof(T));
+        next = some;
+      }
+      const T* const first = next;
+      V x[Q];
+#pragma GCC unroll 32
+      for (int c = 0; c < Q; ++c) {
+        __builtin_prefetch(next + kAhead);
+        x[c] = spread_next<B>(which.next(), next);
+      }
+      from += next - first;
+      Parts::part(x);
+      f(i, x);
+    }
+  }
+
+  // The values of the output at `at`, of which g is the gradient, and those up to `stop` may be written. f(i, done, x)
+  // has the gradient of tap c at inputs i … i + L in x[c], of which it has had the first `done` before.
+  template <class F>
+  FF_INLINE static void take(const Bits& bits, const T* g, int64_t at, int64_t inputs, T* values, T* stop, const F& f) {
+    T* to = values + BySupport<T, B>::values_before(bits, at);
+    for (int64_t i = 0; i < inputs; i += L) {
+      int64_t done = 0;
+      if (i + L > inputs) {
+        done = i + L - inputs;
+        i = inputs - L;
+        to = values + BySupport<T, B>::values_before(bits, at + i * Q);
+      }
+      BitsFrom<B> which(bits, at + i * Q);
+      V x[Q];
+#pragma GCC unroll 32
+      for (int c = 0; c < Q; ++c) {
+        const T* const from = g + c * inputs + i;
+        __builtin_prefetch(from + Q * inputs);
+        x[c] = in_register(load<B>(from));
+      }
+      f(i, done, x);
+      Parts::join(x);
+      T some[(Q + 1) * L];
+      const bool last = stop - to < (Q + 1) * L;
+      T* next = last ? some : to;
+      T* const first = next;
+#pragma GCC unroll 32
+      for (int c = 0; c < Q; ++c) gather_next<B>(which.next(), x[c], next);
+      if (last) std::memcpy(static_cast<void*>(to), some, (next - first) * sizeof(T));
+      to += next - first;
+    }
+  }
+
+  static constexpr int kAhead = 512;
+};
+
+// f(Q) as a constant, where a weight is filled by its columns.
+template <int B, class F>
+FF_INLINE bool by_columns(const Size& s, const F& f) {
+  if (s.i < kLanes<float, B>) return false;
+  if (s.taps() == 9) return f(std::integral_constant<int, 9>{}), true;
+  if (s.taps() == 25) return f(std::integral_constant<int, 25>{}), true;
+  if (s.taps() == 3) return f(std::integral_constant<int, 3>{}), true;
+  return false;
+}
+
+inline bool fills_by_columns(const Size& s) {
+  const auto some = [](auto) {};
+  return register_bytes() == 64 ? by_columns<64>(s, some) : register_bytes() == 32 && by_columns<32>(s, some);
+}
+
 inline bool turned(const Size& s, bool channels_last) { return channels_last && s.taps() > 1 && s.i > 1; }
 
 // A tile of μ from its compact form: positions [begin, end) of a client, from `bits` if that is given. So many elements
@@ -505,6 +596,64 @@ struct FillTile {
     const bool ordered = each_place(op.support, k, op.size, op.channels_last, begin, end,
                                     [&](int64_t j, int64_t place) FF_INLINE_LAMBDA { tile[place] = values[j]; });
     if (!ordered) *valid = false;
+  }
+};
+
+// W in channels_last whose support is given as bits. Items are (client, output).
+template <class T, int B>
+struct WriteColumns {
+  FF_INLINE static void run(const Rank1& op, const Plan& plan, const Supports& supports, const T* u_transposed,
+                            int64_t begin, int64_t end) {
+    if constexpr (spreads(B) && !std::is_same_v<T, double>) {
+      by_columns<B>(op.size, [&](auto taps) FF_INLINE_LAMBDA {
+        if (op.layout == kSpatial) {
+          write<taps.value, true>(op, plan, supports, nullptr, begin, end);
+        } else {
+          write<taps.value, false>(op, plan, supports, u_transposed, begin, end);
+        }
+      });
+    }
+  }
+
+  template <int Q, bool spatial>
+  FF_INLINE static void write(const Rank1& op, const Plan& plan, const Supports& supports, const T* u_transposed,
+                              int64_t begin, int64_t end) {
+    using V = Vec<float, B>;
+    const int64_t inputs = op.size.i, kw = op.size.kw, rank = op.rank, un = plan.u_numel, vn = plan.v_numel;
+    const Scratch<float> scales(rank * Q);
+    float* const scale = scales.get();
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t k = item / op.size.o, o = item % op.size.o, at = o * inputs * Q;
+      const T *u = client<T>(op.u, k), *v = client<T>(op.v, k), *values = client<T>(op.mu, k);
+      T* const w = static_cast<T*>(op.w) + k * op.size.numel() + at;
+      if (!spatial || o == 0 || item == begin) {
+        for (int64_t r = 0; r < rank; ++r) {
+          for (int64_t c = 0; c < Q; ++c) {
+            scale[r * Q + c] = to_compute(spatial ? u[r * un + c] : v[r * vn + o * kw + c % kw]);
+          }
+        }
+      }
+      const T* const turned_u = u_transposed ? u_transposed + k * rank * un : u;
+      const T* along[spatial ? 1 : Q];
+      for (int64_t c = 0; c < (spatial ? 1 : Q); ++c) {
+        along[c] = spatial ? v + o * inputs : turned_u + c / kw * inputs;
+      }
+      const int64_t stride = spatial ? vn : un;
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        ByColumns<T, B, Q>::fill(
+            *supports.at(k), values, values + op.support.count, at, inputs, [&](int64_t i, V(&x)[Q]) FF_INLINE_LAMBDA {
+              for (int64_t r = 0; r < rank; ++r) {
+                const V first = load<B>(along[0] + r * stride + i);
+#pragma GCC unroll 32
+                for (int c = 0; c < Q; ++c) {
+                  x[c] += (spatial ? first : load<B>(along[c] + r * stride + i)) * scale[r * Q + c];
+                }
+              }
+#pragma GCC unroll 32
+              for (int c = 0; c < Q; ++c) store<B>(w + c * inputs + i, x[c]);
+            });
+      });
+    }
   }
 };
 
@@ -701,6 +850,70 @@ struct BackwardColumns {
       }
       for (int64_t j = 0; j < rank * taps; ++j) c.du[j] = sum_lanes(sums.get()[j]);
     }
+  }
+};
+
+// What BackwardColumns and GatherChunk do, in one pass over a spatial weight in channels_last whose support is given as
+// bits.
+constexpr int kMostAtOnce = 9;  // taps whose registers and sums stay in registers
+
+template <class T, int B>
+struct BackwardByColumns {
+  FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const Supports& supports,
+                            Compute<T>* partial, int64_t item) {
+    if constexpr (spreads(B) && !std::is_same_v<T, double>) {
+      const ChunkOf<T> chunk(op, plan, chunks, nullptr, partial, item);
+      by_columns<B>(op.size, [&](auto taps) FF_INLINE_LAMBDA {
+        if constexpr (taps.value <= kMostAtOnce) {
+          if (op.rank == 1) {
+            sum<taps.value, true>(op, plan, *supports.at(chunk.k), chunk);
+          } else {
+            sum<taps.value, false>(op, plan, *supports.at(chunk.k), chunk);
+          }
+        }
+      });
+    }
+  }
+
+  template <int Q, bool one>
+  FF_INLINE static void sum(const Rank1Backward& op, const Plan& plan, const Bits& bits, const ChunkOf<T>& chunk) {
+    using V = Vec<float, B>;
+    using I = IndexVec<float, B>;
+    using By = ByColumns<T, B, Q>;
+    const int64_t inputs = op.size.i, output = inputs * Q, rank = one ? 1 : op.rank, vn = plan.v_numel;
+    const Scratch<V> sums(rank * Q);
+    const Scratch<float> scale(rank * Q);
+    for (int64_t j = 0; j < rank * Q; ++j) sums.get()[j] = V{}, scale.get()[j] = to_compute(chunk.u[j]);
+    T* const values = static_cast<T*>(op.dvalues) + chunk.k * op.support.count;
+    T* const stop = values + BySupport<T, B>::values_before(bits, chunk.last * output);
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      V kept[one ? Q : 1];
+      if constexpr (one) std::memset(kept, 0, sizeof(kept));
+      V* const all = one ? kept : sums.get();
+      const float* const u = scale.get();
+      I lane;
+      for (int l = 0; l < By::L; ++l) lane[l] = l;
+      for (int64_t o = chunk.first; o < chunk.last; ++o) {
+        const T* const v = chunk.v + o * inputs;
+        T* const dv = chunk.dv ? chunk.dv + o * inputs : nullptr;
+        By::take(bits, chunk.g + o * output, o * output, inputs, values, stop,
+                 [&](int64_t i, int64_t done, const V(&x)[Q]) FF_INLINE_LAMBDA {
+                   const I fresh = lane >= int32_t(done);
+                   for (int64_t r = 0; r < rank; ++r) {
+                     const V along = load<B>(v + r * vn + i);
+                     V part[3]{};
+#pragma GCC unroll 32
+                     for (int c = 0; c < Q; ++c) {
+                       part[c % 3] += x[c] * u[r * Q + c];
+                       all[r * Q + c] += bit_cast<V>(bit_cast<I>(x[c]) & fresh) * along;
+                     }
+                     if (dv) store<B>(dv + r * vn + i, part[0] + part[1] + part[2]);
+                   }
+                 });
+      }
+      if constexpr (one) std::memcpy(sums.get(), kept, sizeof(kept));
+    });
+    for (int64_t j = 0; j < rank * Q; ++j) chunk.du[j] = sum_lanes(sums.get()[j]);
   }
 };
 
@@ -916,6 +1129,15 @@ struct GatherChunk {
         }
         if (bits) {
           const int64_t output = op.size.i * op.size.taps();
+          if (by_columns<B>(op.size, [&](auto taps) FF_INLINE_LAMBDA {
+                T* const stop = out + By::values_before(*bits, end);
+                outline<B>([&]() FF_INLINE_LAMBDA {
+                  for (int64_t o = begin; o < end; o += output)
+                    ByColumns<T, B, taps.value>::take(*bits, g + (o - begin), o, op.size.i, out, stop,
+                                                      [](auto...) FF_INLINE_LAMBDA {});
+                });
+              }))
+            continue;
           const Scratch<float> some(output + By::kSpare);
           for (int64_t o = begin; o < end; o += output) {
             outline<B>([&]()
@@ -968,6 +1190,11 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
       valid = false;
       return;
     }
+    if (supports.at(0) && plan.kind == Plan::kRows && turned(op.size, op.channels_last) && fills_by_columns(op.size)) {
+      parallel(parallel_for, op.clients * op.size.o, ceil_div(kGrain, op.size.i * op.size.taps()),
+               [&](int64_t begin, int64_t end) { dispatch<WriteColumns, T>(op, plan, supports, u, begin, end); });
+      return;
+    }
     parallel(parallel_for, op.clients * tiles, ceil_div(kGrain, elements), [&](int64_t begin, int64_t end) {
       constexpr int64_t spare = BySupport<T, 32>::kSpare;
       const Scratch<T> room(elements + 2 * spare);
@@ -1018,11 +1245,18 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
         dispatch<BackwardColumns, T>(op, plan, chunks, u, partial.get(), begin, end);
       }
     };
+    const bool at_once = factors && values && op.layout == kSpatial && supports.at(0) &&
+                         turned(op.size, op.channels_last) && fills_by_columns(op.size) &&
+                         op.size.taps() <= kMostAtOnce;
     parallel(parallel_for, op.clients * chunks.count, ceil_div(kGrain * chunks.count, op.size.numel()),
              [&](int64_t begin, int64_t end) {
                if (!values) return sum(begin, end);
                // One chunk at a time, so that it is in cache for both.
                for (int64_t item = begin; item < end; ++item) {
+                 if (at_once) {
+                   dispatch<BackwardByColumns, T>(op, plan, chunks, supports, partial.get(), item);
+                   continue;
+                 }
                  if (factors) sum(item, item + 1);
                  dispatch<GatherChunk, T>(op, plan, chunks, supports, item, &valid);
                }

@@ -103,24 +103,27 @@ inline constexpr std::array<std::array<uint64_t, 2>, 9> kLater = [] {
 }();
 
 // As `spread`, a register of B bytes, of which all are read, and `from` moves on to the values that come next.
-// (VEXPANDPS takes twice as long on Zen 5.)
+// (VEXPANDPS takes a fifth longer on Zen 5.)
+#if defined(FF_DISPATCH) && !defined(__clang__)
+template <class T>
+FF_INLINE Vec<float, 64> spread_sixteen(uint64_t first, uint64_t second, const T*& from) {
+  const Vec<float, 64> values = in_register(load<64>(from));
+  using Two = VecOf<uint64_t, 16>::Type;
+  const int64_t low = __builtin_popcountll(first);
+  from += low + __builtin_popcountll(second);
+  Two which = {kSpreadBytes[first], kSpreadBytes[second]}, later;
+  std::memcpy(&later, &kLater[low], sizeof(later));
+  which += later;
+  // The compiler would widen bytes one by one.
+  VecOf<int32_t, 64>::Type lanes;
+  asm("vpmovzxbd %1, %0" : "=v"(lanes) : "v"(which));
+  return __builtin_shuffle(values, Vec<float, 64>{}, lanes);
+}
+#endif
 template <int B, class T>
 FF_INLINE Vec<float, B> spread_next(const uint8_t* bits, const T*& from) {
 #if defined(FF_DISPATCH) && !defined(__clang__)
-  if constexpr (B == 64) {
-    const Vec<float, 64> values = in_register(load<64>(from));
-    using Two = VecOf<uint64_t, 16>::Type;
-    const uint64_t first = bits[0], second = bits[1];
-    const int64_t low = __builtin_popcountll(first);
-    from += low + __builtin_popcountll(second);
-    Two which = {kSpreadBytes[first], kSpreadBytes[second]}, later;
-    std::memcpy(&later, &kLater[low], sizeof(later));
-    which += later;
-    // The compiler would widen bytes one by one.
-    VecOf<int32_t, 64>::Type lanes;
-    asm("vpmovzxbd %1, %0" : "=v"(lanes) : "v"(which));
-    return __builtin_shuffle(values, Vec<float, 64>{}, lanes);
-  }
+  if constexpr (B == 64) return spread_sixteen(bits[0], bits[1], from);
 #endif
   Vec<float, B> out{};
   for (int k = 0; k < B / 32; ++k) {
@@ -129,6 +132,16 @@ FF_INLINE Vec<float, B> spread_next(const uint8_t* bits, const T*& from) {
     from += __builtin_popcount(bits[k]);
   }
   return out;
+}
+
+// The same by the lowest bits of a number.
+template <int B, class T>
+FF_INLINE Vec<float, B> spread_next(uint32_t bits, const T*& from) {
+#if defined(FF_DISPATCH) && !defined(__clang__)
+  if constexpr (B == 64) return spread_sixteen(bits & 0xff, bits >> 8 & 0xff, from);
+#endif
+  const uint8_t bytes[2] = {uint8_t(bits), uint8_t(bits >> 8)};
+  return spread_next<B>(bytes, from);
 }
 
 // As `gather`, a register of B bytes, and `to` moves on.
@@ -141,6 +154,32 @@ FF_INLINE void gather_next(const uint8_t* bits, Vec<float, B> x, T*& to, const T
     to += __builtin_popcount(bits[k]);
   }
 }
+
+// The same by the lowest bits of a number. As much as the register has may be written.
+template <int B, class T>
+FF_INLINE void gather_next(uint32_t bits, Vec<float, B> x, T*& to) {
+  for (int k = 0; k < B / 32; ++k, bits >>= 8) {
+    Eight part;
+    std::memcpy(&part, reinterpret_cast<const char*>(&x) + 32 * k, 32);
+    store<32>(to, permute(part, lanes_of(kGather, bits & 0xff)));
+    to += __builtin_popcount(bits & 0xff);
+  }
+}
+
+// The bits of one register after the other, from any position on.
+template <int B>
+struct BitsFrom {
+  const uint8_t* at;
+  int shift;
+
+  FF_INLINE BitsFrom(const Bits& bits, int64_t position) : at(bits.bytes(0, position)), shift(position % 8) {}
+  FF_INLINE uint32_t next() {
+    uint32_t word;
+    std::memcpy(&word, at, sizeof(word));
+    at += B / 32;
+    return word >> shift;
+  }
+};
 
 // The support of positions in [0, rows · columns), or all of them for a dense μ, in memory of its own.
 class OwnBits : public Bits {

@@ -27,6 +27,72 @@ FF_INLINE void transpose_from(V* rows) {
   }
 }
 
+// Q registers hold a matrix [lanes, Q] row by row, Q odd. What a lane has in them is of Q different columns, and what a
+// column has is in different lanes: registers are rotated, lane l by l places, so that each holds a column, whose lanes
+// are then put in order: Q log2(Q) blends and Q permutations.
+template <int Q, int lanes>
+struct Columns {
+  static constexpr std::make_integer_sequence<int, lanes> kLane{};
+  static constexpr std::make_integer_sequence<int, Q> kColumn{};
+
+  // x with a · x = 1 modulo m.
+  static constexpr int inverse(int a, int m) {
+    int x = 0;
+    while ((a * x - 1) % m) ++x;
+    return x;
+  }
+  static constexpr int kOfRegister = inverse(lanes, Q), kOfColumn = inverse(Q, lanes);
+
+  // Lane l of register c is element [l, c].
+  template <class V>
+  FF_INLINE static void part(V (&x)[Q]) {
+    V some[Q];
+#pragma GCC unroll 32
+    for (int s = 0; s < Q; ++s) some[s] = x[s * kOfRegister % Q];
+    rotate<1, false>(some);
+    order<false>(some, x, kColumn);
+  }
+
+  // The other way.
+  template <class V>
+  FF_INLINE static void join(V (&x)[Q]) {
+    V some[Q];
+    order<true>(x, some, kColumn);
+    rotate<1, true>(some);
+#pragma GCC unroll 32
+    for (int s = 0; s < Q; ++s) x[s * kOfRegister % Q] = some[s];
+  }
+
+ private:
+  template <int D, class V, int... lane>
+  FF_INLINE static V blend(V stays, V comes, std::integer_sequence<int, lane...>) {
+    return shuffle<(lane % Q & D ? lanes + lane : lane)...>(stays, comes);
+  }
+
+  template <int D, bool back, class V>
+  FF_INLINE static void rotate(V (&x)[Q]) {
+    if constexpr (D < Q && D < lanes) {
+      V some[Q];
+#pragma GCC unroll 32
+      for (int s = 0; s < Q; ++s) some[s] = blend<D>(x[s], x[(back ? s + D : s + Q - D) % Q], kLane);
+#pragma GCC unroll 32
+      for (int s = 0; s < Q; ++s) x[s] = some[s];
+      rotate<2 * D, back>(x);
+    }
+  }
+
+  template <bool back, int c, class V, int... lane>
+  FF_INLINE static V order_one(V x, std::integer_sequence<int, lane...>) {
+    if constexpr (back) return shuffle<((lane - c + Q * lanes) * kOfColumn % lanes)...>(x, x);
+    return shuffle<((Q * lane + c) % lanes)...>(x, x);
+  }
+
+  template <bool back, class V, int... c>
+  FF_INLINE static void order(const V (&x)[Q], V (&out)[Q], std::integer_sequence<int, c...>) {
+    ((out[c] = order_one<back, c>(x[c], kLane)), ...);
+  }
+};
+
 // n numbers, fewer than a register of B bytes has.
 template <int B, class C, class T>
 FF_INLINE void store_some(const C* from, int64_t n, T* to) {
