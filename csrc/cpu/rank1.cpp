@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "gemm.h"
@@ -105,14 +106,98 @@ FF_INLINE Row row_of(const Op& op, int64_t m) {
   }
 }
 
+// f(q) as a constant where registers are parted into so many columns.
+template <class F>
+FF_INLINE bool with_columns(int64_t q, const F& f) {
+  if (q == 9) return f(std::integral_constant<int, 9>{}), true;
+  if (q == 25) return f(std::integral_constant<int, 25>{}), true;
+  if (q == 3) return f(std::integral_constant<int, 3>{}), true;
+  if (q == 5) return f(std::integral_constant<int, 5>{}), true;
+  return false;
+}
+
+inline bool has_columns(int64_t q) {
+  return with_columns(q, [](auto) {});
+}
+
+// The supports of all clients as bits, each a row after the other of kBitsInRow positions.
+struct Supports {
+  static constexpr int64_t kBitsInRow = 4096;
+  std::vector<std::shared_ptr<const OwnBits>> of;  // each client's; empty where values are placed one by one
+  bool valid = true;
+
+  const Bits* at(int64_t k) const { return of.empty() ? nullptr : of[of.size() == 1 ? 0 : k].get(); }
+};
+
 // μ of one client from a position on, as the loops that write W read it.
 template <class T>
 struct Mu {
   In mu;
-  int64_t begins;  // the position of the first number of `mu`
+  int64_t begins;                      // the position of the first number of `mu`
+  const Supports* supports = nullptr;  // if given, `mu` has values on them
 
   FF_INLINE const T* at(int64_t k, int64_t position) const {
     return mu.data ? client<T>(mu, k) + (position - begins) : nullptr;
+  }
+};
+
+constexpr int64_t kAhead = 512;  // values that are fetched ahead
+
+// The values of a support from a position on.
+template <class T, int B>
+struct ValuesFrom {
+  using V = Vec<float, B>;
+  static constexpr int L = kLanes<float, B>;
+
+  const T *from, *end;
+  BitsFrom<B> which;
+
+  FF_INLINE ValuesFrom(const Bits& bits, const T* values, int64_t count, int64_t position)
+      : from(values + bits.before_position(position)), end(values + count), which(bits, position) {}
+
+  // Calls f(j, x) for j < n, x being the weight at the next positions, a register of them.
+  template <class F>
+  FF_INLINE void take(int64_t n, T* room, const F& f) {
+    const T* next = from;
+    if (__builtin_expect(end - from < n * L, 0)) {
+      std::memcpy(static_cast<void*>(room), from, (end - from) * sizeof(T));
+      next = room;
+    }
+    const T* const first = next;
+#pragma GCC unroll 32
+    for (int64_t j = 0; j < n; ++j) {
+      __builtin_prefetch(next + kAhead);
+      f(j, spread_next<B>(which.next(), next));
+    }
+    from += next - first;
+  }
+};
+
+// The gradient of the values of a support from a position on. What lies before `stop` may be written, nothing else is.
+template <class T, int B>
+struct ValuesTo {
+  static constexpr int L = kLanes<float, B>;
+
+  T *to, *stop;
+  BitsFrom<B> which;
+
+  FF_INLINE ValuesTo(const Bits& bits, T* values, T* stop, int64_t position)
+      : to(values + bits.before_position(position)), stop(stop), which(bits, position) {}
+
+  // Of the gradient of the weight at the next positions, n registers.
+  template <int n>
+  FF_INLINE void put(const Vec<float, B> (&x)[n]) {
+    T room[n * L];
+    const bool last = stop - to < n * L;
+    T* next = last ? room : to;
+    T* const first = next;
+#pragma GCC unroll 32
+    for (int j = 0; j < n; ++j) {
+      __builtin_prefetch(next + kAhead);
+      gather_next<B>(which.next(), x[j], next);
+    }
+    if (last) std::memcpy(static_cast<void*>(to), room, std::min(next - first, stop - to) * sizeof(T));
+    to += next - first;
   }
 };
 
@@ -234,6 +319,8 @@ struct WriteFine {
     const int64_t q = plan.q, groups = ceil_div(plan.p, kGroup);
     const bool u_is_x = op.layout == kKernel;
     const int64_t x_stride = u_is_x ? plan.u_numel : plan.v_numel, y_stride = u_is_x ? plan.v_numel : plan.u_numel;
+    constexpr bool may_spread = spreads(B) && !std::is_same_v<T, double>;
+    const Scratch<T> room(may_spread && dense.supports ? (q + 1) * L : 0);
     // L p's fill q registers: lane n of them belongs to p = n / q and takes y[n % q].
     const Scratch<Lane> which(q * L);
     const Scratch<C> spread(op.rank * q * L);
@@ -257,19 +344,38 @@ struct WriteFine {
       int64_t p = item % groups * kGroup;
       const int64_t last = std::min(plan.p, p + kGroup), at = (b * plan.p + p) * q;
       T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
+      auto add_factors = [&](V x0, int64_t j, V sum) FF_INLINE_LAMBDA {
+        Index lanes;
+        std::memcpy(&lanes, which.get() + j * L, B);
+        sum += permute(x0, lanes) * load<B>(spread.get() + j * L);
+        for (int64_t r = 1; r < op.rank; ++r) {
+          sum += permute(load<B>(x + r * x_stride + p), lanes) * load<B>(spread.get() + (r * q + j) * L);
+        }
+        store<B>(w + j * L, sum);
+      };
+      if constexpr (may_spread) {
+        if (dense.supports) {
+          const Bits& bits = *dense.supports->at(k);
+          ValuesFrom<T, B> values(bits, client<T>(dense.mu, k), op.support.count, at);
+          for (; p + L <= last; p += L, w += L * q) {
+            const V x0 = load<B>(x + p);
+            values.take(q, room.get(), [&](int64_t j, V mu) FF_INLINE_LAMBDA { add_factors(x0, j, mu); });
+          }
+          for (int64_t position = (b * plan.p + p) * q; p < last; ++p) {
+            for (int64_t j = 0; j < q; ++j, ++w, ++position) {
+              C sum = bits.has(position) ? to_compute(*values.from++) : C(0);
+              for (int64_t r = 0; r < op.rank; ++r)
+                sum += to_compute(x[r * x_stride + p]) * spread.get()[r * q * L + j];
+              *w = from_compute<T>(sum);
+            }
+          }
+          continue;
+        }
+      }
       const T* mu = dense.at(k, at);
       for (; p + L <= last; p += L, w += L * q) {
         const V x0 = load<B>(x + p);
-        for (int64_t j = 0; j < q; ++j) {
-          Index lanes;
-          std::memcpy(&lanes, which.get() + j * L, B);
-          V sum = permute(x0, lanes) * load<B>(spread.get() + j * L);
-          for (int64_t r = 1; r < op.rank; ++r) {
-            sum += permute(load<B>(x + r * x_stride + p), lanes) * load<B>(spread.get() + (r * q + j) * L);
-          }
-          if (mu) sum += load<B>(mu + j * L);
-          store<B>(w + j * L, sum);
-        }
+        for (int64_t j = 0; j < q; ++j) add_factors(x0, j, mu ? load<B>(mu + j * L) : V{});
         if (mu) mu += L * q;
       }
       for (; p < last; ++p, w += q) {
@@ -363,15 +469,6 @@ FF_INLINE bool each_place(const Support& support, int64_t k, const Size& s, bool
   return j == last;
 }
 
-// The supports of all clients as bits, each a row after the other of kBitsInRow positions.
-struct Supports {
-  static constexpr int64_t kBitsInRow = 4096;
-  std::vector<std::shared_ptr<const OwnBits>> of;  // each client's; empty where values are placed one by one
-  bool valid = true;
-
-  const Bits* at(int64_t k) const { return of.empty() ? nullptr : of[of.size() == 1 ? 0 : k].get(); }
-};
-
 // A value placed alone costs as much as so many positions by registers, more where these convert.
 constexpr int64_t kPlacedAlone = 4, kConverted = 3;
 
@@ -395,16 +492,11 @@ struct BySupport {
   static constexpr int L = kLanes<float, B>;
   static constexpr int64_t kSpare = 16;  // elements before and after a stretch that may be read and written
 
-  FF_INLINE static int64_t values_before(const Bits& bits, int64_t at) {
-    return bits.start(0, at) +
-           (at % 64 ? __builtin_popcountll(bits.bits[at / 64] & ((uint64_t(1) << at % 64) - 1)) : 0);
-  }
-
   // The weight at positions [begin, end), from `to` on.
   template <class To>
   FF_INLINE static void fill(const Bits& bits, const T* values, int64_t count, int64_t begin, int64_t end, To* to) {
     int64_t at = begin / 8 * 8;
-    const T *from = values + values_before(bits, at), *last = values + count - 8;
+    const T *from = values + bits.before_position(at), *last = values + count - 8;
     to -= begin - at;
     for (; at + L <= end && from + (L - 8) <= last; at += L, to += L)
       store<B>(to, spread_next<B>(bits.bytes(0, at), from));
@@ -418,22 +510,17 @@ struct BySupport {
   // The values at positions [begin, end) of a weight, g from `begin` on.
   template <class From>
   FF_INLINE static void take(const Bits& bits, const From* g, int64_t begin, int64_t end, T* values) {
-    T *to = values + values_before(bits, begin), *const stop = values + values_before(bits, end);
-    auto next = [&](int64_t at, unsigned which, const From* eight) FF_INLINE_LAMBDA {
-      const unsigned some = *bits.bytes(0, at) & which;
-      gather(some, load<32>(eight), to, stop);
-      to += __builtin_popcount(some);
-    };
-    auto edge = [&](int64_t at) FF_INLINE_LAMBDA {
-      From some[8] = {};
-      const int64_t first = std::max(at, begin), n = std::min(at + 8, end) - first;
-      std::memcpy(static_cast<void*>(some + (first - at)), g + (first - begin), n * sizeof(From));
-      next(at, ((1u << n) - 1) << (first - at), some);
-    };
-    int64_t at = begin / 8 * 8;
-    if (at < begin) edge(at), at += 8;
-    for (; at + 8 <= end; at += 8) next(at, 0xff, g + (at - begin));
-    if (at < end) edge(at);
+    ValuesTo<T, B> to(bits, values, values + bits.before_position(end), begin);
+    int64_t at = begin;
+    for (; at + L <= end; at += L, g += L) {
+      const V some[1] = {load<B>(g)};
+      to.put(some);
+    }
+    if (at == end) return;
+    From left[L] = {};
+    std::memcpy(static_cast<void*>(left), g, (end - at) * sizeof(From));
+    const V some[1] = {load<B>(left)};
+    to.put(some);
   }
 
   // x [inputs, taps] to y [taps, inputs].
@@ -483,33 +570,22 @@ struct ByColumns {
   using V = Vec<float, B>;
   static constexpr int L = kLanes<float, B>;
   using Parts = Columns<Q, L>;
+  using From = ValuesFrom<T, B>;
+  using To = ValuesTo<T, B>;
 
   // Position `at` is the first of an output. f(i, x) has μ of tap c at inputs i … i + L
   // in x[c].
   template <class F>
-  FF_INLINE static void fill(const Bits& bits, const T* values, const T* end, int64_t at, int64_t inputs, const F& f) {
-    const T* from = values + BySupport<T, B>::values_before(bits, at);
+  FF_INLINE static void fill(const Bits& bits, const T* values, int64_t count, int64_t at, int64_t inputs, const F& f) {
+    From from(bits, values, count, at);
+    T room[(Q + 1) * L];
     for (int64_t i = 0; i < inputs; i += L) {
       if (i + L > inputs) {
         i = inputs - L;
-        from = values + BySupport<T, B>::values_before(bits, at + i * Q);
+        from = From(bits, values, count, at + i * Q);
       }
-      BitsFrom<B> which(bits, at + i * Q);
-      T some[(Q + 1) * L];
-      const T* next = from;
-      if (__builtin_expect(end - from < Q * L, 0)) {
-        std::memset(static_cast<void*>(some), 0, sizeof(some));
-        std::memcpy(static_cast<void*>(some), from, (end - from) * sizeof(T));
-        next = some;
-      }
-      const T* const first = next;
       V x[Q];
-#pragma GCC unroll 32
-      for (int c = 0; c < Q; ++c) {
-        __builtin_prefetch(next + kAhead);
-        x[c] = spread_next<B>(which.next(), next);
-      }
-      from += next - first;
+      from.take(Q, room, [&](int64_t c, V some) FF_INLINE_LAMBDA { x[c] = some; });
       Parts::part(x);
       f(i, x);
     }
@@ -519,15 +595,14 @@ struct ByColumns {
   // has the gradient of tap c at inputs i … i + L in x[c], of which it has had the first `done` before.
   template <class F>
   FF_INLINE static void take(const Bits& bits, const T* g, int64_t at, int64_t inputs, T* values, T* stop, const F& f) {
-    T* to = values + BySupport<T, B>::values_before(bits, at);
+    To to(bits, values, stop, at);
     for (int64_t i = 0; i < inputs; i += L) {
       int64_t done = 0;
       if (i + L > inputs) {
         done = i + L - inputs;
         i = inputs - L;
-        to = values + BySupport<T, B>::values_before(bits, at + i * Q);
+        to = To(bits, values, stop, at + i * Q);
       }
-      BitsFrom<B> which(bits, at + i * Q);
       V x[Q];
 #pragma GCC unroll 32
       for (int c = 0; c < Q; ++c) {
@@ -537,33 +612,14 @@ struct ByColumns {
       }
       f(i, done, x);
       Parts::join(x);
-      T some[(Q + 1) * L];
-      const bool last = stop - to < (Q + 1) * L;
-      T* next = last ? some : to;
-      T* const first = next;
-#pragma GCC unroll 32
-      for (int c = 0; c < Q; ++c) gather_next<B>(which.next(), x[c], next);
-      if (last) std::memcpy(static_cast<void*>(to), some, (next - first) * sizeof(T));
-      to += next - first;
+      to.put(x);
     }
   }
-
-  static constexpr int kAhead = 512;
 };
 
-// f(Q) as a constant, where a weight is filled by its columns.
-template <int B, class F>
-FF_INLINE bool by_columns(const Size& s, const F& f) {
-  if (s.i < kLanes<float, B>) return false;
-  if (s.taps() == 9) return f(std::integral_constant<int, 9>{}), true;
-  if (s.taps() == 25) return f(std::integral_constant<int, 25>{}), true;
-  if (s.taps() == 3) return f(std::integral_constant<int, 3>{}), true;
-  return false;
-}
-
+// Whether a weight in channels_last is filled by columns.
 inline bool fills_by_columns(const Size& s) {
-  const auto some = [](auto) {};
-  return register_bytes() == 64 ? by_columns<64>(s, some) : register_bytes() == 32 && by_columns<32>(s, some);
+  return has_columns(s.taps()) && s.i >= register_bytes() / int64_t(sizeof(float));
 }
 
 inline bool turned(const Size& s, bool channels_last) { return channels_last && s.taps() > 1 && s.i > 1; }
@@ -605,7 +661,7 @@ struct WriteColumns {
   FF_INLINE static void run(const Rank1& op, const Plan& plan, const Supports& supports, const T* u_transposed,
                             int64_t begin, int64_t end) {
     if constexpr (spreads(B) && !std::is_same_v<T, double>) {
-      by_columns<B>(op.size, [&](auto taps) FF_INLINE_LAMBDA {
+      with_columns(op.size.taps(), [&](auto taps) FF_INLINE_LAMBDA {
         if (op.layout == kSpatial) {
           write<taps.value, true>(op, plan, supports, nullptr, begin, end);
         } else {
@@ -641,7 +697,7 @@ struct WriteColumns {
       const int64_t stride = spatial ? vn : un;
       outline<B>([&]() FF_INLINE_LAMBDA {
         ByColumns<T, B, Q>::fill(
-            *supports.at(k), values, values + op.support.count, at, inputs, [&](int64_t i, V(&x)[Q]) FF_INLINE_LAMBDA {
+            *supports.at(k), values, op.support.count, at, inputs, [&](int64_t i, V(&x)[Q]) FF_INLINE_LAMBDA {
               for (int64_t r = 0; r < rank; ++r) {
                 const V first = load<B>(along[0] + r * stride + i);
 #pragma GCC unroll 32
@@ -863,7 +919,7 @@ struct BackwardByColumns {
                             Compute<T>* partial, int64_t item) {
     if constexpr (spreads(B) && !std::is_same_v<T, double>) {
       const ChunkOf<T> chunk(op, plan, chunks, nullptr, partial, item);
-      by_columns<B>(op.size, [&](auto taps) FF_INLINE_LAMBDA {
+      with_columns(op.size.taps(), [&](auto taps) FF_INLINE_LAMBDA {
         if constexpr (taps.value <= kMostAtOnce) {
           if (op.rank == 1) {
             sum<taps.value, true>(op, plan, *supports.at(chunk.k), chunk);
@@ -885,7 +941,7 @@ struct BackwardByColumns {
     const Scratch<float> scale(rank * Q);
     for (int64_t j = 0; j < rank * Q; ++j) sums.get()[j] = V{}, scale.get()[j] = to_compute(chunk.u[j]);
     T* const values = static_cast<T*>(op.dvalues) + chunk.k * op.support.count;
-    T* const stop = values + BySupport<T, B>::values_before(bits, chunk.last * output);
+    T* const stop = values + bits.before_position(chunk.last * output);
     outline<B>([&]() FF_INLINE_LAMBDA {
       V kept[one ? Q : 1];
       if constexpr (one) std::memset(kept, 0, sizeof(kept));
@@ -924,6 +980,7 @@ struct BackwardFine {
   using V = Vec<T, B>;
   using Index = IndexVec<T, B>;
   static constexpr int L = kLanes<T, B>;
+  static constexpr bool kTakes = spreads(B) && !std::is_same_v<T, double>;
 
   // For first ≤ p < last: dx[p] = Σ_q g[p, q] y[q], written to `dx` or added to `dx_sum` if one is given, and
   // y_sums += the lanes of Σ_p g[p, q] x[p], even and odd p apart. NV registers hold q elements (0: any number); y is
@@ -975,65 +1032,63 @@ struct BackwardFine {
     }
   }
 
-  // Lane l of the result is element l·Q + q of the Q registers z, up to register `from`.
-  template <int Q, int q, int from, int... lane>
-  FF_INLINE static V every(const V (&z)[Q], std::integer_sequence<int, lane...> lanes) {
-    if constexpr (from == 0) {
-      return shuffle<(lane * Q + q < L ? lane * Q + q : 0)...>(z[0], z[0]);
-    } else {
-      const V before = every<Q, q, from - 1>(z, lanes);
-      return shuffle<((lane * Q + q) / L == from ? L + (lane * Q + q) % L : lane)...>(before, z[from]);
-    }
-  }
-
-  template <int Q, int... q>
-  FF_INLINE static V sum_of_every(const V (&z)[Q], std::integer_sequence<int, q...>) {
-    return (... + every<Q, q, Q - 1>(z, std::make_integer_sequence<int, L>{}));
-  }
-
-  // Lane l of register j is lane (j·L + l) / Q of x.
-  template <int Q, int j, int... lane>
-  FF_INLINE static void spread(V x, V (&out)[Q], std::integer_sequence<int, lane...> lanes) {
-    out[j] = shuffle<((j * L + lane) / Q)...>(x, x);
-    if constexpr (j + 1 < Q) spread<Q, j + 1>(x, out, lanes);
-  }
-
-  // As `sums` where Q is small: L p's are the Q registers they fill. y is repeated over them, and so are y_sums [Q].
+  // The same for q = Q, which is odd: L p's are Q registers, parted into columns. y_sums [Q]. The values' gradient is
+  // taken from them, too, where there are `values`.
   template <int Q>
-  FF_INLINE static void sums_of_few(const T* g, int64_t first, int64_t last, const T* x, const C* y, V* y_sums, T* dx,
-                                    C* dx_sum) {
-    constexpr auto lanes = std::make_integer_sequence<int, L>{};
-    int64_t p = first;
-    for (; p + L <= last; p += L) {
-      V z[Q];
-      spread<Q, 0>(load<B>(x + p), z, lanes);
-#pragma GCC unroll 8
-      for (int j = 0; j < Q; ++j) {
-        const V part = load<B>(g + p * Q + j * L);
-        y_sums[j] += part * z[j];
-        z[j] = part * load<B>(y + j * L);
+  FF_INLINE static void sums_of_columns(const T* g, int64_t first, int64_t last, const T* x, const C* y, V* y_sums,
+                                        T* dx, C* dx_sum, [[maybe_unused]] ValuesTo<T, B>* values) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      V kept[Q];
+      std::memcpy(kept, y_sums, sizeof(kept));
+      T padded[Q * L];
+      for (int64_t p = first; p < last; p += L) {
+        const int64_t count = std::min<int64_t>(L, last - p);
+        const T* from = g + p * Q;
+        C along[L] = {};
+        if (count == L) {
+          store<B>(along, load<B>(x + p));
+        } else {
+          for (int64_t lane = 0; lane < count; ++lane) along[lane] = to_compute(x[p + lane]);
+          std::memset(static_cast<void*>(padded), 0, sizeof(padded));
+          std::memcpy(static_cast<void*>(padded), from, count * Q * sizeof(T));
+          from = padded;
+        }
+        V z[Q], part[3]{};
+#pragma GCC unroll 32
+        for (int j = 0; j < Q; ++j) {
+          __builtin_prefetch(from + kAhead + j * L);
+          z[j] = in_register(load<B>(from + j * L));
+        }
+        if constexpr (kTakes) {
+          if (values) values->put(z);
+        }
+        Columns<Q, L>::part(z);
+        const V a = load<B>(along);
+#pragma GCC unroll 32
+        for (int j = 0; j < Q; ++j) {
+          part[j % 3] += z[j] * y[j];
+          kept[j] += z[j] * a;
+        }
+        const V sum = part[0] + part[1] + part[2];
+        if (count == L) {
+          if (dx_sum) store<B>(dx_sum + p, load<B>(dx_sum + p) + sum);
+          if (dx) store<B>(dx + p, sum);
+        } else {
+          for (int64_t lane = 0; lane < count; ++lane) {
+            if (dx_sum) dx_sum[p + lane] += sum[lane];
+            if (dx) dx[p + lane] = from_compute<T>(sum[lane]);
+          }
+        }
       }
-      const V sum = sum_of_every<Q>(z, std::make_integer_sequence<int, Q>{});
-      if (dx_sum) store<B>(dx_sum + p, load<B>(dx_sum + p) + sum);
-      if (dx) store<B>(dx + p, sum);
-    }
-    for (; p < last; ++p) {
-      C sum = 0;
-      for (int j = 0; j < Q; ++j) {
-        const C part = to_compute(g[p * Q + j]);
-        y_sums[j / L][j % L] += part * to_compute(x[p]);
-        sum += part * y[j];
-      }
-      if (dx_sum) dx_sum[p] += sum;
-      if (dx) dx[p] = from_compute<T>(sum);
-    }
+      std::memcpy(y_sums, kept, sizeof(kept));
+    });
   }
 
   FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const T*, C* partial,
-                            int64_t begin, int64_t end) {
+                            int64_t begin, int64_t end, const Supports* supports) {
     const int64_t q = plan.q, nv = ceil_div(q, L), rank = op.rank, un = plan.u_numel, vn = plan.v_numel;
-    const bool u_is_x = op.layout == kKernel, few = q == 3 || q == 5;
-    const int64_t y_size = few ? q * L : nv * L, sums_size = few ? q : 2 * nv;  // of one rank
+    const bool u_is_x = op.layout == kKernel, few = has_columns(q);
+    const int64_t y_size = nv * L, sums_size = few ? q : 2 * nv;  // of one rank
     const Scratch<V> y_sums(rank * sums_size);
     const Scratch<C> y(rank * y_size);
     const Scratch<T> buffer((q + nv) * L);
@@ -1045,10 +1100,20 @@ struct BackwardFine {
         for (int64_t r = 0; r < rank; ++r) {
           const T* from = u_is_x ? c.v + r * vn + o * q : c.u + r * un;
           for (int64_t j = 0; j < y_size; ++j) {
-            y.get()[r * y_size + j] = j < q ? to_compute(from[j]) : few ? y.get()[r * y_size + j - q] : C(0);
+            y.get()[r * y_size + j] = j < q ? to_compute(from[j]) : C(0);
           }
         }
         const T* g = c.g + o * plan.p * q;
+        std::optional<ValuesTo<T, B>> values;
+        if constexpr (kTakes) {
+          if (supports) {
+            const Bits& bits = *supports->at(c.k);
+            const int64_t from = (o * plan.p + (u_is_x ? 0 : c.first)) * q,
+                          to = (o * plan.p + (u_is_x ? plan.p : c.last)) * q;
+            T* const all = static_cast<T*>(op.dvalues) + c.k * op.support.count;
+            values.emplace(bits, all, all + bits.before_position(to), from);
+          }
+        }
         const int64_t left = op.size.numel() - o * plan.p * q, last = u_is_x ? plan.p : c.last;
         for (int64_t p = u_is_x ? 0 : c.first; p < last; p += kGroup) {
           const int64_t stop = std::min(last, p + kGroup);
@@ -1058,10 +1123,10 @@ struct BackwardFine {
             C* dx_sum = u_is_x ? c.du + r * un : nullptr;
             const C* y_r = y.get() + r * y_size;
             V* sums_r = y_sums.get() + r * sums_size;
-            if (q == 3) {
-              sums_of_few<3>(g, p, stop, x, y_r, sums_r, dx, dx_sum);
-            } else if (q == 5) {
-              sums_of_few<5>(g, p, stop, x, y_r, sums_r, dx, dx_sum);
+            auto* const taken = r == 0 && values ? &*values : nullptr;
+            if (with_columns(q, [&](auto columns) FF_INLINE_LAMBDA {
+                  sums_of_columns<columns.value>(g, p, stop, x, y_r, sums_r, dx, dx_sum, taken);
+                })) {
             } else if (nv == 1) {
               sums<1>(g, left, q, p, stop, x, y_r, sums_r, buffer.get(), dx, dx_sum);
             } else if (nv == 2) {
@@ -1076,7 +1141,7 @@ struct BackwardFine {
             const V* at = y_sums.get() + r * sums_size;
             C sum = 0;
             if (few) {
-              for (int64_t n = j; n < q * L; n += q) sum += at[n / L][n % L];
+              sum = sum_lanes(at[j]);
             } else {
               sum = at[j / L * 2][j % L] + at[j / L * 2 + 1][j % L];
             }
@@ -1129,8 +1194,8 @@ struct GatherChunk {
         }
         if (bits) {
           const int64_t output = op.size.i * op.size.taps();
-          if (by_columns<B>(op.size, [&](auto taps) FF_INLINE_LAMBDA {
-                T* const stop = out + By::values_before(*bits, end);
+          if (fills_by_columns(op.size) && with_columns(op.size.taps(), [&](auto taps) FF_INLINE_LAMBDA {
+                T* const stop = out + bits->before_position(end);
                 outline<B>([&]() FF_INLINE_LAMBDA {
                   for (int64_t o = begin; o < end; o += output)
                     ByColumns<T, B, taps.value>::take(*bits, g + (o - begin), o, op.size.i, out, stop,
@@ -1181,13 +1246,14 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
                [&](int64_t begin, int64_t end) { write({op.mu, 0}, begin, end); });
       return;
     }
-    // A tile has whole outputs in channels_last, where the positions of an output are in no order.
-    const int64_t together = op.channels_last && plan.kind == Plan::kRows ? op.size.taps() * items.in_row : 1;
-    const int64_t per_tile = together * std::max<int64_t>(1, kTile / (together * items.largest));
-    const int64_t tiles = ceil_div(items.count, per_tile), elements = per_tile * items.largest;
     const Supports supports = find_supports(op.type, op.support, op.clients, op.size, parallel_for);
     if (!supports.valid) {
       valid = false;
+      return;
+    }
+    if (supports.at(0) && plan.kind == Plan::kFine) {
+      parallel(parallel_for, op.clients * items.count, ceil_div(kGrain, items.largest),
+               [&](int64_t begin, int64_t end) { write({op.mu, 0, &supports}, begin, end); });
       return;
     }
     if (supports.at(0) && plan.kind == Plan::kRows && turned(op.size, op.channels_last) && fills_by_columns(op.size)) {
@@ -1195,6 +1261,10 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
                [&](int64_t begin, int64_t end) { dispatch<WriteColumns, T>(op, plan, supports, u, begin, end); });
       return;
     }
+    // A tile has whole outputs in channels_last, where the positions of an output are in no order.
+    const int64_t together = op.channels_last && plan.kind == Plan::kRows ? op.size.taps() * items.in_row : 1;
+    const int64_t per_tile = together * std::max<int64_t>(1, kTile / (together * items.largest));
+    const int64_t tiles = ceil_div(items.count, per_tile), elements = per_tile * items.largest;
     parallel(parallel_for, op.clients * tiles, ceil_div(kGrain, elements), [&](int64_t begin, int64_t end) {
       constexpr int64_t spare = BySupport<T, 32>::kSpare;
       const Scratch<T> room(elements + 2 * spare);
@@ -1236,29 +1306,30 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
     const Scratch<T> transposed(plan.transpose_u ? ranks * un : 0);
     if (plan.transpose_u) transpose_u(op.u, op.clients, op.rank, op.size.i, op.size.kh, transposed.get());
     const T* u = plan.transpose_u ? transposed.get() : nullptr;
+    const bool in_turn = turned(op.size, op.channels_last);
+    const bool at_once = factors && values && supports.at(0) &&
+                         (in_turn ? op.layout == kSpatial && fills_by_columns(op.size) && op.size.taps() <= kMostAtOnce
+                                  : plan.kind == Plan::kFine && has_columns(plan.q));
     auto sum = [&](int64_t begin, int64_t end) {
       if (plan.kind == Plan::kFine) {
-        dispatch<BackwardFine, T>(op, plan, chunks, u, partial.get(), begin, end);
+        dispatch<BackwardFine, T>(op, plan, chunks, u, partial.get(), begin, end, at_once ? &supports : nullptr);
       } else if (op.layout == kLinear || op.layout == kKernel) {
         dispatch<BackwardRows, T>(op, plan, chunks, u, partial.get(), begin, end);
       } else {
         dispatch<BackwardColumns, T>(op, plan, chunks, u, partial.get(), begin, end);
       }
     };
-    const bool at_once = factors && values && op.layout == kSpatial && supports.at(0) &&
-                         turned(op.size, op.channels_last) && fills_by_columns(op.size) &&
-                         op.size.taps() <= kMostAtOnce;
     parallel(parallel_for, op.clients * chunks.count, ceil_div(kGrain * chunks.count, op.size.numel()),
              [&](int64_t begin, int64_t end) {
                if (!values) return sum(begin, end);
                // One chunk at a time, so that it is in cache for both.
                for (int64_t item = begin; item < end; ++item) {
-                 if (at_once) {
+                 if (at_once && in_turn) {
                    dispatch<BackwardByColumns, T>(op, plan, chunks, supports, partial.get(), item);
                    continue;
                  }
                  if (factors) sum(item, item + 1);
-                 dispatch<GatherChunk, T>(op, plan, chunks, supports, item, &valid);
+                 if (!at_once) dispatch<GatherChunk, T>(op, plan, chunks, supports, item, &valid);
                }
              });
     if (!op.du) return;

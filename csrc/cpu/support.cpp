@@ -71,7 +71,7 @@ struct Entry {
 
 OwnBits::OwnBits(int64_t rows, int64_t columns, const Sparse& mu, ParallelFor parallel_for)
     : Bits{rows, columns, words_of(columns), nullptr, nullptr, mu.count == rows * columns},
-      words_(rows * words + 1),
+      words_(rows * words + kSpare),
       counts_(rows * words + 1) {
   bits = words_.get(), before = counts_.get();
   counts_.get()[rows * words] = int32_t(mu.count);

@@ -24,6 +24,12 @@ struct Bits {
   }
   // The nonzeros before a column that is a multiple of 64.
   int64_t start(int64_t row, int64_t column) const { return before[row * words + column / 64]; }
+  // Of rows without a gap between them, the nonzeros before a position, and whether one is there.
+  int64_t before_position(int64_t at) const {
+    const int64_t word = before[at / 64];
+    return at % 64 ? word + __builtin_popcountll(bits[at / 64] & ((uint64_t(1) << at % 64) - 1)) : word;
+  }
+  bool has(int64_t at) const { return bits[at / 64] >> at % 64 & 1; }
 };
 
 // Whether values are spread by shuffles of registers; elsewhere lane by lane.
@@ -189,6 +195,7 @@ class OwnBits : public Bits {
   int64_t bytes() const { return rows * words * (sizeof(uint64_t) + sizeof(int32_t)); }
 
  private:
+  static constexpr int64_t kSpare = 16;  // words that may be read beyond the last
   Buffer<uint64_t> words_;
   Buffer<int32_t> counts_;
   std::atomic<bool> valid_{true};
