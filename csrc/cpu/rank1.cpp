@@ -143,6 +143,17 @@ struct Mu {
 
 constexpr int64_t kAhead = 512;  // values that are fetched ahead
 
+// f(j) for j < n, which is `kUnrolled` if that is not 0.
+template <int kUnrolled, class F>
+FF_INLINE void each(int64_t n, const F& f) {
+  if constexpr (kUnrolled) {
+#pragma GCC unroll 32
+    for (int j = 0; j < kUnrolled; ++j) f(j);
+  } else {
+    for (int64_t j = 0; j < n; ++j) f(j);
+  }
+}
+
 // The values of a support from a position on.
 template <class T, int B>
 struct ValuesFrom {
@@ -151,25 +162,40 @@ struct ValuesFrom {
 
   const T *from, *end;
   BitsFrom<B> which;
+  T* room;  // for (n + 1) · L where n registers are taken at once
 
-  FF_INLINE ValuesFrom(const Bits& bits, const T* values, int64_t count, int64_t position)
-      : from(values + bits.before_position(position)), end(values + count), which(bits, position) {}
+  FF_INLINE ValuesFrom(const Bits& bits, const T* values, int64_t count, int64_t position, T* room)
+      : from(values + bits.before_position(position)), end(values + count), which(bits, position), room(room) {}
 
   // Calls f(j, x) for j < n, x being the weight at the next positions, a register of them.
-  template <class F>
-  FF_INLINE void take(int64_t n, T* room, const F& f) {
+  template <int kUnrolled, class F>
+  FF_INLINE void take(int64_t n, const F& f) {
     const T* next = from;
     if (__builtin_expect(end - from < n * L, 0)) {
       std::memcpy(static_cast<void*>(room), from, (end - from) * sizeof(T));
       next = room;
     }
     const T* const first = next;
-#pragma GCC unroll 32
-    for (int64_t j = 0; j < n; ++j) {
+    each<kUnrolled>(n, [&](int64_t j) FF_INLINE_LAMBDA {
       __builtin_prefetch(next + kAhead);
       f(j, spread_next<B>(which.next(), next));
-    }
+    });
     from += next - first;
+  }
+};
+
+// The same of a dense μ, which may be null.
+template <class T, int B>
+struct DenseFrom {
+  static constexpr int L = kLanes<T, B>;
+
+  const T* from;
+
+  template <int kUnrolled, class F>
+  FF_INLINE void take(int64_t n, const F& f) {
+    if (!from) return each<kUnrolled>(n, [&](int64_t j) FF_INLINE_LAMBDA { f(j, Vec<T, B>{}); });
+    each<kUnrolled>(n, [&](int64_t j) FF_INLINE_LAMBDA { f(j, load<B>(from + j * L)); });
+    from += n * L;
   }
 };
 
@@ -344,50 +370,75 @@ struct WriteFine {
       int64_t p = item % groups * kGroup;
       const int64_t last = std::min(plan.p, p + kGroup), at = (b * plan.p + p) * q;
       T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
-      auto add_factors = [&](V x0, int64_t j, V sum) FF_INLINE_LAMBDA {
-        Index lanes;
-        std::memcpy(&lanes, which.get() + j * L, B);
-        sum += permute(x0, lanes) * load<B>(spread.get() + j * L);
-        for (int64_t r = 1; r < op.rank; ++r) {
-          sum += permute(load<B>(x + r * x_stride + p), lanes) * load<B>(spread.get() + (r * q + j) * L);
-        }
-        store<B>(w + j * L, sum);
-      };
+      const int64_t whole = (last - p) / L * L;
+      const T* mu = dense.at(k, at);
+      const Bits* bits = nullptr;
       if constexpr (may_spread) {
         if (dense.supports) {
-          const Bits& bits = *dense.supports->at(k);
-          ValuesFrom<T, B> values(bits, client<T>(dense.mu, k), op.support.count, at);
-          for (; p + L <= last; p += L, w += L * q) {
-            const V x0 = load<B>(x + p);
-            values.take(q, room.get(), [&](int64_t j, V mu) FF_INLINE_LAMBDA { add_factors(x0, j, mu); });
-          }
-          for (int64_t position = (b * plan.p + p) * q; p < last; ++p) {
-            for (int64_t j = 0; j < q; ++j, ++w, ++position) {
-              C sum = bits.has(position) ? to_compute(*values.from++) : C(0);
-              for (int64_t r = 0; r < op.rank; ++r)
-                sum += to_compute(x[r * x_stride + p]) * spread.get()[r * q * L + j];
-              *w = from_compute<T>(sum);
-            }
-          }
-          continue;
+          bits = dense.supports->at(k);
+          ValuesFrom<T, B> values(*bits, client<T>(dense.mu, k), op.support.count, at, room.get());
+          write(x + p, x_stride, whole, q, op.rank, which.get(), spread.get(), w, values);
+          mu = values.from;
         }
       }
-      const T* mu = dense.at(k, at);
-      for (; p + L <= last; p += L, w += L * q) {
-        const V x0 = load<B>(x + p);
-        for (int64_t j = 0; j < q; ++j) add_factors(x0, j, mu ? load<B>(mu + j * L) : V{});
-        if (mu) mu += L * q;
+      if (!bits) {
+        DenseFrom<T, B> from{mu};
+        write(x + p, x_stride, whole, q, op.rank, which.get(), spread.get(), w, from);
+        mu = from.from;
       }
-      for (; p < last; ++p, w += q) {
-        for (int64_t j = 0; j < q; ++j) {
+      p += whole, w += whole * q;
+      for (int64_t position = at + whole * q; p < last; ++p) {
+        for (int64_t j = 0; j < q; ++j, ++w, ++position) {
           C sum = 0;
           for (int64_t r = 0; r < op.rank; ++r) sum += to_compute(x[r * x_stride + p]) * spread.get()[r * q * L + j];
-          if (mu) sum += to_compute(mu[j]);
-          w[j] = from_compute<T>(sum);
+          if (mu && (!bits || bits->has(position))) sum += to_compute(*mu++);
+          *w = from_compute<T>(sum);
         }
-        if (mu) mu += q;
       }
     }
+  }
+
+  // W of n p's, whole registers of them.
+  template <class From>
+  FF_INLINE static void write(const T* x, int64_t x_stride, int64_t n, int64_t q, int64_t rank, const Lane* which,
+                              const C* spread, T* w, From& mu) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      if (q == 9) return write_some<9>(x, x_stride, n, q, rank, which, spread, w, mu);
+      if (q == 3) return write_some<3>(x, x_stride, n, q, rank, which, spread, w, mu);
+      write_some<0>(x, x_stride, n, q, rank, which, spread, w, mu);
+    });
+  }
+
+  template <int Q, class From>
+  FF_INLINE static void write_some(const T* x, int64_t x_stride, int64_t n, int64_t q, int64_t rank, const Lane* which,
+                                   const C* spread, T* w, From& mu) {
+    From from = mu;
+    // In registers where none are needed to spread values.
+    constexpr bool held = Q && std::is_same_v<From, DenseFrom<T, B>>;
+    Index lanes[held ? Q : 1];
+    V first[held ? Q : 1];
+    if constexpr (held) {
+      std::memcpy(lanes, which, sizeof(lanes));
+      std::memcpy(first, spread, sizeof(first));
+    }
+    for (int64_t p = 0; p < n; p += L, w += L * q) {
+      const V x0 = load<B>(x + p);
+      from.template take<Q>(q, [&](int64_t j, V sum) FF_INLINE_LAMBDA {
+        Index lane;
+        if constexpr (held) {
+          lane = lanes[j];
+          sum += permute(x0, lane) * first[j];
+        } else {
+          std::memcpy(&lane, which + j * L, B);
+          sum += permute(x0, lane) * load<B>(spread + j * L);
+        }
+        for (int64_t r = 1; r < rank; ++r) {
+          sum += permute(load<B>(x + r * x_stride + p), lane) * load<B>(spread + (r * q + j) * L);
+        }
+        store<B>(w + j * L, sum);
+      });
+    }
+    mu = from;
   }
 };
 
@@ -577,15 +628,15 @@ struct ByColumns {
   // in x[c].
   template <class F>
   FF_INLINE static void fill(const Bits& bits, const T* values, int64_t count, int64_t at, int64_t inputs, const F& f) {
-    From from(bits, values, count, at);
     T room[(Q + 1) * L];
+    From from(bits, values, count, at, room);
     for (int64_t i = 0; i < inputs; i += L) {
       if (i + L > inputs) {
         i = inputs - L;
-        from = From(bits, values, count, at + i * Q);
+        from = From(bits, values, count, at + i * Q, room);
       }
       V x[Q];
-      from.take(Q, room, [&](int64_t c, V some) FF_INLINE_LAMBDA { x[c] = some; });
+      from.template take<Q>(Q, [&](int64_t c, V some) FF_INLINE_LAMBDA { x[c] = some; });
       Parts::part(x);
       f(i, x);
     }
@@ -766,6 +817,8 @@ FF_INLINE void sum_rows_and_columns(const T* g, int64_t stride, int64_t rows, in
     const V a0 = load<B>(along + j), a1 = load<B>(along + j + L);
     V c0 = add ? load<B>(column_sums + j) : V{}, c1 = add ? load<B>(column_sums + j + L) : V{};
     for (int64_t m = 0; m < rows; ++m) {
+      __builtin_prefetch(g + (m + rows) * stride + j);
+      __builtin_prefetch(g + (m + rows) * stride + j + L);
       const V g0 = load<B>(g + m * stride + j), g1 = load<B>(g + m * stride + j + L);
       row_sums[m] = row_sums[m] + g0 * a0 + g1 * a1;
       c0 += g0 * scale[m];
