@@ -234,13 +234,16 @@ FF_INLINE void write_row(T* w, const T* mu, int64_t n, int64_t rank, const T* sc
   constexpr int L = kLanes<T, B>;
   const auto first = to_compute(scale[0]);
   int64_t j = 0;
-  for (; j + L <= n; j += L) {
+  auto write = [&](int64_t j) FF_INLINE_LAMBDA {
     V sum = load<B>(along + j) * first;
     for (int64_t r = 1; r < rank; ++r)
       sum += load<B>(along + r * along_stride + j) * to_compute(scale[r * scale_stride]);
     if (mu) sum += load<B>(mu + j);
     store<B>(w + j, sum);
-  }
+  };
+  for (; j + L <= n; j += L) write(j);
+  // The last register has some numbers of the one before.
+  if (j < n && n >= L) return write(n - L);
   for (; j < n; ++j) {
     auto sum = to_compute(along[j]) * first;
     for (int64_t r = 1; r < rank; ++r)
