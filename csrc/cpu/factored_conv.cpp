@@ -17,8 +17,8 @@ struct Prepared {
   Slab slab;
   Tilings tilings;
   Plan plan;
-  Shares shares;        // of the outputs
-  int64_t rank, chunk;  // input channels packed at a time
+  Shares shares;  // of the outputs
+  int64_t rank;
   Images<const T> x;
   Images<T> y;
   bool pairs;             // products in pairs
@@ -39,69 +39,58 @@ struct Run {
     const Slab& slab = p.slab;
     const bool sparse = p.nonzeros;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, registers = p.tilings.whole.registers();
-    const int64_t block = sparse ? p.plan.block : p.chunk, factors = p.pairs ? 2 : 1;
-    const Scratch<C> slabs(p.chunk * slab.channel), t(depth * registers * L), y(p.shares.channels * registers * L);
-    const Scratch<C> single(p.pairs ? p.chunk * Ops::kMost * L : 0);
+    const int64_t factors = p.pairs ? 2 : 1;
+    const Scratch<C> slabs(s.i * slab.channel), t(depth * Ops::kMost * L), y(p.shares.channels * registers * L);
+    const Scratch<C> single(p.pairs ? s.i * Ops::kMost * L : 0);
     typename Pack::Source source(p.x, g, slab, s.i);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / p.shares.count / s.groups, group = item / p.shares.count % s.groups;
       const int64_t o = item % p.shares.count * p.shares.channels, outputs = std::min(p.shares.channels, s.o - o);
       const Tiling& tiling = p.tilings.of(unit, g);
       const C* start = p.bias ? p.bias + (group * s.o + o) * L : nullptr;
-      auto add_to_t = [&](const Tile& tile, const C* x, int64_t first, int64_t count) FF_INLINE_LAMBDA {
+      const Ahead next = ahead(p.x, g, s.groups, unit + 1, s.stride[0]), out = ahead(p.y, g, s.groups, unit, 1);
+      source.find(unit, group * s.i);
+      source.pack(0, s.i, slabs.get());
+      const int64_t tiles = tiling.tiles.size();
+      for (int64_t k = 0; k < tiles; ++k) {
+        const Tile& tile = tiling.tiles[k];
         const int64_t n = tile.registers();
-        const Panels of_t = Ops::panels(depth / factors, n);
-        C* const panels = t.get() + tile.first * depth / factors * L;
+        const C* const x = slabs.get() + tile.row * slab.row + tile.column * L;
+        C* const to = y.get() + tile.first * outputs * L;
+        const Panels panels = Ops::panels(depth / factors, n);
         for (int64_t r = 0; r < p.rank; ++r) {
-          const int64_t channel = (r * s.i + first) / factors;
+          const int64_t channel = r * s.i / factors;
           auto depthwise = [&](C* to, Panels ts, int64_t at) FF_INLINE_LAMBDA {
-            Ops::depthwise(tile, x, slab.channel, slab.row, count, slab.offset[0].data(), p.u + r * taps, taps, false,
-                           to, ts, at);
+            Ops::depthwise(tile, x, slab.channel, slab.row, s.i, slab.offset[0].data(), p.u + r * taps, taps, false, to,
+                           ts, at);
           };
           if constexpr (std::is_same_v<T, BFloat16>) {
             if (p.pairs) {
               depthwise(single.get(), Ops::rows(n * L), 0);
               for (int64_t j = 0; j < n; j += Ops::kWide) {
                 const int64_t width = std::min(Ops::kWide, n - j) * L;
-                make_pairs<B>(single.get() + j * L, n * L, count, width,
-                              panels + j / Ops::kWide * of_t.panel + channel * width, width);
+                make_pairs<B>(single.get() + j * L, n * L, s.i, width,
+                              t.get() + j / Ops::kWide * panels.panel + channel * width, width);
               }
               continue;
             }
           }
-          depthwise(panels, of_t, channel);
+          depthwise(t.get(), panels, channel);
         }
-      };
-      source.find(unit, group * s.i);
-      for (int64_t first = 0; first < s.i; first += p.chunk) {
-        const int64_t count = std::min(p.chunk, s.i - first);
-        source.pack(first, count, slabs.get());
-        for (const Tile& tile : tiling.tiles) {
-          add_to_t(tile, slabs.get() + tile.row * slab.row + tile.column * L, first, count);
+        if (p.rank) {
+          with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+            using E = decltype(operand);
+            Ops::multiply(reinterpret_cast<const E*>(p.v) + (group * s.o + o) * depth / factors, outputs,
+                          depth / factors, reinterpret_cast<const E*>(t.get()), panels, n, false, start, to, n * L,
+                          next.part(k, tiles), out.part(k, tiles));
+          });
+        } else {
+          Ops::fill(start, outputs, n, to);
         }
-        for (int64_t c = 0; c < count && sparse; c += block) {
-          const int32_t* starts = p.plan.start(0, group, (first + c) / block) + o;
-          for (const Tile& tile : tiling.tiles) {
-            Ops::sparse(tile, slabs.get() + c * slab.channel + tile.row * slab.row + tile.column * L, slab.row,
-                        p.nonzeros, starts, outputs, first + c == 0, start, y.get() + tile.first * outputs * L);
-          }
+        for (int64_t c = 0; c < s.i && sparse; c += p.plan.block) {
+          Ops::sparse(tile, x + c * slab.channel, slab.row, p.nonzeros, p.plan.start(0, group, c / p.plan.block) + o,
+                      outputs, to);
         }
-      }
-      for (const Tile& tile : tiling.tiles) {
-        if (!sparse && !p.rank) Ops::fill(start, outputs, tile.registers(), y.get() + tile.first * outputs * L);
-      }
-      const Ahead next = ahead(p.x, g, s.groups, unit + 1), out = ahead(p.y, g, s.groups, unit);
-      const int64_t tiles = tiling.tiles.size();
-      for (int64_t k = 0; k < tiles && p.rank; ++k) {
-        const Tile& tile = tiling.tiles[k];
-        with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
-          using E = decltype(operand);
-          Ops::multiply(reinterpret_cast<const E*>(p.v) + (group * s.o + o) * depth / factors, outputs, depth / factors,
-                        reinterpret_cast<const E*>(t.get()) + tile.first * depth / factors * L,
-                        Ops::panels(depth / factors, tile.registers()), tile.registers(), sparse, start,
-                        y.get() + tile.first * outputs * L, tile.registers() * L, next.part(k, tiles),
-                        out.part(k, tiles));
-        });
       }
       Pack::unpack(s, g, tiling, unit, y.get(), 0, outputs, group * s.o + o, p.y);
     }
@@ -122,7 +111,6 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.tilings = make_tilings(p.grid, most);
   p.plan = make_plan(p.s, p.tilings.whole, op.mu.count);
   p.shares = make_shares(p.grid.units() * c.groups, c.o, lanes, op.threads);
-  p.chunk = std::max(p.plan.block, kChunk);
   return p;
 }
 

@@ -85,14 +85,16 @@ struct Run {
         for (int64_t r = 0; r < p.rank && needs_s; ++r) {
           const C* v = p.v + ((r * s.groups + group) * s.i + i0) * s.o;
           C* const to = back.get() + r * count * y_slab.channel;
-          auto multiply = [&](int64_t at, int64_t n) FF_INLINE_LAMBDA {
+          const Ahead next = needs_weights && r == 0 ? ahead(p.x, g, s.groups, unit, s.stride[0]) : Ahead{};
+          auto multiply = [&](int64_t at, int64_t n, Ahead next) FF_INLINE_LAMBDA {
             Ops::multiply(v, count, s.o, dy.get() + at, Ops::rows(y_slab.channel), n, false, nullptr, to + at,
-                          y_slab.channel, Ahead{}, Ahead{});
+                          y_slab.channel, next, Ahead{});
           };
           for (int64_t row = p.s_rows[0]; row < p.s_rows[1]; ++row) {
-            multiply(row * y_slab.row + p.s_columns[0] * L, p.s_columns[1] - p.s_columns[0]);
+            multiply(row * y_slab.row + p.s_columns[0] * L, p.s_columns[1] - p.s_columns[0],
+                     next.part(row - p.s_rows[0], p.s_rows[1] - p.s_rows[0]));
           }
-          multiply(y_slab.registers() * L, surroundings.edges());
+          multiply(y_slab.registers() * L, surroundings.edges(), Ahead{});
           surroundings.fill(to, count);
         }
         if (needs_weights) x_source.find(unit, group * s.i + i0);
@@ -128,8 +130,8 @@ struct Run {
             }
           }
         }
-        const Ahead next = ahead(p.dy, g, s.groups, unit + 1);
-        const Ahead out = p.needs_x ? ahead(p.dx, g, s.groups, unit) : Ahead{};
+        const Ahead next = ahead(p.dy, g, s.groups, unit + 1, 1);
+        const Ahead out = p.needs_x ? ahead(p.dx, g, s.groups, unit, p.back.step[0]) : Ahead{};
         for (int64_t k = 0; k < tiles && dv; ++k) {
           const Tile& tile = tiling.tiles[k];
           const int64_t n = tile.registers();
@@ -153,14 +155,13 @@ struct Run {
             }
           }
         }
-        if (!needs_s && !sparse_dx) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
+        if (!needs_s) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
         for (int64_t phase = 0; phase < phases && sparse_dx; ++phase) {
           for (const Tile& tile : tiling.tiles) {
             for (int64_t o = 0; o < s.o; o += p.back_plan.block) {
               const int32_t* starts = p.back_plan.start(phase, group, o / p.back_plan.block) + i0;
               Ops::sparse(tile, dy.get() + o * y_slab.channel + tile.row * y_slab.row + tile.column * L, y_slab.row,
-                          p.back_nonzeros, starts, count, !needs_s && o == 0, nullptr,
-                          dx.get() + phase * dx_phase + tile.first * count * L);
+                          p.back_nonzeros, starts, count, dx.get() + phase * dx_phase + tile.first * count * L);
             }
           }
         }

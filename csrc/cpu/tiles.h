@@ -63,13 +63,20 @@ struct Ahead {
   }
 };
 
-// All that a unit of whole images reads or writes of `images`; nothing where it is not one piece.
+// What a unit reads or writes of `images`, which have `scale` rows for each of the grid's: whole images, or of
+// channels_last ones the rows of its segments. Nothing where it is not one piece.
 template <class T>
-Ahead ahead(const Images<T>& images, const Grid& g, int64_t groups, int64_t unit) {
-  const int64_t image = unit * g.lanes, size = images.channels * images.h * images.w;
-  if (g.down * g.across * g.bands * groups != 1 || image >= g.n) return {nullptr, 0};
-  return {reinterpret_cast<const char*>(images.data + image * size),
-          int64_t(std::min(g.lanes, g.n - image) * size * sizeof(T))};
+Ahead ahead(const Images<T>& images, const Grid& g, int64_t groups, int64_t unit, int64_t scale) {
+  const int64_t of_image = g.down * g.across, first = unit * g.lanes;
+  const int64_t last = std::min(first + g.lanes, g.n * of_image) - 1;
+  if (g.bands * groups != 1 || last < first || !(of_image == 1 || images.channels_last)) return {nullptr, 0};
+  auto row = [&](int64_t segment, int64_t more) {
+    const int64_t down = segment / g.across % g.down + more;
+    return segment / of_image * images.h + std::min(down * g.height * scale, images.h);
+  };
+  const int64_t begin = row(first, 0), size = images.channels * images.w;
+  return {reinterpret_cast<const char*>(images.data + begin * size),
+          int64_t((row(last, 1) - begin) * size * sizeof(T))};
 }
 
 // Where the operand of a product is that has its sums' registers: panels of so many registers, in each the steps of the
@@ -129,6 +136,7 @@ struct Tiles {
                                   int64_t first = 0) {
     with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA {
+        const C* next = taps ? x + offsets[0] : x;  // known ahead, as in Places
         for (int64_t c = 0; c < channels; ++c) {
           V sums[R * W]{};
           auto each = [&](auto&& f) FF_INLINE_LAMBDA {
@@ -141,7 +149,8 @@ struct Tiles {
           if (add) each([](V& sum, const C* at) FF_INLINE_LAMBDA { sum = load<B>(at); });
           for (int64_t tap = 0; tap < taps; ++tap) {
             const V weight = u[tap] - V{};
-            const C* at = x + offsets[tap];
+            const C* at = next;
+            next = in_one_register(tap + 1 < taps ? x + offsets[tap + 1] : x + x_channel + offsets[0]);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
 #pragma GCC unroll 10
@@ -162,6 +171,7 @@ struct Tiles {
                                   C* grads) {
     with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA {
+        const C* next = taps ? x + offsets[0] : x;  // known ahead, as in Places
         for (int64_t c = 0; c < channels; ++c, x += x_channel, s += s_channel) {
           V weights[R][W];
 #pragma GCC unroll 4
@@ -170,7 +180,8 @@ struct Tiles {
             for (int w = 0; w < W; ++w) weights[r][w] = load<B>(s + r * s_row + w * L);
           }
           for (int64_t tap = 0; tap < taps; ++tap) {
-            const C* at = x + offsets[tap];
+            const C* at = next;
+            next = in_one_register(tap + 1 < taps ? x + offsets[tap + 1] : x + x_channel + offsets[0]);
             V sums[2] = {load<B>(grads + tap * L), V{}};
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r, at = in_one_register(at + x_row)) {
@@ -355,41 +366,31 @@ struct Tiles {
   };
 
   // y[o][j] += Σ_nz value · x[offset + j] over the nonzeros starts[o] … starts[o + 1] of each output channel, for the
-  // registers j of a tile, of which y has a channel after the other. Not what y holds, but start[o], a register, is
-  // added to if y is `fresh`; null: 0. The kPlaces nonzeros beyond the last are read.
+  // registers j of a tile, of which y has a channel after the other. The kPlaces nonzeros beyond the last are read.
   template <int R, int W>
   FF_INLINE static void sparse_tile(const C* x, int64_t row, const Nonzero<C>* nonzeros, const int32_t* starts,
-                                    int64_t outputs, bool fresh, const C* start, C* y) {
+                                    int64_t outputs, C* y) {
     const Nonzero<C>* nz = nonzeros + starts[0];
     Places places([&](int k) FF_INLINE_LAMBDA { return x + nz[k].offset; });
     for (int64_t o = 0; o < outputs; ++o, y += R * W * L) {
       const Nonzero<C>* const end = nonzeros + starts[o + 1];
+      if (nz == end) continue;
       V sums[R][W];
-      if (fresh) {
-        const V first = start ? load<B>(start + o * L) : V{};
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 10
-          for (int w = 0; w < W; ++w) sums[r][w] = first;
-        }
-      } else {
-        if (nz == end) continue;
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 10
-          for (int w = 0; w < W; ++w) sums[r][w] = load<B>(y + (r * W + w) * L);
-        }
+        for (int w = 0; w < W; ++w) sums[r][w] = load<B>(y + (r * W + w) * L);
       }
-      while (nz < end) {
+      do {
         const V weight = nz->value - V{};
         const C* at = places.next(x + nz[kPlaces].offset);
-        ++nz;
+        nz = in_one_register(nz + 1);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
 #pragma GCC unroll 10
           for (int w = 0; w < W; ++w) sums[r][w] += weight * load<B>(at + w * L);
         }
-      }
+      } while (nz < end);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 10
@@ -409,9 +410,9 @@ struct Tiles {
   }
 
   FF_INLINE static void sparse(const Tile& tile, const C* x, int64_t row, const Nonzero<C>* nonzeros,
-                               const int32_t* starts, int64_t outputs, bool fresh, const C* start, C* y) {
+                               const int32_t* starts, int64_t outputs, C* y) {
     with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
-      outline<B>([&]() FF_INLINE_LAMBDA { sparse_tile<R, W>(x, row, nonzeros, starts, outputs, fresh, start, y); });
+      outline<B>([&]() FF_INLINE_LAMBDA { sparse_tile<R, W>(x, row, nonzeros, starts, outputs, y); });
     });
   }
 
@@ -421,13 +422,14 @@ struct Tiles {
   FF_INLINE static void sampled_tile(const C* x, int64_t row, const int32_t* offsets, const int32_t* starts,
                                      int64_t outputs, const C* y, int64_t y_channel, int64_t y_row, C* grads) {
     alignas(64) C lanes[L * L];
-    auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<B>(lanes + n * L); };
-    int32_t nz = starts[0];
-    Places places([&](int k) FF_INLINE_LAMBDA { return x + offsets[nz + k]; });
-    int held = 0;
+    auto waiting = [&](int n) FF_INLINE_LAMBDA { return in_register(load<B>(lanes + n * L)); };
+    const int32_t* place = offsets + starts[0];
+    Places places([&](int k) FF_INLINE_LAMBDA { return x + place[k]; });
+    grads += starts[0];
+    C* held = lanes;
     for (int64_t o = 0; o < outputs; ++o, y += y_channel) {
-      const int32_t end = starts[o + 1];
-      if (nz == end) continue;
+      const int32_t* const end = offsets + starts[o + 1];
+      if (place == end) continue;
       V dy[R][W];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -435,22 +437,23 @@ struct Tiles {
         for (int w = 0; w < W; ++w) dy[r][w] = load<B>(y + r * y_row + w * L);
       }
       do {
-        const C* at = places.next(x + offsets[nz + kPlaces]);
-        ++nz;
-        V sums[2]{};
+        const C* at = places.next(x + place[kPlaces]);
+        ++place;
+        V sums[4]{};
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
 #pragma GCC unroll 10
-          for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += dy[r][w] * load<B>(at + w * L);
+          for (int w = 0; w < W; ++w) sums[(r * W + w) % 4] += dy[r][w] * load<B>(at + w * L);
         }
-        store<B>(lanes + held * L, sums[0] + sums[1]);
-        if (++held == L) {
-          store<B>(grads + nz - L, load<B>(grads + nz - L) + sums_of_rows<L, V>(waiting, 0));
-          held = 0;
+        store<B>(held, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+        held += L;
+        if (held == lanes + L * L) {
+          store<B>(grads, load<B>(grads) + sums_of_rows<L, V>(waiting, 0));
+          held = lanes, grads += L;
         }
-      } while (nz < end);
+      } while (place < end);
     }
-    for (int n = 0; n < held; ++n) grads[nz - held + n] += sum_lanes(waiting(n));
+    for (const C* at = lanes; at < held; at += L) *grads++ += sum_lanes(load<B>(at));
   }
 
   FF_INLINE static void sampled(const Tile& tile, const C* x, int64_t row, const int32_t* offsets,
@@ -511,7 +514,7 @@ inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count) {
   const int64_t registers = rows_read(s.phases, &Taps::row, s.stride[0], tile.rows).size() *
                             rows_read(s.phases, &Taps::column, s.stride[1], tile.columns).size();
   const int64_t bytes = std::max<int64_t>(registers, 1) * register_bytes();
-  const double per_channel = double(count) / (s.groups * s.o * s.i);
+  const double per_channel = double(count) / (s.phases.size() * s.groups * s.o * s.i);
   const int64_t wanted = std::max<int64_t>(
       first_cache() / bytes, std::min<int64_t>(kMost / bytes, int64_t(std::min(kNonzeros / per_channel, 1e6))));
   // A power of two, so that whole lines of channels are whole blocks.
