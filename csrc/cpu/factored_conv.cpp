@@ -8,6 +8,8 @@
 namespace fastfact {
 namespace {
 
+constexpr int64_t kSecond = 1 << 19;  // bytes of the second cache for what is used again
+
 // The factors and μ as the kernels read them, for all groups; made once a call.
 template <class T>
 struct Prepared {
@@ -17,8 +19,8 @@ struct Prepared {
   Slab slab;
   Tilings tilings;
   Plan plan;
-  Shares shares;  // of the outputs
-  int64_t rank;
+  Shares shares;        // of the outputs
+  int64_t rank, chunk;  // input channels packed at a time
   Images<const T> x;
   Images<T> y;
   bool pairs;             // products in pairs
@@ -40,8 +42,8 @@ struct Run {
     const bool sparse = p.nonzeros;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, registers = p.tilings.whole.registers();
     const int64_t factors = p.pairs ? 2 : 1;
-    const Scratch<C> slabs(s.i * slab.channel), t(depth * Ops::kMost * L), y(p.shares.channels * registers * L);
-    const Scratch<C> single(p.pairs ? s.i * Ops::kMost * L : 0);
+    const Scratch<C> slabs(p.chunk * slab.channel), t(p.chunk * Ops::kMost * L), y(p.shares.channels * registers * L);
+    const Scratch<C> single(p.pairs ? p.chunk * Ops::kMost * L : 0);
     typename Pack::Source source(p.x, g, slab, s.i);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / p.shares.count / s.groups, group = item / p.shares.count % s.groups;
@@ -50,47 +52,49 @@ struct Run {
       const C* start = p.bias ? p.bias + (group * s.o + o) * L : nullptr;
       const Ahead next = ahead(p.x, g, s.groups, unit + 1, s.stride[0]), out = ahead(p.y, g, s.groups, unit, 1);
       source.find(unit, group * s.i);
-      source.pack(0, s.i, slabs.get());
       const int64_t tiles = tiling.tiles.size();
-      for (int64_t k = 0; k < tiles; ++k) {
+      // Of a tile of y what these channels give.
+      auto add_channels = [&](int64_t k, int64_t first, int64_t count) FF_INLINE_LAMBDA {
         const Tile& tile = tiling.tiles[k];
         const int64_t n = tile.registers();
+        const bool last = first + count == s.i;
         const C* const x = slabs.get() + tile.row * slab.row + tile.column * L;
         C* const to = y.get() + tile.first * outputs * L;
-        const Panels panels = Ops::panels(depth / factors, n);
+        const Panels panels = Ops::panels(count / factors, n);
         for (int64_t r = 0; r < p.rank; ++r) {
-          const int64_t channel = r * s.i / factors;
-          auto depthwise = [&](C* to, Panels ts, int64_t at) FF_INLINE_LAMBDA {
-            Ops::depthwise(tile, x, slab.channel, slab.row, s.i, slab.offset[0].data(), p.u + r * taps, taps, false, to,
-                           ts, at);
+          auto depthwise = [&](C* to, Panels ts) FF_INLINE_LAMBDA {
+            Ops::depthwise(tile, x, slab.channel, slab.row, count, slab.offset[0].data(), p.u + r * taps, taps, false,
+                           to, ts);
           };
-          if constexpr (std::is_same_v<T, BFloat16>) {
-            if (p.pairs) {
-              depthwise(single.get(), Ops::rows(n * L), 0);
-              for (int64_t j = 0; j < n; j += Ops::kWide) {
-                const int64_t width = std::min(Ops::kWide, n - j) * L;
-                make_pairs<B>(single.get() + j * L, n * L, s.i, width,
-                              t.get() + j / Ops::kWide * panels.panel + channel * width, width);
-              }
-              continue;
-            }
-          }
-          depthwise(t.get(), panels, channel);
-        }
-        if (p.rank) {
           with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
             using E = decltype(operand);
+            if constexpr (std::is_same_v<E, Pair>) {
+              depthwise(single.get(), Ops::rows(n * L));
+              for (int64_t j = 0; j < n; j += Ops::kWide) {
+                const int64_t width = std::min(Ops::kWide, n - j) * L;
+                make_pairs<B>(single.get() + j * L, n * L, count, width, t.get() + j / Ops::kWide * panels.panel,
+                              width);
+              }
+            } else {
+              depthwise(t.get(), panels);
+            }
+            const bool ahead = last && r + 1 == p.rank;
             Ops::multiply(reinterpret_cast<const E*>(p.v) + (group * s.o + o) * depth / factors, outputs,
-                          depth / factors, reinterpret_cast<const E*>(t.get()), panels, n, false, start, to, n * L,
-                          next.part(k, tiles), out.part(k, tiles));
+                          count / factors, reinterpret_cast<const E*>(t.get()), panels, n, first + r > 0, start, to,
+                          n * L, ahead ? next.part(k, tiles) : Ahead{}, ahead ? out.part(k, tiles) : Ahead{},
+                          (r * s.i + first) / factors, depth / factors);
           });
-        } else {
-          Ops::fill(start, outputs, n, to);
         }
-        for (int64_t c = 0; c < s.i && sparse; c += p.plan.block) {
-          Ops::sparse(tile, x + c * slab.channel, slab.row, p.nonzeros, p.plan.start(0, group, c / p.plan.block) + o,
-                      outputs, to);
+        if (!p.rank && !first) Ops::fill(start, outputs, n, to);
+        for (int64_t c = 0; c < count && sparse; c += p.plan.block) {
+          Ops::sparse(tile, x + c * slab.channel, slab.row, p.nonzeros,
+                      p.plan.start(0, group, (first + c) / p.plan.block) + o, outputs, to);
         }
+      };
+      for (int64_t first = 0; first < s.i; first += p.chunk) {
+        const int64_t count = std::min(p.chunk, s.i - first);
+        source.pack(first, count, slabs.get());
+        for (int64_t k = 0; k < tiles; ++k) add_channels(k, first, count);
       }
       Pack::unpack(s, g, tiling, unit, y.get(), 0, outputs, group * s.o + o, p.y);
     }
@@ -111,6 +115,10 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.tilings = make_tilings(p.grid, most);
   p.plan = make_plan(p.s, p.tilings.whole, op.mu.count);
   p.shares = make_shares(p.grid.units() * c.groups, c.o, lanes, op.threads);
+  // All channels at once keep a tile of y in the caches between them, few at a time keep x there, where it is large.
+  const int64_t of_x = c.i * p.slab.channel, of_y = p.shares.channels * p.grid.rows * p.grid.width * lanes;
+  p.chunk = std::max(p.plan.block, kChunk);
+  if (of_y * int64_t(sizeof(C)) > kSecond || of_x * int64_t(sizeof(C)) < kSecond) p.chunk = c.i;
   return p;
 }
 

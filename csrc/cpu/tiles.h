@@ -261,12 +261,13 @@ struct Tiles {
     product<Most, N>(left, right, right_step, depth, start, start_row, start_step, y, y_row, next, out);
   }
 
-  // y[o][j] = start[o] + Σ_k v[o][k] · t[k][j] for so many registers j, v packed by pack_v, `start` a register for each
-  // output; null: 0. With `add`, to what y holds.
+  // y[o][j] = start[o] + Σ_k v[o][first_step + k] · t[k][j] for so many registers j, v packed by pack_v with `of` steps
+  // (0: depth), `start` a register for each output; null: 0. With `add`, to what y holds.
   template <class E>
   FF_INLINE static void multiply(const E* v, int64_t outputs, int64_t depth, const E* t, Panels ts, int64_t registers,
-                                 bool add, const C* start, C* y, int64_t y_channel, Ahead next, Ahead out) {
-    const int64_t most = piece(depth);
+                                 bool add, const C* start, C* y, int64_t y_channel, Ahead next, Ahead out,
+                                 int64_t first_step = 0, int64_t of = 0) {
+    const int64_t most = piece(depth), whole = of ? of : depth;
     const int64_t steps = ceil_div(registers, kWide) * ceil_div(outputs, kM) * (ceil_div(depth, most) + depth / kStep);
     next.spread(steps), out.spread(steps);
     for (int64_t first = 0; first < registers; first += kWide, t += ts.panel) {
@@ -278,7 +279,7 @@ struct Tiles {
               const int64_t rows = std::min<int64_t>(kM, outputs - o);
               C* to = y + o * y_channel + first * L;
               const bool on = add || k > 0;
-              rows_of_product<N, kM, E>(rows, {v + o * depth + k * rows, 1, rows}, t + k * step, step,
+              rows_of_product<N, kM, E>(rows, {v + o * whole + (first_step + k) * rows, 1, rows}, t + k * step, step,
                                         std::min(most, depth - k), on ? to : (start ? start + o * L : nullptr),
                                         on ? y_channel : L, on ? L : 0, to, y_channel, next, out);
             }
