@@ -380,18 +380,18 @@ struct Tiles {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 10
-        for (int w = 0; w < W; ++w) sums[r][w] = load<B>(y + (r * W + w) * L);
+        for (int w = 0; w < W; ++w) sums[r][w] = in_register(load<B>(y + (r * W + w) * L));
       }
-      do {
+      while (nz < end) {
         const V weight = nz->value - V{};
         const C* at = places.next(x + nz[kPlaces].offset);
-        nz = in_one_register(nz + 1);
+        ++nz;
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
 #pragma GCC unroll 10
           for (int w = 0; w < W; ++w) sums[r][w] += weight * load<B>(at + w * L);
         }
-      } while (nz < end);
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 10
