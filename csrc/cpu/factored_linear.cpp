@@ -1008,7 +1008,7 @@ void factor_gradients(const FactoredLinearBackward& op, ParallelFor parallel_for
 }  // namespace
 
 bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for) {
-  if (!op.x.plane && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, false)) {
+  if (!op.x.plane && !op.y.plane && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, false)) {
     return linear_in_tiles(op, parallel_for);
   }
   if (!op.n || !op.o) return ascending(op.mu, op.o * op.i, parallel_for);
@@ -1018,7 +1018,8 @@ bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for) {
 }
 
 bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
-  if (!op.x.plane && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, true)) {
+  const bool planes = op.x.plane || op.dy.plane || (op.dx.data && op.dx.plane);
+  if (!planes && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, true)) {
     if (op.rank <= kFewRanks) return linear_in_tiles_backward(op, parallel_for);
     FactoredLinearBackward rest = op;
     rest.du = rest.dv = nullptr;

@@ -172,6 +172,27 @@ def test_a_dense_mu_of_clients():
             assert torch.equal(torch.autograd.grad(z.square().sum(), one)[0], gradient[k])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("density", [0.1, 0.6])
+@pytest.mark.parametrize("size", [(15, 24, 1, 1), (15, 24, 3, 3)])
+def test_the_gradient_may_come_in_another_format_than_the_images(size, density, dtype):
+    how = {"padding": size[2] // 2}
+    t = draw(3, size, 5, 8, 0, density, dtype)
+    for x_last in (False, True):
+        given = {**t, "x": t["x"].to(memory_format=torch.channels_last if x_last else torch.contiguous_format)}
+        (y, leaves), (truth, exact), (plain, rough) = (
+            run(given, size, how),
+            dense(given, size, torch.float64, how),
+            dense(given, size, dtype, how),
+        )
+        form = torch.contiguous_format if x_last else torch.channels_last
+        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(memory_format=form)
+        for out in (y, truth, plain):
+            out.backward(grad.to(out.dtype))
+        for name, leaf in leaves.items():
+            close(leaf.grad, exact[name].grad, rough[name].grad, dtype)
+
+
 # Without μ channels_last images have kernels of their own: few channels, more than a panel of v, bands of an image.
 IN_LANES = [
     (3, (48, 3, 3, 3), 21, 10, 1, 0.0, {"padding": 1}),
