@@ -627,8 +627,7 @@ struct ByColumns {
   using From = ValuesFrom<T, B>;
   using To = ValuesTo<T, B>;
 
-  // Position `at` is the first of an output. f(i, x) has μ of tap c at inputs i … i + L
-  // in x[c].
+  // Position `at` is the first of an output. f(i, x) has μ of tap c at inputs i … i + L in x[c].
   template <class F>
   FF_INLINE static void fill(const Bits& bits, const T* values, int64_t count, int64_t at, int64_t inputs, const F& f) {
     T room[(Q + 1) * L];
@@ -1038,6 +1037,25 @@ struct BackwardFine {
   static constexpr int L = kLanes<T, B>;
   static constexpr bool kTakes = spreads(B) && !std::is_same_v<T, double>;
 
+  // `count` numbers, up to L, zeros behind them.
+  FF_INLINE static void some(const T* from, int64_t count, C* to) {
+    if (count == L) return store<B>(to, load<B>(from));
+    for (int64_t lane = 0; lane < L; ++lane) to[lane] = lane < count ? to_compute(from[lane]) : C(0);
+  }
+
+  // So many sums, from p on, to dx, or to what dx_sum holds; null: nowhere.
+  FF_INLINE static void give(V sum, int64_t p, int64_t count, T* dx, C* dx_sum) {
+    if (count == L) {
+      if (dx_sum) store<B>(dx_sum + p, load<B>(dx_sum + p) + sum);
+      if (dx) store<B>(dx + p, sum);
+      return;
+    }
+    for (int64_t lane = 0; lane < count; ++lane) {
+      if (dx_sum) dx_sum[p + lane] += sum[lane];
+      if (dx) dx[p + lane] = from_compute<T>(sum[lane]);
+    }
+  }
+
   // For first ≤ p < last: dx[p] = Σ_q g[p, q] y[q], written to `dx` or added to `dx_sum` if one is given, and
   // y_sums += the lanes of Σ_p g[p, q] x[p], even and odd p apart. NV registers hold q elements (0: any number); y is
   // padded with zeros to whole registers; `left` elements of g may be read.
@@ -1050,12 +1068,8 @@ struct BackwardFine {
     for (int64_t p = first; p < last; p += L) {
       const int64_t count = std::min<int64_t>(L, last - p);
       const T* rows = g + p * q;
-      C xs[L] = {};
-      if (count == L) {
-        store<B>(xs, load<B>(x + p));
-      } else {
-        for (int64_t lane = 0; lane < count; ++lane) xs[lane] = to_compute(x[p + lane]);
-      }
+      C xs[L];
+      some(x + p, count, xs);
       if (count < L || (p + L - 1) * q + nv * L > left) {
         std::memcpy(buffer, rows, count * q * sizeof(T));
         std::memset(static_cast<void*>(buffer + count * q), 0, ((L - count) * q + nv * L) * sizeof(T));
@@ -1076,15 +1090,7 @@ struct BackwardFine {
       };
       V sum = sums_of_rows<L, V>(row, 0);
       if constexpr (NV > 0) std::memcpy(y_sums, kept, sizeof(kept));
-      if (count == L) {
-        if (dx_sum) store<B>(dx_sum + p, load<B>(dx_sum + p) + sum);
-        if (dx) store<B>(dx + p, sum);
-      } else {
-        for (int64_t lane = 0; lane < count; ++lane) {
-          if (dx_sum) dx_sum[p + lane] += sum[lane];
-          if (dx) dx[p + lane] = from_compute<T>(sum[lane]);
-        }
-      }
+      give(sum, p, count, dx, dx_sum);
     }
   }
 
@@ -1100,11 +1106,9 @@ struct BackwardFine {
       for (int64_t p = first; p < last; p += L) {
         const int64_t count = std::min<int64_t>(L, last - p);
         const T* from = g + p * Q;
-        C along[L] = {};
-        if (count == L) {
-          store<B>(along, load<B>(x + p));
-        } else {
-          for (int64_t lane = 0; lane < count; ++lane) along[lane] = to_compute(x[p + lane]);
+        C along[L];
+        some(x + p, count, along);
+        if (count < L) {
           std::memset(static_cast<void*>(padded), 0, sizeof(padded));
           std::memcpy(static_cast<void*>(padded), from, count * Q * sizeof(T));
           from = padded;
@@ -1125,16 +1129,7 @@ struct BackwardFine {
           part[j % 3] += z[j] * y[j];
           kept[j] += z[j] * a;
         }
-        const V sum = part[0] + part[1] + part[2];
-        if (count == L) {
-          if (dx_sum) store<B>(dx_sum + p, load<B>(dx_sum + p) + sum);
-          if (dx) store<B>(dx + p, sum);
-        } else {
-          for (int64_t lane = 0; lane < count; ++lane) {
-            if (dx_sum) dx_sum[p + lane] += sum[lane];
-            if (dx) dx[p + lane] = from_compute<T>(sum[lane]);
-          }
-        }
+        give(part[0] + part[1] + part[2], p, count, dx, dx_sum);
       }
       std::memcpy(y_sums, kept, sizeof(kept));
     });
