@@ -363,6 +363,16 @@ def test_a_linear_layer_in_evaluation_is_not_slower_in_a_row_either(remembering,
     assert choice.choose(work(kind=kind, step=step, rows=5), lambda: sides) == "factored"
 
 
+@pytest.mark.parametrize("cold, in_a_row", [(0.99, 0.5), (0.5, 0.99), (1.2, 0.5)])
+def test_a_linear_layer_in_evaluation_keeps_its_weight_unless_another_path_is_clearly_faster(
+    remembering, monkeypatch, cold, in_a_row
+):
+    sides = dict.fromkeys(("reconstruct", "factored"))
+    monkeypatch.setattr(choice, "times", lambda _: {"reconstruct": 1e-4, "factored": 1e-4 * cold})
+    monkeypatch.setattr(choice, "in_a_row", lambda _: {"reconstruct": 1e-4, "factored": 1e-4 * in_a_row})
+    assert choice.choose(work(kind="linear", step="evaluation"), lambda: sides) == "reconstruct"
+
+
 def test_runs_in_a_row_have_nothing_between_them(monkeypatch):
     monkeypatch.setattr(choice.Timed, "_operate", lambda self: pytest.fail("something between"))
     x = torch.ones(3)

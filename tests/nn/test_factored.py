@@ -156,6 +156,19 @@ def test_a_dense_mu_needs_no_positions(case, backend, dtype):
             compare({**t, "x": t["x"].to(memory_format=form)}, size, how, t["values"].view(size).to(memory_format=form))
 
 
+@pytest.mark.parametrize("pixels", [5, 40])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_the_gradient_of_a_dense_mu_lies_as_it_does(backend, pixels):
+    size, how = (24, 20, 3, 3), {"padding": 1}
+    t = draw(1, size, pixels, pixels, 1, 1.0, torch.float32)
+    for form in (torch.contiguous_format, torch.channels_last):
+        mu = t["values"].view(size).to(memory_format=form).requires_grad_()
+        with ff.use_backend(backend):
+            y = ops.factored_conv2d(**{**t, "values": mu, "index": None}, size=size, **how)
+            (gradient,) = torch.autograd.grad(y.sum(), mu)
+        assert gradient.stride() == mu.stride()
+
+
 def test_a_dense_mu_of_clients():
     size, how = (40, 35, 3, 3), {"padding": 1}
     t = draw(1, size, 4, 5, 1, 1.0, torch.float32, clients=(3,))
