@@ -54,9 +54,10 @@ class FactorizedLayer(nn.Module):
     their ascending flat positions in the buffer `mu_index` int32 [nnz]. It stays one and the same parameter.
 
     path: "reconstruct" makes W and calls the dense layer; "factored" computes from u, v and compact μ without W
-    (`Rank1` with layout "spatial" or "kernel", or of a linear layer; zero padding given as numbers); "auto" takes the
-    one that was faster for inputs such as the one at hand when it was measured (`nn.choice`). The factored one can be
-    where μ is compact or the spec has none, and in evaluation on the CPU where μ is mostly zeros: these are left out.
+    (`Rank1` with layout "spatial" or "kernel", or of a linear layer; zero padding, alike on both sides of an axis);
+    "auto" takes the one that was faster for inputs such as the one at hand when it was measured (`nn.choice`). The
+    factored one can be where μ is compact or the spec has none, and in evaluation on the CPU where μ is mostly zeros:
+    these are left out.
     Of a dense μ "auto" may take it on the CPU, for linear layers and convolutions that are depthwise, 1×1 (layout
     "kernel") or of few pixels.
     "factored" of `LowRank` (linear layers, and convolutions in layout "separable") takes σ and B A apart: "auto" takes
@@ -64,7 +65,7 @@ class FactorizedLayer(nn.Module):
     it was measured to be faster, always where the adapter has dropout, and not in evaluation on the CPU, where W is
     kept.
 
-    "fused", of a convolution with zero padding given as numbers, makes the weight of `Rank1` inside the convolution
+    "fused", of a convolution with such padding, makes the weight of `Rank1` inside the convolution
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
     convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
     σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
@@ -980,9 +981,17 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _zero_padding(self) -> str | None:
         """Why the padding is not what the kernels know."""
-        if self.padding_mode != "zeros" or isinstance(self.padding, str):
-            return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, given as numbers"
+        if self.padding_mode != "zeros" or self._padding() is None:
+            return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, alike on both sides"
         return None
+
+    def _padding(self) -> tuple[int, ...] | None:
+        """The padding of each axis, None where "same" means more at the end of an axis."""
+        if not isinstance(self.padding, str):
+            return self.padding
+        same = self.padding == "same"
+        reach = [same * gap * (k - 1) for gap, k in zip(self.dilation, self.kernel_size, strict=True)]
+        return None if any(r % 2 for r in reach) else tuple(r // 2 for r in reach)
 
     def _why_not(self, path, tensors):
         if path == "fused":
@@ -1007,7 +1016,8 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _pair(self, setting: str) -> tuple[int, int]:
         """A setting (stride, padding, dilation) for both axes of an image."""
-        return getattr(self, setting)
+        own = getattr(self, setting)
+        return self._padding() or own if isinstance(own, str) else own
 
     def _in_two_parts(self) -> bool:
         """Whether the fused path makes no weight: two smaller convolutions cost less.
@@ -1240,7 +1250,7 @@ class FactorizedConv1d(FactorizedConv2d):
         return super().weight.squeeze(2)
 
     def _pair(self, setting: str) -> tuple[int, int]:
-        return (0 if setting == "padding" else 1), *getattr(self, setting)
+        return (0 if setting == "padding" else 1), *super()._pair(setting)
 
     def path_for(self, x: Tensor) -> str:
         return super().path_for(x.unsqueeze(-2))

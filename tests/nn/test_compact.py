@@ -204,14 +204,37 @@ def test_bad_input(make, message):
         (dict(spec=ff.LowRank(layout="view")), "view"),
         (dict(spec=ff.Hadamard()), "Hadamard"),
         (dict(padding=1, padding_mode="reflect"), "reflect"),
-        (dict(padding="same"), "same"),
+        (dict(kernel_size=4, padding="same"), "same"),
     ],
 )
 def test_the_factored_path_says_why_it_cannot_be_taken(settings, message):
-    layer = ff.nn.FactorizedConv2d(3, 4, 3, **settings)
+    layer = ff.nn.FactorizedConv2d(**dict(in_channels=3, out_channels=4, kernel_size=3) | settings)
     layer.path = "factored"
     with pytest.raises(ValueError, match=message):
         layer(torch.randn(1, 3, 6, 6))
+
+
+@pytest.mark.parametrize("padding, numbers", [("same", (2, 1)), ("valid", (0, 0))])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_padding_by_name_is_that_by_numbers(axes, padding, numbers):
+    """Where both sides of an axis get the same."""
+    kind = ff.nn.FactorizedConv1d if axes == 1 else ff.nn.FactorizedConv2d
+    settings = dict(kernel_size=(3, 3)[:axes], dilation=(2, 1)[:axes], groups=2, dtype=torch.float64)
+    layer = kind(4, 6, padding=padding, **settings).compact(0.4)
+    plain = kind(4, 6, padding=numbers[:axes], **settings).compact(0.4)
+    plain.load_state_dict(layer.state_dict())
+    layer.path = plain.path = "factored"
+    x = torch.randn(2, 4, *(7, 8)[:axes], dtype=torch.float64, requires_grad=True)
+    found, wanted = layer(x), plain(x)
+    assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, layer.to_dense()(x))
+    for one in (layer, plain):
+        one(x).sin().sum().backward()
+    for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    for one in (layer, plain):
+        one.path = "auto"
+        torch.testing.assert_close(one.eval()(x), wanted)
 
 
 @pytest.mark.parametrize("layout", ["spatial", "kernel"])

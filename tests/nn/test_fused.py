@@ -127,9 +127,9 @@ def test_the_layers_fused_path(spec):
 
 
 def test_where_there_is_no_fused_path():
-    layer = ff.nn.FactorizedConv2d(4, 6, 3, padding="same")
+    layer = ff.nn.FactorizedConv2d(4, 6, 2, padding="same")
     layer.path = "fused"
-    with pytest.raises(ValueError, match="given as numbers"):
+    with pytest.raises(ValueError, match="alike on both sides"):
         layer(torch.zeros(1, 4, 5, 5))
     layer = ff.nn.FactorizedLinear(4, 6)
     with pytest.raises(ValueError, match="must be one of 'auto', 'reconstruct', 'factored'"):

@@ -101,7 +101,7 @@ def test_rounding_is_that_of_a_product(product, dtype):
         {"stride": 2},
         {"padding": 1},
         {"groups": 2},
-        {"padding": "same"},
+        {"padding": "same", "kernel_size": 3},
         {"kernel_size": 3},
         {"padding_mode": "reflect"},
     ],

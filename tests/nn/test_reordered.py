@@ -17,6 +17,7 @@ CASES = {
     "depthwise, strided": ((24, 24, 5), {"padding": 2, "stride": 2, "groups": 24}),
     "groups, dilated": ((16, 8, 3), {"groups": 4, "dilation": (2, 1)}),
     "1×1": ((32, 48, 1), {"bias": False}),
+    "3×5, same": ((6, 20, (3, 5)), {"padding": "same", "dilation": (2, 1)}),
     "1×7, padded on one side": ((3, 9, (1, 7)), {"padding": (0, 3)}),
 }
 
@@ -111,7 +112,7 @@ def test_what_is_no_such_input_is_computed_as_before(taken):
     torch.func.functional_call(layer, others, (x,))
     torch.vmap(lambda one: torch.func.functional_call(layer, others, (one,)))(x[:, None])
     layer.train()(x)
-    layer_of(padding="same")(x), layer_of(padding_mode="circular")(x)
+    FactorizedConv2d(6, 20, 2, padding="same").eval()(x), layer_of(padding_mode="circular")(x)
     layer_of().double()(x.double())
     assert len(taken) == 2 and all(one.dtype == torch.float32 for one in taken)
     for wrong in (x[:, :5].contiguous(memory_format=torch.channels_last), x[:, :, :, :0], x.double()):
