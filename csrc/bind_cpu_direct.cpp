@@ -115,10 +115,29 @@ Tensor as_rows_of(const Tensor& x, const Tensor& rows) {
 // W [o, i] or [o, i, 1, 1] as a matrix.
 Tensor matrix(const Tensor& w) { return viewed(w, {w.size(0), w.size(1)}, {w.stride(0), w.stride(1)}); }
 
+constexpr int64_t kFewRows = 16;
+
+// y from W by columns, where it is small; whether it is.
+bool multiply_few(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias, const Tensor& y) {
+  const int64_t o = w.size(0), i = w.size(1), row = w.stride(1), n = o ? y.numel() / o : 0;
+  const auto type = x.scalar_type();
+  if (!n || n > kFewRows || !i || i * o > (n == 1 ? 1 << 16 : 1 << 18) || w.stride(0) != 1 || row < o) return false;
+  if ((type != ScalarType::Float && type != ScalarType::Double) || w.scalar_type() != type) return false;
+  if (layer.kind == Layer::kPixels ? !is_dense(x, {0, 2, 3, 1}) : !is_dense(x, 0)) return false;
+  if (bias && (bias->scalar_type() != type || bias->dim() != 1 || bias->size(0) != o || !is_dense(*bias, 0))) {
+    return false;
+  }
+  fastfact::dense_rows({type_of<fastfact::Type>("layer", x), n, i, o, row, data_of(x), data_of(w),
+                        bias ? data_of(*bias) : nullptr, y.data_ptr()},
+                       parallel_for);
+  return true;
+}
+
 Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (layer.kind != Layer::kConvolution) {
     require(x.size(layer.kind == Layer::kPixels ? 1 : x.dim() - 1) == w.size(1), "layer", "x does not fit");
     const Tensor y = like_rows(layer, x, w.size(0));
+    if (multiply_few(layer, x, w, bias, y)) return y;
     multiply(rows_of(layer, y), rows_of(layer, x), transposed(matrix(w)), bias);
     return y;
   }
@@ -274,14 +293,9 @@ bool dense(AtenTensorHandle out[1], const Layer& of, void* x_, void* w, void* bi
 
 namespace {
 
-struct Part {
-  const void* data;
-  int64_t bytes;
-};
-
 // Where the tensors lie and in which form; false where that cannot be told.
-bool form_of(const Watched& watched, Part* parts, uint64_t& form) {
-  form = watched.count;
+bool form_of(const Watched& watched, fastfact::Stretch* parts, uint64_t& form) {
+  int64_t facts[Watched::kMost * (3 + 2 * Watched::kAxes)], *to = facts;
   for (int64_t n = 0; n < watched.count; ++n) {
     const auto handle = reinterpret_cast<AtenTensorHandle>(const_cast<void**>(watched.tensors + n));
     const void* data = nullptr;
@@ -292,21 +306,16 @@ bool form_of(const Watched& watched, Part* parts, uint64_t& form) {
         aoti_torch_get_strides(handle, &strides) || aoti_torch_get_dtype(handle, &type)) {
       return false;
     }
-    int64_t facts[2 + 2 * Watched::kAxes] = {reinterpret_cast<int64_t>(data), type};
-    std::copy_n(sizes, dim, facts + 2);
-    std::copy_n(strides, dim, facts + 2 + dim);
-    form = fastfact::digest(facts, (2 + 2 * dim) * sizeof(int64_t), form, parallel_for);
+    *to++ = reinterpret_cast<int64_t>(data), *to++ = type, *to++ = dim;
+    to = std::copy_n(strides, dim, std::copy_n(sizes, dim, to));
     parts[n] = {data, numel * static_cast<int64_t>(aoti_torch_dtype_element_size(type))};
   }
+  form = fastfact::digest(facts, (to - facts) * sizeof(int64_t), watched.count, parallel_for);
   return true;
 }
 
-uint64_t numbers_of(const Part* parts, int64_t count) {
-  uint64_t numbers = count;
-  for (int64_t n = 0; n < count; ++n) {
-    numbers = fastfact::digest(parts[n].data, parts[n].bytes, numbers, parallel_for);
-  }
-  return numbers;
+uint64_t numbers_of(const fastfact::Stretch* parts, int64_t count) {
+  return fastfact::digest(parts, count, count, parallel_for);
 }
 
 }  // namespace
@@ -400,7 +409,7 @@ bool adam_threshold(int64_t count, void* const* params, void* const* seconds, co
 }
 
 bool watch(Watched& out, void* const* tensors, int64_t count) noexcept try {
-  Part parts[Watched::kMost];
+  fastfact::Stretch parts[Watched::kMost];
   if (count > Watched::kMost) return false;
   out.count = count;
   std::copy_n(tensors, count, out.tensors);
@@ -414,7 +423,7 @@ bool watch(Watched& out, void* const* tensors, int64_t count) noexcept try {
 }
 
 bool still(const Watched& watched) noexcept try {
-  Part parts[Watched::kMost];
+  fastfact::Stretch parts[Watched::kMost];
   uint64_t form;
   return form_of(watched, parts, form) && form == watched.form && numbers_of(parts, watched.count) == watched.numbers;
 } catch (...) {

@@ -220,8 +220,7 @@ int has_shape(PyObject* form) {
 int is_as_watched(PyObject* watch) {
   if (watch == Py_None) return 1;
   PyObject *const bytes = PyTuple_GetItem(watch, 0), *const tensors = PyTuple_GetItem(watch, 1);
-  Watched watched;
-  std::memcpy(&watched, PyBytes_AsString(bytes), sizeof watched);
+  const Watched& watched = *reinterpret_cast<const Watched*>(PyBytes_AsString(bytes));
   for (int64_t n = 0; n < watched.count; ++n) {
     // What PyTorch computes with may be taken out of a tensor and put into another (`torch.utils.swap_tensors`).
     void* address;

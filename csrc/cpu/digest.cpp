@@ -41,24 +41,44 @@ struct Stripes {
   }
 };
 
+class Digest {
+ public:
+  explicit Digest(uint64_t seed) : seed_(seed) {
+    for (int k = 0; k < kStates; ++k) states_[k] = uint32_t(seed >> (k & 1 ? 32 : 0)) + 0x85EBCA77u * (k + 1);
+  }
+
+  void add(const char* at, int64_t bytes) {
+    const int64_t whole = bytes / kStripe;
+    if (whole) dispatch<Stripes, float>(at, whole, &states_[0]);
+    if (bytes % kStripe) {
+      char rest[kStripe] = {};
+      std::memcpy(rest, at + whole * kStripe, bytes % kStripe);
+      dispatch<Stripes, float>(static_cast<const char*>(rest), int64_t{1}, &states_[0]);
+    }
+    bytes_ += bytes;
+  }
+
+  uint64_t value() const {
+    constexpr uint64_t key = 0x9E3779B97F4A7C15, other = 0xD1B54A32D192ED03;
+    uint64_t out = bytes_ ^ seed_ ^ key;
+    for (int k = 0; k < kStates; k += 4) {
+      uint64_t pair[2];
+      std::memcpy(pair, states_ + k, sizeof pair);
+      out = mix(out ^ pair[0], pair[1] ^ other) + key;
+    }
+    return out;
+  }
+
+ private:
+  const uint64_t seed_;
+  uint64_t bytes_ = 0;
+  uint32_t states_[kStates];
+};
+
 uint64_t digest_piece(const char* at, int64_t bytes, uint64_t seed) {
-  uint32_t states[kStates];
-  for (int k = 0; k < kStates; ++k) states[k] = static_cast<uint32_t>(seed >> (k & 1 ? 32 : 0)) + 0x85EBCA77u * (k + 1);
-  const int64_t whole = bytes / kStripe;
-  dispatch<Stripes, float>(at, whole, &states[0]);
-  if (bytes % kStripe) {
-    char rest[kStripe] = {};
-    std::memcpy(rest, at + whole * kStripe, bytes % kStripe);
-    dispatch<Stripes, float>(static_cast<const char*>(rest), int64_t{1}, &states[0]);
-  }
-  constexpr uint64_t key = 0x9E3779B97F4A7C15, other = 0xD1B54A32D192ED03;
-  uint64_t out = uint64_t(bytes) ^ seed ^ key;
-  for (int k = 0; k < kStates; k += 4) {
-    uint64_t pair[2];
-    std::memcpy(pair, states + k, sizeof pair);
-    out = mix(out ^ pair[0], pair[1] ^ other) + key;
-  }
-  return out;
+  Digest out(seed);
+  out.add(at, bytes);
+  return out.value();
 }
 
 uint64_t digest_all(const char* at, int64_t bytes, ParallelFor parallel_for) {
@@ -116,6 +136,19 @@ uint64_t digest(const void* data, int64_t bytes, uint64_t seed, ParallelFor para
   if (bytes < kLeastHeld) return digest_piece(static_cast<const char*>(data), bytes, seed);
   const uint64_t found = digest_of_contents(data, bytes, parallel_for);
   return mix(found ^ seed, 0x9E3779B97F4A7C15 - seed) + found;
+}
+
+uint64_t digest(const Stretch* stretches, int64_t count, uint64_t seed, ParallelFor parallel_for) {
+  Digest small(seed);
+  uint64_t large = seed;
+  for (const Stretch* one = stretches; one < stretches + count; ++one) {
+    if (one->bytes < kLeastHeld) {
+      small.add(static_cast<const char*>(one->data), one->bytes);
+    } else {
+      large = digest(one->data, one->bytes, large, parallel_for);
+    }
+  }
+  return mix(small.value() ^ large, 0x9E3779B97F4A7C15 - large) + large;
 }
 
 bool hold(const void* data, int64_t bytes, ParallelFor parallel_for) {

@@ -264,8 +264,24 @@ struct ChannelSums {
 };
 void channel_sums(const ChannelSums& op, ParallelFor);
 
+// y [n, o] = x [n, i] · Wᵀ + bias (or null), float32 or float64, W (o, i) at i · row + o.
+struct DenseRows {
+  Type type;
+  int64_t n, i, o, row;
+  const void *x, *w, *bias;
+  void* y;
+};
+void dense_rows(const DenseRows& op, ParallelFor);
+
 // A number that depends on every byte, and on `seed`; two contents have the same one by accident once in 2^64.
 uint64_t digest(const void* data, int64_t bytes, uint64_t seed, ParallelFor);
+
+struct Stretch {
+  const void* data;
+  int64_t bytes;
+};
+// The same of several stretches of memory of known sizes.
+uint64_t digest(const Stretch* stretches, int64_t count, uint64_t seed, ParallelFor);
 
 // From here on nothing changes this memory, until it is released as often as it was held: its digest is computed now
 // and not again. False where it is not kept. Callers of these two take turns.

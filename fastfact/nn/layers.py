@@ -31,6 +31,8 @@ DEPTHWISE = 4
 """Channels from which on the kernel of depthwise layers serves."""
 FEW_PIXELS = 500
 """Of the output, up to which a convolution of dense μ may be done without W."""
+FEW_ROWS = 16
+"""Rows up to which a product with a small W is no more than a loop (`multiply_few` in csrc/bind_cpu_direct.cpp)."""
 ANSWERS = 32
 """Inputs of so many kinds a layer remembers its path for."""
 OF_WEIGHT = ("reconstruct", "product")
@@ -1060,7 +1062,8 @@ class FactorizedConv2d(FactorizedLayer):
         )
 
     def _kept_call(self, path, x, tensors, bias, kept):
-        if path == "product":
+        few = path == "reconstruct" and self._multiplies_pixels(x, tensors)
+        if path == "product" or (few and _is_few(x, x.numel() // max(1, x.shape[1]), self.size)):
             weight = self._kept_form("columns", tensors, kept, lambda w: _by_columns(w.flatten(1)))
             return self._kept_weight_call(direct.PIXELS, weight, bias)
         if path == "reconstruct" and self._can_reorder(x, tensors):
@@ -1334,7 +1337,7 @@ class FactorizedLinear(FactorizedLayer):
 
     def _kept_call(self, path, x, tensors, bias, kept):
         # More rows, and half precision, took up to 10 times as long so.
-        turned = x.dim() == 2 and 2 <= len(x) <= 3 and x.dtype in (torch.float32, torch.float64)
+        turned = _is_few(x, x.numel() // max(1, x.shape[-1]), self.size) if x.dim() else False
         if path != "reconstruct" or not turned:
             return super()._kept_call(path, x, tensors, bias, kept)
         return self._dense_call(x, self._kept_form("columns", tensors, kept, _by_columns), bias)
@@ -1406,6 +1409,12 @@ def _multiply(
     if own is None or bias is not own.bias or type(x) not in PLAIN or not x.is_cpu or transforming():
         return None
     return None if state is None or own._state() != state else own.forward(x)
+
+
+def _is_few(x: Tensor, rows: int, size: Sequence[int]) -> bool:
+    """Whether rows are so few that W by columns serves, in evaluation."""
+    small = size[0] * size[1] <= (1 << 16 if rows == 1 else 1 << 18)
+    return x.dtype in (torch.float32, torch.float64) and (1 if small else 2) <= rows <= (FEW_ROWS if small else 3)
 
 
 def _by_columns(weight: Tensor) -> Tensor:

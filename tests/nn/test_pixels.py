@@ -1,11 +1,13 @@
 """1×1 convolutions as one product of all pixels: the path "product"."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact.nn.layers import FactorizedConv2d
+from fastfact.nn.layers import FactorizedConv2d, FactorizedLinear
 
 SHAPES = [(3, 6, 5, 4), (2, 6, 1, 1), (1, 6, 3, 1), (2, 1, 3, 3)]
 
@@ -75,6 +77,29 @@ def test_evaluation_keeps_the_weight_and_sees_every_write(product):
     layer.mu.data[3] += 1
     layer.bias.data[1] += 1
     torch.testing.assert_close(layer(x), nn.functional.conv2d(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("kind", ["linear", "pixels", "one pixel each"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows, i, o", [(1, 7, 3), (1, 64, 300), (2, 30, 17), (3, 5, 64), (15, 12, 33), (17, 40, 20)])
+@torch.no_grad()
+def test_products_of_few_rows_in_evaluation(prefer, kind, rows, i, o, dtype):
+    prefer("reconstruct")
+    torch.manual_seed(rows)
+    if kind == "linear":
+        layer, x = FactorizedLinear(i, o), torch.randn(rows, 1, i)
+    else:
+        layer = FactorizedConv2d(i, o, 1)
+        x = image((1, i, 1, rows) if kind == "pixels" else (rows, i, 1, 1), True)
+    nn.init.normal_(layer.mu)
+    layer, x = layer.compact(0.5).to(dtype).eval(), x.to(dtype)
+    for _ in range(2):
+        y, wanted = layer(x), layer.to_dense()(x)
+        exact = copy.deepcopy(layer.to_dense()).double()(x.double())
+        allowed = 4 * torch.finfo(dtype).eps * exact.abs().max()
+        assert (y - exact).abs().max() <= 2 * (wanted - exact).abs().max() + allowed
+        assert y.stride() == wanted.stride()
+        layer.mu.data[0] += 1
 
 
 def test_what_it_gives_may_be_written_to(product):

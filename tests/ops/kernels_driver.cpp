@@ -356,6 +356,25 @@ void sums_of_channels() {
 }
 
 template <class T>
+void products_of_few_rows() {
+  if constexpr (std::is_same_v<T, Compute<T>>) {
+    const int64_t n = pick_int(1, 9), i = one_of({1, 2, 7, 64, 300}), o = one_of({1, 3, 5, 15, 16, 17, 130, 300});
+    const int64_t row = o + one_of({0, 0, 3});
+    const Input<T> x(1, n * i), w(1, (i - 1) * row + o), bias(1, o);
+    const bool biased = pick_int(0, 1);
+    std::vector<Sum> wanted(n * o);
+    for (int64_t at = 0; at < n * o; ++at) {
+      if (biased) wanted[at].add(bias.data[at % o]);
+      for (int64_t k = 0; k < i; ++k) wanted[at].add(double(x.data[at / o * i + k]) * w.data[k * row + at % o]);
+    }
+    std::vector<T> y = unwritten<T>(n * o);
+    dense_rows({kType<T>, n, i, o, row, x.data.data(), w.data.data(), biased ? bias.data.data() : nullptr, y.data()},
+               threads);
+    compare("dense rows", y, wanted);
+  }
+}
+
+template <class T>
 void adapters() {
   const bool tall = pick_int(0, 5) == 0;  // more rows than a chunk has
   const int64_t k = tall ? 1 : pick_int(1, 5), n = tall ? one_of({513, 700}) : pick_int(1, 40);
@@ -714,6 +733,17 @@ void digests() {
     bytes[at] ^= bit;
   }
   if (!bytes.empty() && digest(bytes.data(), bytes.size() - 1, seed, threads) == all) fail("digest of less", 0, 0, 0);
+  const int64_t part = bytes.empty() ? 0 : pick_int(0, bytes.size() - 1);
+  const Stretch parts[] = {{bytes.data(), part}, {bytes.data() + part, int64_t(bytes.size()) - part}};
+  const uint64_t both = digest(parts, 2, seed, threads);
+  if (digest(parts, 2, seed + 1, threads) == both) fail("digest of parts by another seed", 0, 0, 0);
+  for (int n = 0; n < 4 && !bytes.empty(); ++n) {
+    const int64_t at = pick_int(0, bytes.size() - 1);
+    bytes[at] ^= 1;
+    if (digest(parts, 2, seed, threads) == both) fail("digest of a change of a part", at, 0, 0);
+    bytes[at] ^= 1;
+  }
+  if (digest(parts, 2, seed, threads) != both) fail("digest of the same parts", 0, 0, 0);
   if (!hold(bytes.data(), bytes.size(), threads)) return;
   hold(bytes.data(), bytes.size(), threads);
   release(bytes.data(), bytes.size());
@@ -982,6 +1012,7 @@ int main(int argc, char** argv) {
       hadamard<T>();
       prox<T>();
       sums_of_channels<T>();
+      products_of_few_rows<T>();
       adapters<T>();
       attentions<T>();
       products_with_rows<T>();
