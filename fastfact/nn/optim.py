@@ -1,5 +1,6 @@
 """Proximal SGD and AdamW: the step of PyTorch's optimizer on every parameter, and a soft threshold on μ."""
 
+import math
 from collections import defaultdict
 
 import torch
@@ -46,10 +47,12 @@ class ProxSGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if not torch.compiler.is_compiling() and self._step_at_once(group, params):
+                continue
             alike = defaultdict(list)
-            for param in group["params"]:
-                if param.grad is not None:
-                    alike[param.device, param.dtype].append(param)
+            for param in params:
+                alike[param.device, param.dtype].append(param)
             for params in alike.values():
                 self._step(group, params)
         return loss
@@ -59,27 +62,53 @@ class ProxSGD(Optimizer):
         super().load_state_dict(state_dict)
         _note_supports(self)
 
+    def _step_at_once(self, group, params) -> bool:
+        """The step on all parameters, whatever their types, where they are plain tensors on the CPU; whether they are.
+
+        A small network's takes no longer than the checks of `ops.prox_sgd_step`.
+        """
+        how = group["lr"], group["momentum"], group["weight_decay"]
+        if not all(map(math.isfinite, how)):
+            return False
+        momenta = self._momenta(group, params)
+        done = direct.prox_sgd_step(
+            params, [p.grad for p in params], momenta, self._penalties(group, params), *how, _is_proximal(group)
+        )
+        if done:
+            torch.autograd.graph.increment_version(params + momenta)
+        return done
+
     def _step(self, group, params) -> None:
-        l1 = step_l1(group["l1"], group["momentum"], group["method"] == "proximal")
-        momenta = []
-        if group["momentum"]:
-            for param in params:
-                state = self.state[param]
-                support = sparsity.support_version(param)
-                if "momentum_buffer" not in state or state["support"] != support:
-                    state["support"] = support
-                    state["momentum_buffer"] = torch.zeros_like(param)
-                momenta.append(state["momentum_buffer"])
         ops.prox_sgd_step(
             _local(params),
             _local([param.grad for param in params]),
-            _local(momenta),
-            [l1 if sparsity.penalized(param) else 0.0 for param in params],
+            _local(self._momenta(group, params)),
+            self._penalties(group, params),
             lr=group["lr"],
             momentum=group["momentum"],
             weight_decay=group["weight_decay"],
-            proximal=group["method"] == "proximal",
+            proximal=_is_proximal(group),
         )
+
+    def _momenta(self, group, params) -> list[Tensor]:
+        momenta = []
+        for param in params if group["momentum"] else ():
+            state = self.state[param]
+            support = sparsity.support_version(param)
+            if "momentum_buffer" not in state or state["support"] != support:
+                state["support"] = support
+                state["momentum_buffer"] = torch.zeros_like(param)
+            momenta.append(state["momentum_buffer"])
+        return momenta
+
+    @staticmethod
+    def _penalties(group, params) -> list[float]:
+        l1 = step_l1(group["l1"], group["momentum"], _is_proximal(group))
+        return [l1 if sparsity.penalized(param) else 0.0 for param in params]
+
+
+def _is_proximal(group) -> bool:
+    return group["method"] == "proximal"
 
 
 def _local(tensors: list[Tensor]) -> list[Tensor]:
