@@ -37,7 +37,8 @@ class Ref {
 };
 
 constexpr int kQuestions = 5, kInBackward = 2, kAxes = 8;
-constexpr int64_t kLong = 1 << 16;  // bytes that take longer to read than to let other threads of Python run
+constexpr int64_t kLong = 1 << 16;    // bytes that take longer to read than to let other threads of Python run
+constexpr int64_t kLittle = 1 << 16;  // multiplications that do not
 
 PyObject *cdata_, *requires_grad_, *version_, *is_neg_, *saved_tensors_, *needs_input_grad_, *plan_, *to_save_,
     *forward_, *backward_;
@@ -52,6 +53,14 @@ auto released(const F& body) {
   const auto out = body();
   PyEval_RestoreThread(state);
   return out;
+}
+
+// The same of a layer of x, unless it computes so little that to give way would take longer.
+template <class F>
+bool computed(const Layer& of, void* x, const F& body) {
+  int64_t numel = 0;
+  const bool known = !aoti_torch_get_numel(reinterpret_cast<AtenTensorHandle>(&x), &numel);
+  return known && numel * of.size[0] * of.size[2] * of.size[3] <= kLittle ? body() : released(body);
 }
 
 // Of a tensor, or nullptr for None.
@@ -357,9 +366,9 @@ PyObject* serve(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // (out …) of a function of `direct`, None where it refuses.
 template <int N, class F>
-PyObject* given_out(bool alone, const F& body) {
+PyObject* given_out(const Layer& of, void* x, bool alone, const F& body) {
   AtenTensorHandle handles[N];
-  if (!released([&] { return body(handles); })) return none();
+  if (!computed(of, x, [&] { return body(handles); })) return none();
   PyObject* out[N];
   if (!wrap(handles, N, out)) return nullptr;
   if (alone) return out[0];
@@ -372,7 +381,7 @@ PyObject* layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* t[6];  // x, bias, μ, index, u, v
   const Layer* of;
   if (!expects("layer", count, 7) || !(of = layer_of(args[0])) || !addresses_of<6>(args + 1, t)) return nullptr;
-  return given_out<2>(false, [&](AtenTensorHandle* out) {
+  return given_out<2>(*of, t[0], false, [&](AtenTensorHandle* out) {
     return fastfact::direct::layer(out, *of, t[0], t[1], t[2], t[3], t[4], t[5]);
   });
 }
@@ -382,7 +391,7 @@ PyObject* factored(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Layer* of;
   if (!expects("factored", count, 8) || !(of = layer_of(args[0])) || !addresses_of<6>(args + 2, t)) return nullptr;
   const bool repeated = args[1] == Py_True;
-  return given_out<1>(true, [&](AtenTensorHandle* out) {
+  return given_out<1>(*of, t[0], true, [&](AtenTensorHandle* out) {
     return fastfact::direct::factored(out, *of, repeated, t[0], t[1], t[2], t[3], t[4], t[5]);
   });
 }
@@ -391,7 +400,8 @@ PyObject* dense(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* t[3];  // x, W, bias
   const Layer* of;
   if (!expects("dense", count, 4) || !(of = layer_of(args[0])) || !addresses_of<3>(args + 1, t)) return nullptr;
-  return given_out<1>(true, [&](AtenTensorHandle* out) { return fastfact::direct::dense(out, *of, t[0], t[1], t[2]); });
+  return given_out<1>(*of, t[0], true,
+                      [&](AtenTensorHandle* out) { return fastfact::direct::dense(out, *of, t[0], t[1], t[2]); });
 }
 
 // What a Function is asked for: `Plan` of fastfact/ops/direct.py.
@@ -416,12 +426,12 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* t[kGiven];
   if (!plan.read(args[1]) || !addresses_of<kGiven>(args + 2, t)) return nullptr;
   AtenTensorHandle handles[2];
-  const bool computed = released([&] {
+  const bool done = computed(*plan.settings, t[kX], [&] {
     using namespace fastfact::direct;
     if (plan.makes) return layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
     return factored(handles, *plan.settings, false, t[kX], t[kU], t[kV], t[kMu], t[kIndex], t[kBias]);
   });
-  if (!computed) {
+  if (!done) {
     const Ref function(PyObject_GetAttr(plan.function, forward_)), given(tuple_of(args, count));
     return function && given ? PyObject_CallObject(function, given) : nullptr;
   }
@@ -477,12 +487,12 @@ PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
     int64_t needs = 0;
     for (int n = 0; n < 5; ++n) needs |= int64_t{PyTuple_GetItem(needed, 1 + order[n]) == Py_True} << n;
     AtenTensorHandle handles[5];
-    const bool computed = released([&] {
+    const bool done = computed(*plan.settings, t[kX], [&] {
       using namespace fastfact::direct;
       if (plan.makes) return layer_backward(handles, *plan.settings, needs, by, t[kX], t[kW], t[kIndex], t[kU], t[kV]);
       return factored_backward(handles, *plan.settings, needs, by, t[kX], t[kU], t[kV], t[kMu], t[kIndex]);
     });
-    if (computed) {
+    if (done) {
       PyObject* found[5];
       if (!wrap(handles, 5, found)) return nullptr;
       PyObject* const out = PyTuple_New(1 + kGiven);
