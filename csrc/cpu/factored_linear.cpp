@@ -7,6 +7,7 @@
 // backward
 //   dh = v dy, dx = uᵀ dh         thin products; of h and dh, when all rows have them, du = dhᵀ x and dv = hᵀ dy,
 //   dx[i] += μ[o, i] · dy[o], dμ[o, i] += dy[o] · x[i]    for each nonzero, x and dx of an input kept in registers.
+// In bfloat16 panels of x and dy are in halves where the machine multiplies pairs, and nonzeros are taken by two.
 // So nothing of the size of W is made. Forward the nonzeros are taken in their own order; backward they are sorted by
 // inputs first, unless there are so few rows that this would take longer than the rest: then dy of an output is kept.
 // Panels that the second cache does not hold are taken in blocks. Where there are few units each is split by outputs,
@@ -79,8 +80,9 @@ std::vector<Unit> make_units(int64_t n, int64_t lanes, int64_t most) {
 
 // Registers of a unit whose nonzeros are taken by inputs: twice as many, x and dx, are held at once. Half of what
 // AVX-512 can hold, where the panels of x, dx and dy would be more than twice what the second cache has.
-int64_t registers_by_inputs(int64_t i, int64_t o) {
-  return register_bytes() == 64 && (2 * i + o) * kRegisters * 64 <= 4 * second_cache() ? 8 : 4;
+int64_t registers_by_inputs(int64_t i, int64_t o, bool pairs) {
+  const int64_t bytes = (pairs ? 3 * i + o : 4 * i + 2 * o) * kRegisters * 32;
+  return register_bytes() == 64 && bytes <= 4 * second_cache() ? 8 : 4;
 }
 
 // The work of a call, forward and backward.
@@ -89,8 +91,11 @@ struct Work {
   struct Factor {  // element (m, k) is at m·row + k·step
     const C* data;
     int64_t row, step;
+    const void* own = nullptr;  // the same in bfloat16, step 1: for panels in halves
   };
   int64_t i, o, rank, row;  // `row`: elements of a row of a panel, in memory that all items share
+  bool pairs;               // whether x and dy are in halves
+  int64_t half;             // elements of a row of theirs
   std::vector<Unit> units;
   // By outputs: bounds [o][blocks + 1], the first nonzero of each block of inputs. By inputs: the nonzeros sorted by
   // block of outputs, then inputs; bounds [blocks][i] and one more, the first of each input; and their outputs.
@@ -102,6 +107,7 @@ struct Work {
   int64_t unit_of(int64_t item) const { return item / splits; }
   int64_t first_output(int64_t split) const { return split * o / splits; }
   int64_t first_input(int64_t split) const { return split * i / splits; }
+  int64_t rows_of_dy() const { return o + pairs; }  // the last of zeros
 };
 
 // Whether positions ascend and are in [0, size).
@@ -137,7 +143,8 @@ void find_bounds(const Work<C>& p, const Sparse& mu, int32_t* bounds, ParallelFo
   });
 }
 
-// The nonzeros by inputs: `bounds` and `outputs` of the work, `places` where each comes from.
+// The nonzeros by inputs: `bounds` and `outputs` of the work, `places` where each comes from. For pairs, of a row
+// beyond the outputs one more where an input would have an odd number.
 template <class C>
 void sort_by_inputs(const Work<C>& p, const Sparse& mu, int32_t* bounds, int32_t* outputs, int32_t* places,
                     ParallelFor parallel_for) {
@@ -145,6 +152,7 @@ void sort_by_inputs(const Work<C>& p, const Sparse& mu, int32_t* bounds, int32_t
   for (int64_t o = 0; o <= p.o; ++o) {
     rows[o] = int32_t(find_near(mu.index + (o ? rows[o - 1] : 0), mu.index + mu.count, o * p.i) - mu.index);
   }
+  int32_t place = 0;
   for (int64_t b = 0; b < p.blocks; ++b) {
     const int64_t first = b * p.block, last = std::min(p.o, first + p.block);
     const int64_t chunks = std::clamp<int64_t>((rows[last] - rows[first]) >> 12, 1, 16);
@@ -161,26 +169,26 @@ void sort_by_inputs(const Work<C>& p, const Sparse& mu, int32_t* bounds, int32_t
       });
     };
     each([](int32_t& count, int64_t, int32_t) { ++count; });
-    int32_t place = rows[first];
     for (int64_t i = 0; i < p.i; ++i) {
       bounds[b * p.i + i] = place;
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         place += std::exchange(next[chunk * p.i + i], place);
       }
+      if (p.pairs && place % 2) outputs[place] = int32_t(p.o), places[place] = -1, ++place;
     }
     each([&](int32_t& to, int64_t o, int32_t nz) {
       outputs[to] = int32_t(o), places[to] = nz;
       ++to;
     });
   }
-  bounds[p.blocks * p.i] = int32_t(mu.count);
+  bounds[p.blocks * p.i] = place;
 }
 
 // What a call finds out about the positions of μ.
 struct Order {
-  int64_t i, o, by_inputs, block, count;
-  uint64_t digest;  // of the positions
-  int64_t size;     // of `bounds`
+  int64_t i, o, by_inputs, pairs, block, count;
+  uint64_t digest;     // of the positions
+  int64_t size, most;  // of `bounds`; of the others, at most
   Buffer<int32_t> bounds, outputs, places;
 
   template <class C>
@@ -188,14 +196,17 @@ struct Order {
       : i(w.i),
         o(w.o),
         by_inputs(w.by_inputs),
+        pairs(w.pairs),
         block(w.block),
         count(count),
         digest(digest),
         size(w.by_inputs ? w.blocks * w.i + 1 : w.o * (w.blocks + 1)),
+        most(w.by_inputs ? count + (w.pairs ? std::min(count, w.blocks * w.i) : 0) : 0),
         bounds(size),
-        outputs(w.by_inputs ? count : 0),
-        places(w.by_inputs ? count : 0) {}
-  int64_t bytes() const { return (size + (by_inputs ? 2 * count : 0)) * int64_t(sizeof(int32_t)); }
+        outputs(most),
+        places(most) {}
+  int64_t sorted() const { return bounds.get()[size - 1]; }  // nonzeros by inputs
+  int64_t bytes() const { return (size + 2 * most) * int64_t(sizeof(int32_t)); }
 };
 
 // The order of the nonzeros, null where their positions do not ascend in μ. Those used last are kept, up to 64 MiB, and
@@ -206,7 +217,7 @@ std::shared_ptr<const Order> find_order(const Work<C>& w, const Sparse& mu, Para
   const uint64_t key = positions_digest(mu, parallel_for);
   const auto same = [&](const Order& e) {
     return e.digest == key && e.count == mu.count && e.i == w.i && e.o == w.o && e.by_inputs == w.by_inputs &&
-           e.block == w.block;
+           e.pairs == w.pairs && e.block == w.block;
   };
   if (auto found = recent->find(same)) return found;
   if (!ascending(mu, w.o * w.i, parallel_for)) return nullptr;
@@ -220,18 +231,20 @@ std::shared_ptr<const Order> find_order(const Work<C>& w, const Sparse& mu, Para
   return out;
 }
 
-// f.template operator()<W, N>() for panels that hold so many rows: N registers of W bytes.
+// f.template operator()<W, N>() for panels that hold so many rows: N registers of W bytes, two for each of halves.
 template <class C, int B, class F>
-FF_INLINE void with_panel(int64_t rows, const F& f) {
+FF_INLINE void with_panel(int64_t rows, bool pairs, const F& f) {
   constexpr int64_t L = B / sizeof(C);
-  if (rows == 1) return f.template operator()<int(sizeof(C)), 1>();
-  if constexpr (B > 16) {
-    if (rows <= int64_t(16 / sizeof(C))) return f.template operator()<16, 1>();
+  if (!pairs) {
+    if (rows == 1) return f.template operator()<int(sizeof(C)), 1>();
+    if constexpr (B > 16) {
+      if (rows <= int64_t(16 / sizeof(C))) return f.template operator()<16, 1>();
+    }
+    if constexpr (B > 32) {
+      if (rows <= int64_t(32 / sizeof(C))) return f.template operator()<32, 1>();
+    }
+    if (rows <= L) return f.template operator()<B, 1>();
   }
-  if constexpr (B > 32) {
-    if (rows <= int64_t(32 / sizeof(C))) return f.template operator()<32, 1>();
-  }
-  if (rows <= L) return f.template operator()<B, 1>();
   if (rows <= 2 * L) return f.template operator()<B, 2>();
   if (rows <= 4 * L) return f.template operator()<B, 4>();
   f.template operator()<B, 8>();
@@ -239,9 +252,9 @@ FF_INLINE void with_panel(int64_t rows, const F& f) {
 
 // The elements of a row of such a panel.
 template <class C, int B>
-FF_INLINE int64_t row_of_panel(int64_t rows) {
+FF_INLINE int64_t row_of_panel(int64_t rows, bool pairs) {
   int64_t row = 0;
-  with_panel<C, B>(rows, [&]<int W, int N>() FF_INLINE_LAMBDA { row = N * W / int64_t(sizeof(C)); });
+  with_panel<C, B>(rows, pairs, [&]<int W, int N>() FF_INLINE_LAMBDA { row = N * W / int64_t(sizeof(C)); });
   return row;
 }
 
@@ -252,6 +265,9 @@ struct Panels {
   using Ops = Tiles<C, W>;
   using Factor = typename Work<C>::Factor;
   static constexpr int L = W / int(sizeof(C)), P = N * L;
+  template <class T>
+  static constexpr bool kPairs = std::is_same_v<T, BFloat16> && kMultipliesPairs<B> && W == B && N % 2 == 0;
+  static constexpr int kHalf = P / 2;
 
   // f(pixels before, first element of channel 0, pixels) for the images that the rows of a unit lie in.
   template <class S, class F>
@@ -324,9 +340,70 @@ struct Panels {
     }
   }
 
+  // Halves of a panel of rows: squares of 2 kBlock rows, which are joined two by two and turned as numbers of 32 bits.
+  FF_INLINE static void halves_from_rows(const BFloat16* from, int64_t rows, int64_t channels, C* panel) {
+    constexpr int64_t kSquare = 2 * kBlock;
+    using Line = Operands<Pair, B>;
+    for (int64_t c = 0; c < channels; c += kSquare) {
+      // The last one begins earlier where the channels are no multiple of it.
+      const int64_t first = std::max<int64_t>(std::min(c, channels - kSquare), 0), count = std::min(kSquare, channels);
+      for (int64_t p = 0; p < P; p += kSquare) {
+        auto line = [&](int64_t row) FF_INLINE_LAMBDA {
+          Line out{};
+          if (row >= rows) return out;
+          const BFloat16* const at = from + row * channels + first;
+          if (c + kSquare < channels) __builtin_prefetch(at + kSquare, 0, 2);
+          if (count == kSquare) return load_operands<B>(reinterpret_cast<const Pair*>(at));
+          std::memcpy(&out, at, count * sizeof(BFloat16));
+          return out;
+        };
+        Line low[kBlock], high[kBlock];
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kBlock; ++l) {
+          const Line a = line(p + l), b = line(p + l + kBlock);
+          low[l] = unpack_low(a, b), high[l] = unpack_high(a, b);
+        }
+        auto turn = [&](Line* lines, int64_t next) FF_INLINE_LAMBDA {
+          transpose_from<1, kBlock>(lines);
+#pragma GCC unroll 16
+          for (int64_t l = 0; l < kBlock; ++l) {
+            const int64_t channel = l / 4 * 8 + l % 4 + next;
+            if (channel < count) store<B>(panel + (first + channel) * kHalf + p / 2, bit_cast<V>(in_fours(lines[l])));
+          }
+        };
+        turn(low, 0), turn(high, 4);
+      }
+    }
+  }
+
+  // Halves of a panel. Rows of a plane lie one after the other and are put in fours.
+  FF_INLINE static void read_halves(const Rows<const BFloat16>& m, const Unit& unit, int64_t channels, C* panel) {
+    if (!m.plane) {
+      return outline<B>(
+          [&]() FF_INLINE_LAMBDA { halves_from_rows(m.data + unit.first * channels, unit.rows, channels, panel); });
+    }
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      each_image(m, unit, [&](int64_t done, const BFloat16* from, int64_t count) FF_INLINE_LAMBDA {
+        for (int64_t c = 0; c < channels; ++c) {
+          std::memcpy(reinterpret_cast<BFloat16*>(panel + c * kHalf) + done, from + c * m.plane,
+                      count * sizeof(BFloat16));
+        }
+      });
+      const int64_t left = (P - unit.rows) * sizeof(BFloat16);
+      for (int64_t c = 0; c < channels; ++c, panel += kHalf) {
+        std::memset(reinterpret_cast<BFloat16*>(panel) + unit.rows, 0, left);
+#pragma GCC unroll 4
+        for (int64_t p = 0; p < kHalf; p += L) store<B>(panel + p, fours_of(load<B>(panel + p)));
+      }
+    });
+  }
+
   // A panel of `channels` channels from memory, zeros beyond the rows of the unit.
   template <class T>
-  FF_INLINE static void read(const Rows<const T>& m, const Unit& unit, int64_t channels, C* panel) {
+  FF_INLINE static void read(const Work<C>& w, const Rows<const T>& m, const Unit& unit, int64_t channels, C* panel) {
+    if constexpr (kPairs<T>) {
+      if (w.pairs) return read_halves(m, unit, channels, panel);
+    }
     if (m.plane) {
       outline<B>([&]() FF_INLINE_LAMBDA {
         each_image(m, unit, [&](int64_t done, const T* from, int64_t count) FF_INLINE_LAMBDA {
@@ -354,8 +431,60 @@ struct Panels {
     });
   }
 
-  // to[m] = start[m] + Σ_k factor(m, k) · right[k]; start: B bytes for each m, null: 0.
+  // to[m] = Σ_k factor(m, k) · right[k], right in halves, for M rows and the columns of N registers.
+  template <int M, int kColumns>
+  FF_INLINE static void multiply_halves(const BFloat16* factor, int64_t row, const C* right, int64_t depth, C* to) {
+    V sums[M][kColumns]{};
+    auto add = [&](const C* second, const auto& weight) FF_INLINE_LAMBDA {
+      Operands<Pair, B> x[kColumns];
+#pragma GCC unroll 4
+      for (int p = 0; p < kColumns; p += 2) {
+        unpack_both(right + p * L / 2, second ? second + p * L / 2 : nullptr, x[p], x[p + 1]);
+      }
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m) {
+        const V pair = weight(factor + m * row) - V{};
+#pragma GCC unroll 4
+        for (int p = 0; p < kColumns; ++p) add_product<Pair, B>(sums[m][p], x[p], bit_cast<Operands<Pair, B>>(pair));
+      }
+    };
+    for (; depth > 1; depth -= 2, right += 2 * kHalf, factor += 2) {
+      add(right + kHalf, [](const BFloat16* at) FF_INLINE_LAMBDA { return pair_at(at); });
+    }
+    if (depth) add(nullptr, [](const BFloat16* at) FF_INLINE_LAMBDA { return single_at(at); });
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int p = 0; p < kColumns; ++p) store<B>(to + m * P + p * L, sums[m][p]);
+    }
+  }
+
+  template <int M, int kColumns>
+  FF_INLINE static void rows_of_halves(int64_t rows, const BFloat16* factor, int64_t row, const C* right, int64_t depth,
+                                       C* to) {
+    if constexpr (M > 1) {
+      if (rows < M) return rows_of_halves<M - 1, kColumns>(rows, factor, row, right, depth, to);
+    }
+    multiply_halves<M, kColumns>(factor, row, right, depth, to);
+  }
+
+  // to[m] = start[m] + Σ_k factor(m, k) · right[k]; start: B bytes for each m, null: 0. With a factor's own numbers
+  // right is in halves.
   FF_INLINE static void multiply(Factor factor, int64_t rows, const C* right, int64_t depth, const C* start, C* to) {
+    if constexpr (kPairs<BFloat16> && std::is_same_v<C, float>) {
+      if (factor.own) {
+        constexpr int kRows = 6, kColumns = std::min(N, 4);
+        const BFloat16* const own = static_cast<const BFloat16*>(factor.own);
+        return outline<B>([&]() FF_INLINE_LAMBDA {
+          for (int64_t p = 0; p < P; p += kColumns * L) {
+            for (int64_t m = 0; m < rows; m += kRows) {
+              rows_of_halves<kRows, kColumns>(std::min<int64_t>(kRows, rows - m), own + m * factor.row, factor.row,
+                                              right + p / 2, depth, to + m * P + p);
+            }
+          }
+        });
+      }
+    }
     constexpr int kRows = 6, kColumns = std::min(N, B == 64 ? 4 : 2);
     outline<B>([&]() FF_INLINE_LAMBDA {
       Ahead none{};
@@ -369,12 +498,37 @@ struct Panels {
     });
   }
 
+  FF_INLINE static const Pair* pairs_at(const C* p) { return reinterpret_cast<const Pair*>(p); }
+  // Of two channels in halves, the second null where there is one, a register of each in pairs.
+  FF_INLINE static void unpack_both(const C* first, const C* second, Operands<Pair, B>& low, Operands<Pair, B>& high) {
+    const V a = load<B>(first), b = second ? load<B>(second) : V{};
+    low = bit_cast<Operands<Pair, B>>(unpack_low(a, b)), high = bit_cast<Operands<Pair, B>>(unpack_high(a, b));
+  }
+  FF_INLINE static void add_two(const C* first, const C* second, float weights, V* sums) {
+    const auto weight = bit_cast<Operands<Pair, B>>(weights - V{});
+#pragma GCC unroll 8
+    for (int p = 0; p < N; p += 2) {
+      Operands<Pair, B> low, high;
+      unpack_both(first + p * L / 2, second ? second + p * L / 2 : nullptr, low, high);
+      add_product<Pair, B>(sums[p], low, weight);
+      add_product<Pair, B>(sums[p + 1], high, weight);
+    }
+  }
+
   // y[o] (+)= Σ μ[o, i] · x[i] over the nonzeros of outputs [first, last) in block b of the inputs. With `fresh`, to
   // start[o], B bytes each, null: 0. Values in half precision are converted as they come.
   template <class T>
   FF_INLINE static void add_products(const Work<C>& w, const T* values, int64_t b, int64_t first, int64_t last,
                                      const C* x, bool fresh, const C* start, C* y) {
-    constexpr int kChains = N >= 4 ? 1 : 4 / N;  // of sums, for the latency of an addition
+    if constexpr (kPairs<T>) {
+      if (w.pairs) return add_products<true>(w, values, b, first, last, x, fresh, start, y);
+    }
+    add_products<false>(w, values, b, first, last, x, fresh, start, y);
+  }
+  template <bool pairs, class T>
+  FF_INLINE static void add_products(const Work<C>& w, const T* values, int64_t b, int64_t first, int64_t last,
+                                     const C* x, bool fresh, const C* start, C* y) {
+    constexpr int kChains = N >= 4 || pairs ? 1 : 4 / N;  // of sums, for the latency of an addition
     outline<B>([&]() FF_INLINE_LAMBDA {
       const int32_t* bounds = w.bounds + first * (w.blocks + 1) + b;
       for (int64_t o = first; o < last; ++o, bounds += w.blocks + 1, y += P) {
@@ -404,7 +558,11 @@ struct Panels {
           }
           while (nz < stop) add(sums[0], value());
         };
-        if constexpr (std::is_same_v<T, C>) {
+        if constexpr (pairs) {
+          auto from = [&](int32_t nz) FF_INLINE_LAMBDA { return x + (w.index[nz] - base) * kHalf; };
+          for (; nz + 2 <= end; nz += 2) add_two(from(nz), from(nz + 1), pair_at(values + nz), sums[0]);
+          if (nz < end) add_two(from(nz), nullptr, single_at(values + nz), sums[0]);
+        } else if constexpr (std::is_same_v<T, C>) {
           add_until(end, [&]() FF_INLINE_LAMBDA { return values[nz]; });
         } else {
           alignas(64) C converted[kConverted];
@@ -432,7 +590,8 @@ struct Panels {
     outline<B>([&]() FF_INLINE_LAMBDA {
       alignas(64) C lanes[L * L];
       auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<W>(lanes + n * L); };
-      const int32_t* const bounds = w.bounds + b * w.i;
+      const int32_t *const bounds = w.bounds + b * w.i, *const outputs = w.outputs;  // in registers
+      const C *const values = w.values, *const from = dy;
       int32_t nz = bounds[first], held = 0;
       for (int64_t i = first; i < last; ++i) {
         const int32_t end = bounds[i + 1];
@@ -444,8 +603,8 @@ struct Panels {
           if constexpr (kInput) sums[p] = load<W>(dx + i * P + p * L);
         }
         for (; nz < end; ++nz) {
-          const C* const out = dy + w.outputs[nz] * int64_t(P);
-          const V weight = w.values[nz] - V{};
+          const C* const out = from + outputs[nz] * int64_t(P);
+          const V weight = values[nz] - V{};
           V dots[2]{};
 #pragma GCC unroll 8
           for (int p = 0; p < N; ++p) {
@@ -469,6 +628,63 @@ struct Panels {
         }
       }
       for (int n = 0; n < held; ++n) grads[nz - held + n] += sum_lanes(waiting(n));
+    });
+  }
+
+  // The same from halves; an input has an even number of nonzeros, the last of which may be of a row of zeros.
+  template <bool kInput, bool kValues>
+  FF_INLINE static void add_gradients_of_halves(const Work<C>& w, const BFloat16* values, int64_t b, int64_t first,
+                                                int64_t last, const C* x, const C* dy, C* dx, C* grads) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      alignas(64) C lanes[L * L / 2];  // of two nonzeros, whose sums alternate
+      auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<W>(lanes + n / 2 * L); };
+      const int32_t *const bounds = w.bounds + b * w.i, *const outputs = w.outputs;
+      const BFloat16* const of = values;  // in registers
+      const C* const from = dy;
+      int32_t nz = bounds[first], held = 0;
+      for (int64_t i = first; i < last; ++i) {
+        const int32_t end = bounds[i + 1];
+        if (nz == end) continue;
+        Operands<Pair, B> in[N / 2];
+        V sums[N];
+#pragma GCC unroll 4
+        for (int p = 0; p < N / 2 && kValues; ++p) in[p] = load_operands<B>(pairs_at(x + i * kHalf + p * L));
+#pragma GCC unroll 8
+        for (int p = 0; p < N && kInput; ++p) sums[p] = load<W>(dx + i * P + p * L);
+        for (; nz < end; nz += 2) {
+          const C *const one = from + outputs[nz] * int64_t(kHalf), *const two =
+                                                                        from + outputs[nz + 1] * int64_t(kHalf);
+          const auto weight = bit_cast<Operands<Pair, B>>(pair_at(of + nz) - V{});
+          V dots[2]{};
+#pragma GCC unroll 4
+          for (int p = 0; p < N / 2; ++p) {
+            const auto a = in_register(load_operands<B>(pairs_at(one + p * L)));
+            const auto b = in_register(load_operands<B>(pairs_at(two + p * L)));
+            if constexpr (kInput) {
+              add_product<Pair, B>(sums[2 * p], unpack_low(a, b), weight);
+              add_product<Pair, B>(sums[2 * p + 1], unpack_high(a, b), weight);
+            }
+            if constexpr (kValues) {
+              add_product<Pair, B>(dots[0], in[p], a);
+              add_product<Pair, B>(dots[1], in[p], b);
+            }
+          }
+          if constexpr (kValues) {
+            exchange<1>(dots[0], dots[1], std::make_integer_sequence<int, L>{});
+            store<W>(lanes + held * L, dots[0] + dots[1]);
+            if (++held == L / 2) {
+              C* const to = grads + nz + 2 - L;
+              store<W>(to, load<W>(to) + sums_of_rows<L, V, 2>(waiting, 0));
+              held = 0;
+            }
+          }
+        }
+#pragma GCC unroll 8
+        for (int p = 0; p < N && kInput; ++p) store<W>(dx + i * P + p * L, sums[p]);
+      }
+      for (int n = 0; n < held; ++n) {
+        for (int l = 0; l < L; ++l) grads[nz - 2 * (held - n) + l % 2] += lanes[n * L + l];
+      }
     });
   }
 
@@ -543,17 +759,17 @@ struct RunForward {
   FF_INLINE static void run(const Forward<T>& w, const Items& items) {
     const bool split = w.panels;
     const int64_t most = ceil_div(w.o, w.splits), together = w.blocks == 1 ? std::min(kOutputs, most) : most;
-    const Scratch<C> own(split ? 0 : w.i * w.row), own_hidden(split ? 0 : w.rank * w.row);
+    const Scratch<C> own(split ? 0 : w.i * w.half), own_hidden(split ? 0 : w.rank * w.row);
     const Scratch<C> y(w.turns ? 0 : together * w.row + kSlack);
     for (int64_t item; (item = items.take()) < items.count();) {
       const int64_t n = w.turns ? item : w.unit_of(item), k = item % w.splits;
       const Unit& unit = w.units[n];
-      C* const x = split ? w.panels + n * w.i * w.row : own.get();
+      C* const x = split ? w.panels + n * w.i * w.half : own.get();
       C* const h = split ? w.hidden + n * w.rank * w.row : own_hidden.get();
-      with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+      with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
         using P = Panels<C, B, W, N>;
         if (w.turns || !split) {
-          P::read(w.x, unit, w.i, x);
+          P::read(w, w.x, unit, w.i, x);
           if (w.rank) P::multiply(w.u_rows, w.rank, x, w.i, nullptr, h);
         }
         if (w.turns) return;
@@ -578,8 +794,9 @@ template <class T>
 struct Backward : Work<Compute<T>> {
   using C = Compute<T>;
   Rows<const T> x, dy;
-  Rows<T> dx;  // no data where not asked for
-  C *h, *dh;   // [unit][rank][row of a panel]; null where not asked for
+  Rows<T> dx;           // no data where not asked for
+  C *h, *dh;            // [unit][rank][row of a panel]; null where not asked for
+  const T* own_values;  // in the order of `values`, in place of these where pairs are multiplied
   int64_t parts;
   C* grads;  // of the values, [parts][count]; null where not asked for
   int64_t count;
@@ -596,12 +813,13 @@ struct RunBackward {
   FF_INLINE static void run(const Backward<T>& w, const Items& items) {
     const bool split = w.gradients;
     const int64_t copies = w.by_inputs ? 1 : w.splits;  // of dx: by inputs each split has its own part of one
-    const Scratch<C> x(split ? 0 : w.i * w.row), dy(split ? 0 : w.o * w.row), dx(split ? 0 : w.i * w.row + kSlack);
+    const Scratch<C> x(split ? 0 : w.i * w.half), dy(split ? 0 : w.rows_of_dy() * w.half),
+        dx(split ? 0 : w.i * w.row + kSlack);
     const Scratch<C> h(w.rank * w.row + kSlack);
     for (int64_t item; (item = items.take()) < items.count();) {
       if (split && w.step != Backward<T>::kMultiply) {
         const Unit& unit = w.units[item];
-        C *const from = w.panels + item * w.i * w.row, *const out = w.gradients + item * w.o * w.row;
+        C *const from = w.panels + item * w.i * w.half, *const out = w.gradients + item * w.rows_of_dy() * w.half;
         C* const in = w.inputs + item * copies * w.i * w.row;
         if (w.step == Backward<T>::kTurn) {
           turn(w, item, from, out, h.get(), in);
@@ -614,16 +832,23 @@ struct RunBackward {
       C* const grads = w.grads ? w.grads + part * w.count : nullptr;
       for (int64_t n = part * units / w.parts; n < (part + 1) * units / w.parts; ++n) {
         const Unit& unit = w.units[n];
-        C* const from = split ? w.panels + n * w.i * w.row : x.get();
-        C* const out = split ? w.gradients + n * w.o * w.row : dy.get();
+        C* const from = split ? w.panels + n * w.i * w.half : x.get();
+        C* const out = split ? w.gradients + n * w.rows_of_dy() * w.half : dy.get();
         C* const in = split ? w.inputs + (n * copies + k % copies) * w.i * w.row : dx.get();
         if (!split) turn(w, n, from, out, h.get(), in);
-        with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+        with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
           using P = Panels<C, B, W, N>;
           if (w.dx.data && k % copies) std::fill(in, in + w.i * P::P, C(0));
           auto add = [&]<bool kInput, bool kValues>() FF_INLINE_LAMBDA {
             for (int64_t b = 0; b < w.blocks; ++b) {
               if (w.by_inputs) {
+                if constexpr (P::template kPairs<T>) {
+                  if (w.pairs) {
+                    P::template add_gradients_of_halves<kInput, kValues>(w, w.own_values, b, w.first_input(k),
+                                                                         w.first_input(k + 1), from, out, in, grads);
+                    continue;
+                  }
+                }
                 if constexpr (N <= (B == 64 ? 8 : 4)) {
                   P::template add_gradients_by_inputs<kInput, kValues>(w, b, w.first_input(k), w.first_input(k + 1),
                                                                        from, out, in, grads);
@@ -647,11 +872,12 @@ struct RunBackward {
   FF_INLINE static void turn(const Backward<T>& w, int64_t n, C* x, C* dy, C* own, C* dx) {
     const Unit& unit = w.units[n];
     C* const dh = w.dh ? w.dh + n * w.rank * w.row : own;
-    with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+    with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
       using P = Panels<C, B, W, N>;
-      if (w.grads || w.h) P::read(w.x, unit, w.i, x);
+      if (w.grads || w.h) P::read(w, w.x, unit, w.i, x);
       if (w.h) P::multiply(w.u_rows, w.rank, x, w.i, nullptr, w.h + n * w.rank * w.row);
-      P::read(w.dy, unit, w.o, dy);
+      P::read(w, w.dy, unit, w.o, dy);
+      if (w.pairs) std::fill(dy + w.o * P::kHalf, dy + (w.o + 1) * P::kHalf, C(0));
       if (w.rank && (w.dx.data || w.dh)) P::multiply(w.v_rows, w.rank, dy, w.o, nullptr, dh);
       if (!w.dx.data) return;
       if (w.rank) {
@@ -664,7 +890,7 @@ struct RunBackward {
 
   // dx from its parts.
   FF_INLINE static void sum(const Backward<T>& w, const Unit& unit, int64_t count, C* parts) {
-    with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+    with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
       using P = Panels<C, B, W, N>;
       for (int64_t k = 1; k < count; ++k) {
         const C* from = parts + k * w.i * w.row;
@@ -688,6 +914,7 @@ struct FactorSums {
   };
   const Unit* units;
   int64_t count, rank, row, parts;
+  bool pairs;  // whether panels of others are in halves
   Side sides[2];
 };
 
@@ -744,7 +971,7 @@ struct SumFactors {
   // sums[r] += Σ over the rows of a unit; what the next one reads is fetched meanwhile.
   FF_INLINE static void add(const FactorSums<T>& f, const typename FactorSums<T>::Side& side, const Unit& unit,
                             int64_t n, const C* right, const Unit& next, int64_t column, int64_t columns, C* sums) {
-    const int64_t row = row_of_panel<C, B>(unit.rows), groups = ceil_div(f.rank, Ops::kM);
+    const int64_t row = row_of_panel<C, B>(unit.rows, f.pairs), groups = ceil_div(f.rank, Ops::kM);
     const C* const left = side.hidden + n * f.rank * f.row;
     Ahead none{};
     for (int64_t k = 0, r = 0; k < groups; ++k) {
@@ -788,11 +1015,11 @@ struct AddFactorSums {
 
 // du and dv, null where not asked for, of h and dh in panels of `row` elements.
 template <class T>
-void sum_factors(const FactoredLinearBackward& op, const std::vector<Unit>& units, int64_t row, const Compute<T>* h,
-                 const Compute<T>* dh, ParallelFor parallel_for) {
+void sum_factors(const FactoredLinearBackward& op, const std::vector<Unit>& units, int64_t row, bool pairs,
+                 const Compute<T>* h, const Compute<T>* dh, ParallelFor parallel_for) {
   using C = Compute<T>;
   const int64_t columns = wide(register_bytes()) * (register_bytes() / int64_t(sizeof(C)));
-  FactorSums<T> f{units.data(), int64_t(units.size()), op.rank, row};
+  FactorSums<T> f{units.data(), int64_t(units.size()), op.rank, row, 0, pairs};
   f.sides[0] = {rows_of<T>(op.x), dh, static_cast<T*>(op.du), op.du ? ceil_div(op.i, columns) : 0};
   f.sides[1] = {rows_of<T>(op.dy), h, static_cast<T*>(op.dv), op.dv ? ceil_div(op.o, columns) : 0};
   const int64_t panels = f.sides[0].panels + f.sides[1].panels;
@@ -854,16 +1081,21 @@ struct Prepared {
   template <class Op>
   static W plan(const Op& op) {
     W w{};
-    const int64_t lanes = register_bytes() / sizeof(C), fewer = registers_by_inputs(op.i, op.o);
+    constexpr bool is_backward = std::is_same_v<W, Backward<T>>;
+    const int64_t lanes = register_bytes() / sizeof(C);
     w.i = op.i, w.o = op.o, w.rank = op.rank;
-    w.by_inputs = std::is_same_v<W, Backward<T>> && op.n > std::min(kRegisters * lanes, kSorted);
+    w.by_inputs = is_backward && op.n > std::min(kRegisters * lanes, kSorted);
+    w.pairs = in_pairs<T>(0) && (is_backward ? w.by_inputs : op.n > lanes);
+    const int64_t fewer = registers_by_inputs(op.i, op.o, w.pairs);
     w.units = make_units(op.n, lanes, w.by_inputs ? fewer : kRegisters);
     const int64_t registers = ceil_div(w.units[0].rows, lanes);
-    w.row = (registers > 4 ? 8 : registers > 2 ? 4 : registers) * lanes;
+    w.row = (registers > 4 ? 8 : registers > 2 ? 4 : registers) * lanes, w.half = w.pairs ? w.row / 2 : w.row;
     const int64_t units = w.units.size(), work = (op.mu.count + op.rank * op.o) * op.n;
     w.splits = std::clamp<int64_t>(std::min(work / (units * kLeastWork), ceil_div(kItems, units)), 1,
                                    std::max<int64_t>(op.o, 1));
-    w.block = std::max<int64_t>(32, second_cache() / int64_t(w.row * sizeof(C)));
+    // By inputs x and dx take some of the cache; in halves a register of theirs is read once.
+    const int64_t kept = w.pairs && w.by_inputs ? second_cache() / 2 : second_cache();
+    w.block = std::max<int64_t>(32, kept / int64_t(w.half * sizeof(C)));
     w.blocks = std::max<int64_t>(1, ceil_div(w.by_inputs ? op.o : op.i, w.block));
     return w;
   }
@@ -879,15 +1111,21 @@ struct Prepared {
         order(find_order(w, op.mu, parallel_for)) {
     if (!order) return;
     w.u_rows = u.rows, w.u_columns = u.columns, w.v_rows = v.rows, w.v_columns = v.columns;
+    if (w.pairs) w.u_rows.own = op.u, w.v_rows.own = op.v;
     w.index = op.mu.index, w.bounds = order->bounds.get(), w.outputs = order->outputs.get();
     const T* const from = static_cast<const T*>(op.mu.values);
     if constexpr (std::is_same_v<T, C>) w.values = from;
     if (!converts(w)) return;
     const int32_t* const places = order->places.get();
-    parallel(parallel_for, op.mu.count, 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t nz = begin; nz < end; ++nz) values.get()[nz] = to_compute(from[w.by_inputs ? places[nz] : nz]);
+    T* const own = reinterpret_cast<T*>(values.get());
+    parallel(parallel_for, w.by_inputs ? order->sorted() : op.mu.count, 4096, [&](int64_t begin, int64_t end) {
+      if (w.pairs) {
+        for (int64_t nz = begin; nz < end; ++nz) own[nz] = places[nz] < 0 ? T{} : from[places[nz]];
+      } else {
+        for (int64_t nz = begin; nz < end; ++nz) values.get()[nz] = to_compute(from[w.by_inputs ? places[nz] : nz]);
+      }
     });
-    w.values = values.get();
+    w.values = values.get(), w.own_values = own;
   }
 };
 
@@ -898,7 +1136,8 @@ bool forward(const FactoredLinear& op, ParallelFor parallel_for) {
   if (!prepared.order) return false;
   Forward<T>& w = prepared.w;
   const int64_t lanes = register_bytes() / sizeof(C), units = w.units.size(), shared = w.splits > 1 ? units * w.row : 0;
-  const Scratch<C> bias(op.bias ? op.o * lanes : 0), panels(shared * op.i), hidden(shared * op.rank);
+  const Scratch<C> bias(op.bias ? op.o * lanes : 0), panels(units * w.half * op.i * (w.splits > 1)),
+      hidden(shared * op.rank);
   for (int64_t k = 0; k < op.o * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
@@ -923,12 +1162,13 @@ bool backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   Prepared<T, Backward<T>> prepared(op, parallel_for);
   if (!prepared.order) return false;
   Backward<T>& w = prepared.w;
-  const int64_t units = w.units.size(), count = op.mu.count, shared = w.splits > 1 ? units * w.row : 0;
+  const int64_t units = w.units.size(), count = w.by_inputs ? prepared.order->sorted() : op.mu.count,
+                shared = w.splits > 1 ? units * w.row : 0;
   // The number of partial sums depends on the shape only, so that results repeat.
   w.parts = std::min(units, op.dvalues ? std::clamp<int64_t>((1 << 20) / (count + 1), 8, 64) : INT64_MAX);
   const bool in_place = std::is_same_v<T, C> && w.parts == 1 && !w.by_inputs;
   const Scratch<C> grads(op.dvalues && !in_place ? w.parts * count : 0);
-  const Scratch<C> panels(shared * op.i), gradients(shared * op.o),
+  const Scratch<C> panels(shared * op.i), gradients(shared * w.rows_of_dy()),
       inputs(op.dx.data ? shared * op.i * (w.by_inputs ? 1 : w.splits) + 16 : 0);
   w.count = count, w.x = rows_of<T>(op.x), w.dy = rows_of<T>(op.dy), w.dx = rows_of<T>(op.dx);
   const int64_t hidden = units * op.rank * w.row;
@@ -951,14 +1191,15 @@ bool backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   }
   work(w.parts * w.splits, Backward<T>::kMultiply);
   if (shared && op.dx.data) work(units, Backward<T>::kSum);
-  sum_factors<T>(op, w.units, w.row, h.get(), dh.get(), parallel_for);
+  sum_factors<T>(op, w.units, w.row, w.pairs, h.get(), dh.get(), parallel_for);
   if (!op.dvalues || in_place) return true;
   const int32_t* const places = prepared.order->places.get();
   parallel(parallel_for, count, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t nz = begin; nz < end; ++nz) {
       C sum = 0;
       for (int64_t part = 0; part < w.parts; ++part) sum += grads.get()[part * count + nz];
-      static_cast<T*>(op.dvalues)[w.by_inputs ? places[nz] : nz] = from_compute<T>(sum);
+      const int64_t place = w.by_inputs ? places[nz] : nz;
+      if (place >= 0) static_cast<T*>(op.dvalues)[place] = from_compute<T>(sum);
     }
   });
   return true;
@@ -972,15 +1213,15 @@ struct MakeHidden {
     const Scratch<C> panel(std::max(w.i, w.o) * w.row);
     for (int64_t n = begin; n < end; ++n) {
       const Unit& unit = w.units[n];
-      with_panel<C, B>(unit.rows, [&]<int W, int N>() FF_INLINE_LAMBDA {
+      with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
         using P = Panels<C, B, W, N>;
         const int64_t at = n * w.rank * w.row;
         if (w.h) {
-          P::read(w.x, unit, w.i, panel.get());
+          P::read(w, w.x, unit, w.i, panel.get());
           P::multiply(w.u_rows, w.rank, panel.get(), w.i, nullptr, w.h + at);
         }
         if (w.dh) {
-          P::read(w.dy, unit, w.o, panel.get());
+          P::read(w, w.dy, unit, w.o, panel.get());
           P::multiply(w.v_rows, w.rank, panel.get(), w.o, nullptr, w.dh + at);
         }
       });
@@ -1002,7 +1243,7 @@ void factor_gradients(const FactoredLinearBackward& op, ParallelFor parallel_for
   const Scratch<C> h(op.dv ? hidden : 0), dh(op.du ? hidden : 0);
   w.h = op.dv ? h.get() : nullptr, w.dh = op.du ? dh.get() : nullptr;
   parallel(parallel_for, units, 1, [&](int64_t begin, int64_t end) { dispatch<MakeHidden, T>(w, begin, end); });
-  sum_factors<T>(op, w.units, w.row, h.get(), dh.get(), parallel_for);
+  sum_factors<T>(op, w.units, w.row, w.pairs, h.get(), dh.get(), parallel_for);
 }
 
 }  // namespace

@@ -919,7 +919,7 @@ bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool ba
     density = n <= 2 ? .11 : n <= 6 ? .15 : n <= 12 ? .45 : .6;
   }
   if (n > kFewInPairs && type == Type::bf16 && rows_in_pairs<BFloat16>(backward ? o : i)) {
-    density = backward ? n <= 64 ? .12 : n < 512 ? .16 : .19 : n <= kFewRows ? .3 : n <= 64 ? .22 : n < 512 ? .17 : .2;
+    density = backward ? n <= 64 ? .12 : n < 512 ? .22 : .3 : n > kFewRows && n < 512 ? .24 : .3;
   }
   return n && double(count) > density * double(i) * double(o);
 }

@@ -63,6 +63,14 @@ FF_INLINE E as_number(const E* p) {
   return *p;
 }
 
+// Two numbers that follow each other, and one with a zero, as a number of as many bits.
+FF_INLINE float pair_at(const BFloat16* p) {
+  float bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return bits;
+}
+FF_INLINE float single_at(const BFloat16* p) { return bit_cast<float>(uint32_t(p->bits)); }
+
 // sum += a · b, of pairs the sum of two products.
 template <class E, int B>
 FF_INLINE void add_product(Vec<E, B>& sum, Operands<E, B> a, Operands<E, B> b) {
@@ -77,6 +85,51 @@ FF_INLINE void add_product(Vec<E, B>& sum, Operands<E, B> a, Operands<E, B> b) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 #endif
   }
+}
+
+// Twice as many numbers of bfloat16 as a register of floats has lanes: in each 16 bytes four of a first register of
+// floats, then four of a second one. Of two such, `unpack_low` has the numbers of the first registers in pairs, lane by
+// lane, `unpack_high` those of the second ones.
+template <int half, class V, int... word>
+FF_INLINE V unpack(V a, V b, std::integer_sequence<int, word...>) {
+  constexpr int n = sizeof...(word);
+  using Words = typename VecOf<uint16_t, sizeof(V)>::Type;
+  return bit_cast<V>(
+      shuffle<(word / 8 * 8 + half * 4 + word % 8 / 2 + word % 2 * n)...>(bit_cast<Words>(a), bit_cast<Words>(b)));
+}
+template <class V>
+FF_INLINE V unpack_low(V a, V b) {
+  return unpack<0>(a, b, std::make_integer_sequence<int, sizeof(V) / 2>{});
+}
+template <class V>
+FF_INLINE V unpack_high(V a, V b) {
+  return unpack<1>(a, b, std::make_integer_sequence<int, sizeof(V) / 2>{});
+}
+
+// Lanes that have a number of the first register in their low half and one of the second in their high half, in that
+// order.
+template <class V, int... word>
+FF_INLINE V in_fours(V x, std::integer_sequence<int, word...>) {
+  using Words = typename VecOf<uint16_t, sizeof(V)>::Type;
+  const Words words = bit_cast<Words>(x);
+  return bit_cast<V>(shuffle<(word / 8 * 8 + word % 4 * 2 + word % 8 / 4)...>(words, words));
+}
+template <class V>
+FF_INLINE V in_fours(V x) {
+  return in_fours(x, std::make_integer_sequence<int, sizeof(V) / 2>{});
+}
+
+// The same of numbers in their order, those of the first register before those of the second.
+template <class V, int... four>
+FF_INLINE V fours_of(V x, std::integer_sequence<int, four...>) {
+  constexpr int n = sizeof...(four);
+  using Fours = typename VecOf<uint64_t, sizeof(V)>::Type;
+  const Fours fours = bit_cast<Fours>(x);
+  return bit_cast<V>(shuffle<(four / 2 + four % 2 * (n / 2))...>(fours, fours));
+}
+template <class V>
+FF_INLINE V fours_of(V x) {
+  return fours_of(x, std::make_integer_sequence<int, sizeof(V) / 8>{});
 }
 
 // Rows 2k and 2k + 1 of n numbers become row k of n pairs. `to` may be `from`.

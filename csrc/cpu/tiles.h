@@ -12,14 +12,14 @@
 namespace fastfact {
 
 // Lane i of the result is the sum over the lanes ≡ i (mod Span) of row(first + i), for i < Span: with Span = all lanes,
-// the sum of row(first + i).
-template <int Span, class V, class Row>
+// the sum of row(first + i). With Least, row(first) is that for Span = Least.
+template <int Span, class V, int Least = 1, class Row>
 FF_INLINE V sums_of_rows(Row& row, int first) {
-  if constexpr (Span == 1) {
+  if constexpr (Span == Least) {
     return row(first);
   } else {
     constexpr int n = sizeof(V) / sizeof(V{}[0]);
-    V a = sums_of_rows<Span / 2, V>(row, first), b = sums_of_rows<Span / 2, V>(row, first + Span / 2);
+    V a = sums_of_rows<Span / 2, V, Least>(row, first), b = sums_of_rows<Span / 2, V, Least>(row, first + Span / 2);
     exchange<Span / 2>(a, b, std::make_integer_sequence<int, n>{});
     return a + b;
   }

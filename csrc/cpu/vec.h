@@ -239,7 +239,8 @@ FF_INLINE V shuffle(V a, V b) {
 #ifdef __clang__
   return __builtin_shufflevector(a, b, lane...);
 #else
-  using Lane = std::conditional_t<sizeof(a[0]) == 8, int64_t, int32_t>;
+  constexpr int bytes = sizeof(a[0]);
+  using Lane = std::conditional_t<bytes == 8, int64_t, std::conditional_t<bytes == 4, int32_t, int16_t>>;
   return __builtin_shuffle(a, b, typename VecOf<Lane, sizeof(V)>::Type{lane...});
 #endif
 }
