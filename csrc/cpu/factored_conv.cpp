@@ -23,9 +23,12 @@ struct Prepared {
   int64_t rank, chunk;  // input channels packed at a time
   Images<const T> x;
   Images<T> y;
-  bool pairs;             // products in pairs
+  bool pairs, x_pairs;    // products in pairs; x and the nonzeros
+  const T* taps;          // u as it is
   const C *u, *v, *bias;  // bias: a register for each output
   const Nonzero<C>* nonzeros;
+  const T* values;         // of the nonzeros, where they are in pairs,
+  const int32_t* offsets;  // and where they are
 };
 
 template <class T, int B>
@@ -39,7 +42,7 @@ struct Run {
     const Geometry& s = p.s;
     const Grid& g = p.grid;
     const Slab& slab = p.slab;
-    const bool sparse = p.nonzeros;
+    const bool sparse = p.nonzeros || p.values;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, registers = p.tilings.whole.registers();
     const int64_t factors = p.pairs ? 2 : 1;
     const Scratch<C> slabs(p.chunk * slab.channel), t(p.chunk * Ops::kMost * L), y(p.shares.channels * registers * L);
@@ -63,8 +66,17 @@ struct Run {
         const Panels panels = Ops::panels(count / factors, n);
         for (int64_t r = 0; r < p.rank; ++r) {
           auto depthwise = [&](C* to, Panels ts) FF_INLINE_LAMBDA {
-            Ops::depthwise(tile, x, slab.channel, slab.row, count, slab.offset[0].data(), p.u + r * taps, taps, false,
-                           to, ts);
+            auto by = [&](auto u) FF_INLINE_LAMBDA {
+              Ops::depthwise(tile, x, slab.channel, slab.row, count, slab.offset[0].data(), u + r * taps, taps, false,
+                             to, ts);
+            };
+            with_operand<T, B>(p.x_pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+              if constexpr (std::is_same_v<decltype(operand), Pair>) {
+                by(p.taps);
+              } else {
+                by(p.u);
+              }
+            });
           };
           with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
             using E = decltype(operand);
@@ -87,13 +99,19 @@ struct Run {
         }
         if (!p.rank && !first) Ops::fill(start, outputs, n, to);
         for (int64_t c = 0; c < count && sparse; c += p.plan.block) {
-          Ops::sparse(tile, x + c * slab.channel, slab.row, p.nonzeros,
-                      p.plan.start(0, group, (first + c) / p.plan.block) + o, outputs, to);
+          const int32_t* const starts = p.plan.start(0, group, (first + c) / p.plan.block) + o;
+          with_operand<T, B>(p.x_pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+            if constexpr (std::is_same_v<decltype(operand), Pair>) {
+              Ops::sparse(tile, x + c * slab.channel, slab.row, NonzeroPairs{p.values, p.offsets}, starts, outputs, to);
+            } else {
+              Ops::sparse(tile, x + c * slab.channel, slab.row, p.nonzeros, starts, outputs, to);
+            }
+          });
         }
       };
       for (int64_t first = 0; first < s.i; first += p.chunk) {
         const int64_t count = std::min(p.chunk, s.i - first);
-        source.pack(first, count, slabs.get());
+        source.pack(first, count, slabs.get(), p.x_pairs);
         for (int64_t k = 0; k < tiles; ++k) add_channels(k, first, count);
       }
       Pack::unpack(s, g, tiling, unit, y.get(), 0, outputs, group * s.o + o, p.y);
@@ -107,7 +125,7 @@ Prepared<T> prepare(const FactoredConv& op) {
   const Conv& c = op.conv;
   const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), most = tile_registers(bytes);
   Prepared<T> p{};
-  p.s = forward_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c.i);
+  p.s = forward_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c.i), p.x_pairs = in_pairs<T>();
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.y = {static_cast<T*>(op.y), c.n, c.groups * c.o, c.oh, c.ow, c.y_channels_last};
   p.grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, c.i * op.rank + c.o, packing_cost(c, op.rank, op.mu));
@@ -123,21 +141,31 @@ Prepared<T> prepare(const FactoredConv& op) {
 }
 
 // v and μ as the kernels read them.
-template <class C>
+template <class T>
 struct Weights {
+  using C = Compute<T>;
   std::vector<int64_t> plan;  // all numbers they depend on besides
   uint64_t digest;
   int64_t count;
   std::shared_ptr<const KeptOrder> order;  // null without nonzeros
+  bool pairs;
   Buffer<Nonzero<C>> nonzeros;
+  Buffer<T> values;  // in their place where they are in pairs
   int64_t factors;
   Buffer<C> v;
 
-  Weights(std::vector<int64_t> plan, uint64_t digest, int64_t count, int64_t factors)
-      : plan(std::move(plan)), digest(digest), count(count), nonzeros(count + kPlaces), factors(factors), v(factors) {}
+  Weights(std::vector<int64_t> plan, uint64_t digest, int64_t count, bool pairs, int64_t factors)
+      : plan(std::move(plan)),
+        digest(digest),
+        count(count),
+        pairs(pairs),
+        nonzeros(pairs ? 0 : count + kPlaces),
+        values(pairs ? count : 0),
+        factors(factors),
+        v(factors) {}
   int64_t bytes() const {
-    return plan.size() * sizeof(int64_t) + (order ? order->bytes() : 0) + count * sizeof(Nonzero<C>) +
-           factors * sizeof(C);
+    return plan.size() * sizeof(int64_t) + (order ? order->bytes() : 0) +
+           count * (pairs ? sizeof(T) : sizeof(Nonzero<C>)) + factors * sizeof(C);
   }
 };
 
@@ -153,9 +181,8 @@ std::vector<int64_t> numbers_of(const Prepared<T>& p, int64_t taps) {
 
 // Where μ comes again they are kept, up to kKept bytes, and found by the digest of all numbers they were made of.
 template <class T>
-std::shared_ptr<const Weights<Compute<T>>> weights_of(const Prepared<T>& p, const FactoredConv& op,
-                                                      ParallelFor parallel_for) {
-  using W = Weights<Compute<T>>;
+std::shared_ptr<const Weights<T>> weights_of(const Prepared<T>& p, const FactoredConv& op, ParallelFor parallel_for) {
+  using W = Weights<T>;
   constexpr int64_t kKept = 256 << 20;
   static Recent<W>& recent = *new Recent<W>(kKept);  // never destroyed: threads may outlive main
   const Conv& c = op.conv;
@@ -170,19 +197,23 @@ std::shared_ptr<const Weights<Compute<T>>> weights_of(const Prepared<T>& p, cons
     const auto same = [&](const W& e) { return e.digest == key && e.plan == plan; };
     if (auto found = recent.find(same)) return found;
   }
-  const auto out = std::make_shared<W>(std::move(plan), key, count, factors);
+  const auto out = std::make_shared<W>(std::move(plan), key, count, p.x_pairs, factors);
   if (factors) {
     pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, out->v.get(),
            parallel_for, p.shares.channels);
   }
+  auto sort = [&](const KeptOrder& order) {
+    if (p.x_pairs) return sort_nonzeros<T>(p.plan, p.s, op.mu, taps, order, out->values.get(), parallel_for);
+    sort_nonzeros<T>(p.plan, p.s, op.mu, taps, order, out->nonzeros.get(), parallel_for);
+  };
   if (count && op.repeated) {
     const auto order = make_order(p.plan, p.s, p.slab, op.mu, taps, false, parallel_for);
-    sort_nonzeros<T>(p.plan, p.s, op.mu, taps, *order, out->nonzeros.get(), parallel_for);
-    order->offsets = {};
+    sort(*order);
+    if (!p.x_pairs) order->offsets = {};
     out->order = order;
   } else if (count) {
     out->order = recent_order(p.plan, p.s, p.slab, op.mu, taps, false, parallel_for);
-    sort_nonzeros<T>(p.plan, p.s, op.mu, taps, *out->order, out->nonzeros.get(), parallel_for);
+    sort(*out->order);
   }
   if (op.repeated) recent.add(out);
   return out;
@@ -200,7 +231,10 @@ void convolve(const FactoredConv& op, ParallelFor parallel_for) {
   for (int64_t k = 0; k < outputs * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
-  if (op.mu.count) p.plan.starts = weights->order->starts.data(), p.nonzeros = weights->nonzeros.get();
+  if (op.mu.count) p.plan.starts = weights->order->starts.data();
+  if (op.mu.count && p.x_pairs) p.values = weights->values.get(), p.offsets = weights->order->offsets.data();
+  if (op.mu.count && !p.x_pairs) p.nonzeros = weights->nonzeros.get();
+  p.taps = static_cast<const T*>(op.u);
   p.u = u.get(), p.v = weights->v.get(), p.bias = op.bias ? bias.get() : nullptr;
   parallel(parallel_for, p.grid.units() * c.groups * p.shares.count, 1,
            [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });

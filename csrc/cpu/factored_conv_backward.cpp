@@ -21,10 +21,13 @@ struct Prepared {
   int64_t rank, parts, chunk, chunks;  // input channels packed at a time, and of a group how many times
   Images<const T> x, dy;
   Images<T> dx;
+  bool pairs;      // x, dy and the nonzeros
+  const T* taps;   // u as it is
   const C *u, *v;  // v [rank][group]: o → i
   const Nonzero<C>* back_nonzeros;
-  const int32_t* offsets;        // of the nonzeros in x
-  std::vector<const C*> back_u;  // of each phase
+  const T* back_values;                   // of the nonzeros, where they are in pairs
+  const int32_t *offsets, *back_offsets;  // of the nonzeros in x and in dy
+  std::vector<const C*> back_u;           // of each phase
   bool needs_x, needs_u, needs_v;
   C *du, *dv, *dvalues;  // partial sums [part][…]
   int64_t dv_row;
@@ -45,9 +48,11 @@ struct Run {
     const Slab &x_slab = p.x_slab, &y_slab = p.y_slab;
     const int64_t taps = s.phases[0].tap.size(), phases = p.back.phases.size(), most = p.shares.channels;
     const int64_t registers = p.tilings.whole.registers(), dx_phase = most * registers * L;
-    const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_nonzeros;
+    const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_offsets;
     const bool needs_s = p.rank && (p.needs_x || p.needs_u);
-    const Scratch<C> dy(s.o * y_slab.channel);
+    const bool needs_dy = needs_s || p.needs_v || !p.pairs, needs_pairs = p.pairs && (sparse_dx || p.dvalues);
+    const Scratch<C> dy(needs_dy ? s.o * y_slab.channel : 0), dy_pairs(needs_pairs ? s.o * y_slab.channel : 0);
+    const C* const of_nonzeros = p.pairs ? dy_pairs.get() : dy.get();  // dy for μ
     const Zeros<C> back(needs_s ? p.rank * most * y_slab.channel : 0);
     const Scratch<C> slabs(needs_weights ? p.chunk * x_slab.channel : 0);
     const Scratch<C> t(p.needs_v ? p.rank * most * registers * L : 0);
@@ -77,7 +82,9 @@ struct Run {
         const Tiling& tiling = p.tilings.of(unit, g);
         const int64_t tiles = tiling.tiles.size();
         dy_source.find(unit, group * s.o);
-        dy_source.pack(0, s.o, dy.get());  // the lines of a pixel one after the other
+        // The lines of a pixel one after the other.
+        if (needs_dy) dy_source.pack(0, s.o, dy.get());
+        if (needs_pairs) dy_source.pack(0, s.o, dy_pairs.get(), true);
         if (needs_s) {
           surroundings.find(unit);
           surroundings.gather(dy.get(), s.o);
@@ -100,22 +107,31 @@ struct Run {
         if (needs_weights) x_source.find(unit, group * s.i + i0);
         for (int64_t first = 0; first < count && needs_weights; first += p.chunk) {
           const int64_t channels = std::min(p.chunk, count - first);
-          x_source.pack(first, channels, slabs.get());
+          x_source.pack(first, channels, slabs.get(), p.pairs);
           std::memset(static_cast<void*>(sums.get()), 0, p.rank * taps * L * sizeof(C));
           for (const Tile& tile : tiling.tiles) {
             const C* x = slabs.get() + tile.row * x_slab.row + tile.column * L;
             const int64_t* offsets = x_slab.offset[0].data();
             for (int64_t r = 0; r < p.rank; ++r) {
               const int64_t channel = r * count + first, n = tile.registers();
-              if (p.needs_v) {
-                Ops::depthwise(tile, x, x_slab.channel, x_slab.row, channels, offsets, p.u + r * taps, taps, false,
-                               t.get() + tile.first * depth * L, Ops::rows(n * L), channel);
-              }
-              if (p.needs_u) {
-                Ops::correlate(tile, x, x_slab.channel, x_slab.row, channels,
-                               back.get() + channel * y_slab.channel + p.own + tile.row * y_slab.row + tile.column * L,
-                               y_slab.channel, y_slab.row, offsets, taps, sums.get() + r * taps * L);
-              }
+              with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+                using E = decltype(operand);
+                auto depthwise = [&](auto u) FF_INLINE_LAMBDA {
+                  Ops::depthwise(tile, x, x_slab.channel, x_slab.row, channels, offsets, u + r * taps, taps, false,
+                                 t.get() + tile.first * depth * L, Ops::rows(n * L), channel);
+                };
+                if constexpr (std::is_same_v<E, Pair>) {
+                  if (p.needs_v) depthwise(p.taps);
+                } else {
+                  if (p.needs_v) depthwise(p.u);
+                }
+                if (p.needs_u) {
+                  Ops::template correlate<E>(
+                      tile, x, x_slab.channel, x_slab.row, channels,
+                      back.get() + channel * y_slab.channel + p.own + tile.row * y_slab.row + tile.column * L,
+                      y_slab.channel, y_slab.row, offsets, taps, sums.get() + r * taps * L);
+                }
+              });
             }
           }
           // Apart for a few channels: sums of sums round less, and do not depend on the shares.
@@ -124,9 +140,12 @@ struct Run {
           for (int64_t c = 0; c < channels && dvalues; c += p.plan.block) {
             const int32_t* starts = p.plan.start(0, group, (i0 + first + c) / p.plan.block);
             for (const Tile& tile : tiling.tiles) {
-              Ops::sampled(tile, slabs.get() + c * x_slab.channel + tile.row * x_slab.row + tile.column * L, x_slab.row,
-                           p.offsets, starts, s.o, dy.get() + p.own + tile.row * y_slab.row + tile.column * L,
-                           y_slab.channel, y_slab.row, dvalues);
+              with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+                Ops::template sampled<decltype(operand)>(
+                    tile, slabs.get() + c * x_slab.channel + tile.row * x_slab.row + tile.column * L, x_slab.row,
+                    p.offsets, starts, s.o, of_nonzeros + p.own + tile.row * y_slab.row + tile.column * L,
+                    y_slab.channel, y_slab.row, dvalues);
+              });
             }
           }
         }
@@ -160,8 +179,17 @@ struct Run {
           for (const Tile& tile : tiling.tiles) {
             for (int64_t o = 0; o < s.o; o += p.back_plan.block) {
               const int32_t* starts = p.back_plan.start(phase, group, o / p.back_plan.block) + i0;
-              Ops::sparse(tile, dy.get() + o * y_slab.channel + tile.row * y_slab.row + tile.column * L, y_slab.row,
-                          p.back_nonzeros, starts, count, dx.get() + phase * dx_phase + tile.first * count * L);
+              auto sparse = [&](auto nonzeros) FF_INLINE_LAMBDA {
+                Ops::sparse(tile, of_nonzeros + o * y_slab.channel + tile.row * y_slab.row + tile.column * L,
+                            y_slab.row, nonzeros, starts, count, dx.get() + phase * dx_phase + tile.first * count * L);
+              };
+              with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+                if constexpr (std::is_same_v<decltype(operand), Pair>) {
+                  sparse(NonzeroPairs{p.back_values, p.back_offsets});
+                } else {
+                  sparse(p.back_nonzeros);
+                }
+              });
             }
           }
         }
@@ -196,7 +224,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   }
   if (op.rank && !op.mu.count) return factored_conv_backward_channels(op, parallel_for);
   Prepared<T> p{};
-  p.s = forward_geometry(c), p.back = transposed_geometry(c), p.rank = op.rank;
+  p.s = forward_geometry(c), p.back = transposed_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>();
   p.needs_x = op.dx, p.needs_u = du && op.rank, p.needs_v = dv && op.rank;
   const int64_t count = dvalues ? op.mu.count : 0;
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
@@ -233,7 +261,8 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * count);
   const Scratch<C> du_parts(p.parts * c.groups * p.chunks * op.rank * taps);
   const Scratch<C> dv_parts(p.needs_v ? p.parts * c.groups * p.dv_size() : 0);
-  const Scratch<Nonzero<C>> back_nonzeros(p.needs_x ? op.mu.count + kPlaces : 0);
+  const Scratch<Nonzero<C>> back_nonzeros(p.needs_x && !p.pairs ? op.mu.count + kPlaces : 0);
+  const Scratch<T> back_values(p.needs_x && p.pairs ? op.mu.count : 0);
   std::shared_ptr<const KeptOrder> order, back_order;
   if (count) {
     order = recent_order(p.plan, p.s, p.x_slab, op.mu, taps, false, parallel_for);
@@ -249,15 +278,22 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   }
   if (p.needs_x && op.mu.count) {
     back_order = recent_order(p.back_plan, p.back, p.y_slab, op.mu, taps, true, parallel_for);
-    sort_nonzeros<T>(p.back_plan, p.back, op.mu, taps, *back_order, back_nonzeros.get(), parallel_for);
-    p.back_plan.starts = back_order->starts.data();
-    p.back_nonzeros = back_nonzeros.get();
+    auto sort = [&](auto* to) {
+      sort_nonzeros<T>(p.back_plan, p.back, op.mu, taps, *back_order, to, parallel_for);
+      return to;
+    };
+    if (p.pairs) {
+      p.back_values = sort(back_values.get());
+    } else {
+      p.back_nonzeros = sort(back_nonzeros.get());
+    }
+    p.back_plan.starts = back_order->starts.data(), p.back_offsets = back_order->offsets.data();
   }
   for (int64_t r = 0; r < op.rank; ++r) {
     pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, kProductRows, false,
            v.get() + r * outputs * c.i, parallel_for, p.shares.channels);
   }
-  p.u = u.get(), p.v = v.get();
+  p.taps = static_cast<const T*>(op.u), p.u = u.get(), p.v = v.get();
   p.du = du_parts.get(), p.dv = dv_parts.get(), p.dvalues = count ? values.get() : nullptr;
   parallel(parallel_for, c.groups * p.shares.count * p.parts, 1,
            [&](int64_t begin, int64_t end) { dispatch<Run, T>(p, begin, end); });

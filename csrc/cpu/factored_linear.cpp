@@ -368,7 +368,7 @@ struct Panels {
 #pragma GCC unroll 16
           for (int64_t l = 0; l < kBlock; ++l) {
             const int64_t channel = l / 4 * 8 + l % 4 + next;
-            if (channel < count) store<B>(panel + (first + channel) * kHalf + p / 2, bit_cast<V>(in_fours(lines[l])));
+            if (channel < count) store<B>(panel + (first + channel) * kHalf + p / 2, bit_cast<V>(put_apart(lines[l])));
           }
         };
         turn(low, 0), turn(high, 4);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "factored_conv.h"
+#include "pairs.h"
 #include "transpose.h"
 #include "vec.h"
 
@@ -370,6 +371,19 @@ struct Zeros : Scratch<C> {
   explicit Zeros(int64_t n) : Scratch<C>(n) { std::memset(static_cast<void*>(this->get()), 0, n * sizeof(C)); }
 };
 
+// to[j] = from[j] and from[j + 1] in one, for so many registers; the last one comes with itself. `to` may be `from`.
+template <int B>
+FF_INLINE void pair_registers(const float* from, int64_t registers, float* to) {
+  using V = Vec<float, B>;
+  constexpr int L = kLanes<float, B>;
+  V next = load<B>(from);
+  for (int64_t j = 0; j < registers; ++j, to += L) {
+    const V first = next;
+    if (j + 1 < registers) next = load<B>(from += L);
+    store<B>(to, bit_cast<V>(pack_two<B>(first, next)));
+  }
+}
+
 template <class T, int B>
 struct Packing {
   using C = Compute<T>;
@@ -403,18 +417,27 @@ struct Packing {
       x_.channels_last ? find_pixels(unit, channel) : find_chunks(unit, channel);
     }
 
-    // The channels [channel, channel + count), each slab.channel elements after the one before.
-    FF_INLINE void pack(int64_t channel, int64_t count, C* to) const {
+    // The channels [channel, channel + count), each slab.channel elements after the one before. With `pairs`, a
+    // register is two in one (`pack_two`): itself and the next one.
+    FF_INLINE void pack(int64_t channel, int64_t count, C* to, bool pairs = false) const {
+      if constexpr (std::is_same_v<T, BFloat16> && kMultipliesPairs<B>) {
+        if (pairs) return pack_all<true>(channel, count, to);
+      }
+      pack_all<false>(channel, count, to);
+    }
+
+   private:
+    template <bool Pairs>
+    FF_INLINE void pack_all(int64_t channel, int64_t count, C* to) const {
       outline<B>([&]() FF_INLINE_LAMBDA {
-        if (x_.channels_last) {
-          pack_pixels(channel, count, to);
-        } else {
-          for (int64_t c = 0; c < count; ++c) pack_chunks((channel + c) * x_.h * x_.w, to + c * slab_.channel);
+        if (x_.channels_last) return pack_pixels<Pairs>(channel, count, to);
+        for (int64_t c = 0; c < count; ++c, to += slab_.channel) {
+          pack_chunks((channel + c) * x_.h * x_.w, to);
+          if constexpr (Pairs) pair_registers<B>(to, slab_.registers(), to);
         }
       });
     }
 
-   private:
     // Part of a row of an image: where its first element is, and which of its elements are inside the image.
     struct Chunk {
       int64_t from;
@@ -448,19 +471,25 @@ struct Packing {
     }
 
     // A square of segments and channels at a time.
+    template <bool Pairs>
     FF_INLINE void pack_pixels(int64_t channel, int64_t count, C* to) const {
       const T* const* at = at_.get();
       for (int64_t r = 0; r < slab_.registers(); ++r, at += L, to += L) {
+        const T* const* next = r + 1 < slab_.registers() ? at + L : at;
         for (int64_t c = 0; c < count; c += L) {
           V lines[L];
 #pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) lines[l] = load<B>(at[l] + channel + c);
+          for (int l = 0; l < L; ++l) {
+            lines[l] = load<B>(at[l] + channel + c);
+            if constexpr (Pairs) lines[l] = bit_cast<V>(pairs_of<B>(lines[l], load<B>(next[l] + channel + c)));
+          }
 #pragma GCC unroll 16
           for (int l = 0; l < L; ++l) __builtin_prefetch(at[l] + channel + c + count, 0, 2);  // what is packed next
           transpose_from<1, L>(lines);
           C* line = to + c * slab_.channel;
 #pragma GCC unroll 16
           for (int l = 0; l < L; ++l) {
+            if constexpr (Pairs) lines[l] = bit_cast<V>(put_apart(bit_cast<Operands<Pair, B>>(lines[l])));
             if (c + l < count) store<B>(line + l * slab_.channel, lines[l]);
           }
         }

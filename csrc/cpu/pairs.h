@@ -32,7 +32,7 @@ inline bool multiplies_pairs() { return false; }
 
 // Whether products of T with so many factors take them in pairs.
 template <class T>
-bool in_pairs(int64_t depth) {
+bool in_pairs(int64_t depth = 2) {
   return std::is_same_v<T, BFloat16> && depth % 2 == 0 && multiplies_pairs();
 }
 
@@ -87,39 +87,48 @@ FF_INLINE void add_product(Vec<E, B>& sum, Operands<E, B> a, Operands<E, B> b) {
   }
 }
 
-// Twice as many numbers of bfloat16 as a register of floats has lanes: in each 16 bytes four of a first register of
-// floats, then four of a second one. Of two such, `unpack_low` has the numbers of the first registers in pairs, lane by
-// lane, `unpack_high` those of the second ones.
-template <int half, class V, int... word>
-FF_INLINE V unpack(V a, V b, std::integer_sequence<int, word...>) {
-  constexpr int n = sizeof...(word);
-  using Words = typename VecOf<uint16_t, sizeof(V)>::Type;
-  return bit_cast<V>(
-      shuffle<(word / 8 * 8 + half * 4 + word % 8 / 2 + word % 2 * n)...>(bit_cast<Words>(a), bit_cast<Words>(b)));
+// Two registers of floats that are bfloat16 fit into one: in each 16 bytes four numbers of the first, then four of the
+// second. Of two such registers, `unpack_low` has the numbers of their first ones in pairs and in their order,
+// `unpack_high` those of their second ones; with a register of zeros before it, they are the floats themselves.
+template <int First, class U, int... n>
+FF_INLINE U unpack(U a, U b, std::integer_sequence<int, n...>) {
+  using Halves = typename VecOf<uint16_t, sizeof(U)>::Type;
+  constexpr int count = sizeof...(n);
+  return bit_cast<U>(
+      shuffle<(n / 8 * 8 + First + n % 8 / 2 + n % 2 * count)...>(bit_cast<Halves>(a), bit_cast<Halves>(b)));
 }
-template <class V>
-FF_INLINE V unpack_low(V a, V b) {
-  return unpack<0>(a, b, std::make_integer_sequence<int, sizeof(V) / 2>{});
+template <class U>
+FF_INLINE U unpack_low(U a, U b) {
+  return unpack<0>(a, b, std::make_integer_sequence<int, sizeof(U) / 2>{});
 }
-template <class V>
-FF_INLINE V unpack_high(V a, V b) {
-  return unpack<1>(a, b, std::make_integer_sequence<int, sizeof(V) / 2>{});
-}
-
-// Lanes that have a number of the first register in their low half and one of the second in their high half, in that
-// order.
-template <class V, int... word>
-FF_INLINE V in_fours(V x, std::integer_sequence<int, word...>) {
-  using Words = typename VecOf<uint16_t, sizeof(V)>::Type;
-  const Words words = bit_cast<Words>(x);
-  return bit_cast<V>(shuffle<(word / 8 * 8 + word % 4 * 2 + word % 8 / 4)...>(words, words));
-}
-template <class V>
-FF_INLINE V in_fours(V x) {
-  return in_fours(x, std::make_integer_sequence<int, sizeof(V) / 2>{});
+template <class U>
+FF_INLINE U unpack_high(U a, U b) {
+  return unpack<4>(a, b, std::make_integer_sequence<int, sizeof(U) / 2>{});
 }
 
-// The same of numbers in their order, those of the first register before those of the second.
+// Two registers of floats that are bfloat16 as pairs, and such pairs as the register of two that has the first numbers
+// apart from the second ones.
+template <int B>
+FF_INLINE Operands<Pair, B> pairs_of(Vec<float, B> first, Vec<float, B> second) {
+  using U = Operands<Pair, B>;
+  return bit_cast<U>(first) >> 16 | (bit_cast<U>(second) & 0xffff0000u);
+}
+template <class U, int... n>
+FF_INLINE U put_apart(U pairs, std::integer_sequence<int, n...>) {
+  using Halves = typename VecOf<uint16_t, sizeof(U)>::Type;
+  const Halves halves = bit_cast<Halves>(pairs);
+  return bit_cast<U>(shuffle<(n / 8 * 8 + n % 4 * 2 + n % 8 / 4)...>(halves, halves));
+}
+template <class U>
+FF_INLINE U put_apart(U pairs) {
+  return put_apart(pairs, std::make_integer_sequence<int, sizeof(U) / 2>{});
+}
+template <int B>
+FF_INLINE Operands<Pair, B> pack_two(Vec<float, B> first, Vec<float, B> second) {
+  return put_apart(pairs_of<B>(first, second));
+}
+
+// The same of twice as many numbers in their order, those of the first register before those of the second.
 template <class V, int... four>
 FF_INLINE V fours_of(V x, std::integer_sequence<int, four...>) {
   constexpr int n = sizeof...(four);

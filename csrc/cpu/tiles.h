@@ -44,6 +44,12 @@ struct Nonzero {
   int32_t offset;
 };
 
+// The same where they are multiplied in pairs.
+struct NonzeroPairs {
+  const BFloat16* values;
+  const int32_t* offsets;
+};
+
 // Rows and registers of columns of a product's tile: as many sums as leave room for the operands.
 inline constexpr int kProductRows = 6;
 inline constexpr int64_t wide(int bytes) { return bytes == 64 ? 4 : 2; }
@@ -129,14 +135,56 @@ struct Tiles {
     return {kWide * channels * L, kWide * L, registers % kWide * L};
   }
 
+  // A register of a packed image where it has two in one, and each of the two.
+  FF_INLINE static Operands<Pair, B> load_two(const C* at) {
+    return in_register(bit_cast<Operands<Pair, B>>(load<B>(at)));
+  }
+  FF_INLINE static V first_of(Operands<Pair, B> two) { return bit_cast<V>(unpack_low(Operands<Pair, B>{}, two)); }
+  FF_INLINE static V second_of(Operands<Pair, B> two) { return bit_cast<V>(unpack_high(Operands<Pair, B>{}, two)); }
+
+  // sums += values[0] · a + values[1] · b for the registers of a tile of images in pairs.
+  template <int R, int W>
+  FF_INLINE static void add_two(V (&sums)[R * W], const C* a, const C* b, int64_t row, const BFloat16* values) {
+    using U = Operands<Pair, B>;
+    uint32_t both;
+    std::memcpy(&both, values, sizeof(both));
+    const U weights = bit_cast<U>(bit_cast<float>(both) - V{});
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r, a = in_one_register(a + row), b = in_one_register(b + row)) {
+#pragma GCC unroll 10
+      for (int w = 0; w < W; w += 2) {
+        const U one = load_two(a + w * L), other = load_two(b + w * L);
+        add_product<Pair, B>(sums[r * W + w], unpack_low(one, other), weights);
+        if (w + 1 < W) add_product<Pair, B>(sums[r * W + w + 1], unpack_high(one, other), weights);
+      }
+    }
+  }
+
+  // sums += value · a, the same.
+  template <int R, int W>
+  FF_INLINE static void add_one(V (&sums)[R * W], const C* a, int64_t row, BFloat16 value) {
+    const V weight = to_compute(value) - V{};
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r, a = in_one_register(a + row)) {
+#pragma GCC unroll 10
+      for (int w = 0; w < W; w += 2) {
+        const auto two = load_two(a + w * L);
+        sums[r * W + w] += weight * first_of(two);
+        if (w + 1 < W) sums[r * W + w + 1] += weight * second_of(two);
+      }
+    }
+  }
+
   // t[first + c][j] = Σ_tap u[tap] · x[c][offsets[tap] + j] for the registers j of a tile, the first of which is at x,
-  // added to t if asked. `row`: elements from one row of x to the next.
+  // added to t if asked. `row`: elements from one row of x to the next. u of bfloat16: x is in
+  // pairs.
+  template <class U>
   FF_INLINE static void depthwise(const Tile& tile, const C* x, int64_t x_channel, int64_t row, int64_t channels,
-                                  const int64_t* offsets, const C* u, int64_t taps, bool add, C* t, Panels ts,
+                                  const int64_t* offsets, const U* u, int64_t taps, bool add, C* t, Panels ts,
                                   int64_t first = 0) {
     with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA {
-        const C* next = taps ? x + offsets[0] : x;  // known ahead, as in Places
+        [[maybe_unused]] const C* next = taps ? x + offsets[0] : x;  // known ahead, as in Places
         for (int64_t c = 0; c < channels; ++c) {
           V sums[R * W]{};
           auto each = [&](auto&& f) FF_INLINE_LAMBDA {
@@ -147,14 +195,22 @@ struct Tiles {
             }
           };
           if (add) each([](V& sum, const C* at) FF_INLINE_LAMBDA { sum = load<B>(at); });
-          for (int64_t tap = 0; tap < taps; ++tap) {
-            const V weight = u[tap] - V{};
-            const C* at = next;
-            next = in_one_register(tap + 1 < taps ? x + offsets[tap + 1] : x + x_channel + offsets[0]);
+          int64_t tap = 0;
+          if constexpr (std::is_same_v<U, BFloat16>) {
+            for (; tap + 1 < taps; tap += 2) {
+              add_two<R, W>(sums, x + offsets[tap], x + offsets[tap + 1], row, u + tap);
+            }
+            if (tap < taps) add_one<R, W>(sums, x + offsets[tap], row, u[tap]);
+          } else {
+            for (; tap < taps; ++tap) {
+              const V weight = u[tap] - V{};
+              const C* at = next;
+              next = in_one_register(tap + 1 < taps ? x + offsets[tap + 1] : x + x_channel + offsets[0]);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
+              for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
 #pragma GCC unroll 10
-              for (int w = 0; w < W; ++w) sums[r * W + w] += weight * load<B>(at + w * L);
+                for (int w = 0; w < W; ++w) sums[r * W + w] += weight * load<B>(at + w * L);
+              }
             }
           }
           each([](V sum, C* at) FF_INLINE_LAMBDA { store<B>(at, sum); });
@@ -165,7 +221,8 @@ struct Tiles {
   }
 
   // grads[tap] (lane by lane) += Σ_c Σ_j s[c][j] · x[c][offsets[tap] + j]: the gradient of u in `depthwise`; s in rows
-  // too.
+  // too. E: Pair where x is in pairs.
+  template <class E>
   FF_INLINE static void correlate(const Tile& tile, const C* x, int64_t x_channel, int64_t x_row, int64_t channels,
                                   const C* s, int64_t s_channel, int64_t s_row, const int64_t* offsets, int64_t taps,
                                   C* grads) {
@@ -185,8 +242,17 @@ struct Tiles {
             V sums[2] = {load<B>(grads + tap * L), V{}};
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r, at = in_one_register(at + x_row)) {
+              if constexpr (std::is_same_v<E, Pair>) {
 #pragma GCC unroll 10
-              for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += weights[r][w] * load<B>(at + w * L);
+                for (int w = 0; w < W; w += 2) {
+                  const auto two = load_two(at + w * L);
+                  sums[0] += weights[r][w] * first_of(two);
+                  if (w + 1 < W) sums[1] += weights[r][w + 1] * second_of(two);
+                }
+              } else {
+#pragma GCC unroll 10
+                for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += weights[r][w] * load<B>(at + w * L);
+              }
             }
             store<B>(grads + tap * L, sums[0] + sums[1]);
           }
@@ -400,6 +466,34 @@ struct Tiles {
     }
   }
 
+  // The same for images and nonzeros in pairs. The first of two is even in each row of x that a tile reads, as pairs of
+  // registers are there for all.
+  template <int R, int W>
+  FF_INLINE static void sparse_tile(const C* x, int64_t row, NonzeroPairs nonzeros, const int32_t* starts,
+                                    int64_t outputs, C* y) {
+    const int32_t* place = nonzeros.offsets + starts[0];
+    const BFloat16* value = nonzeros.values + starts[0];
+    Places places([&](int k) FF_INLINE_LAMBDA { return x + place[k]; });
+    for (int64_t o = 0; o < outputs; ++o, y += R * W * L) {
+      const int32_t* const end = nonzeros.offsets + starts[o + 1];
+      if (place == end) continue;
+      V sums[R * W];
+#pragma GCC unroll 20
+      for (int k = 0; k < R * W; ++k) sums[k] = in_register(load<B>(y + k * L));
+      for (; place + 1 < end; place += 2, value += 2) {
+        const C* const first = places.next(x + place[kPlaces]);
+        const C* const second = places.next(x + place[kPlaces + 1]);
+        add_two<R, W>(sums, first, second, row, value);
+      }
+      if (place < end) {
+        add_one<R, W>(sums, places.next(x + place[kPlaces]), row, *value);
+        ++place, ++value;
+      }
+#pragma GCC unroll 20
+      for (int k = 0; k < R * W; ++k) store<B>(y + k * L, sums[k]);
+    }
+  }
+
   // y[o][j] = start[o], a register for each output; null: 0.
   FF_INLINE static void fill(const C* start, int64_t outputs, int64_t registers, C* y) {
     outline<B>([&]() FF_INLINE_LAMBDA {
@@ -410,16 +504,18 @@ struct Tiles {
     });
   }
 
-  FF_INLINE static void sparse(const Tile& tile, const C* x, int64_t row, const Nonzero<C>* nonzeros,
-                               const int32_t* starts, int64_t outputs, C* y) {
+  // Of nonzeros of either kind.
+  template <class N>
+  FF_INLINE static void sparse(const Tile& tile, const C* x, int64_t row, N nonzeros, const int32_t* starts,
+                               int64_t outputs, C* y) {
     with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
       outline<B>([&]() FF_INLINE_LAMBDA { sparse_tile<R, W>(x, row, nonzeros, starts, outputs, y); });
     });
   }
 
   // grads[nz] += Σ_j y[o][j] · x[offsets[nz] + j]: the gradient of the values in `sparse`, y in rows too. The lanes of
-  // L nonzeros, of whatever outputs, are summed at once.
-  template <int R, int W>
+  // L nonzeros, of whatever outputs, are summed at once. E: Pair where x and y are in pairs.
+  template <class E, int R, int W>
   FF_INLINE static void sampled_tile(const C* x, int64_t row, const int32_t* offsets, const int32_t* starts,
                                      int64_t outputs, const C* y, int64_t y_channel, int64_t y_row, C* grads) {
     alignas(64) C lanes[L * L];
@@ -431,11 +527,20 @@ struct Tiles {
     for (int64_t o = 0; o < outputs; ++o, y += y_channel) {
       const int32_t* const end = offsets + starts[o + 1];
       if (place == end) continue;
-      V dy[R][W];
+      // What two registers in one have in a tile.
+      constexpr int step = std::is_same_v<E, Pair> ? 2 : 1;
+      auto part = [&](const C* at, int w) FF_INLINE_LAMBDA {
+        const auto all = bit_cast<Operands<E, B>>(load<B>(at + w * L));
+        if constexpr (step == 2) {
+          if (w + 1 == W) return unpack_low(all, Operands<E, B>{});
+        }
+        return all;
+      };
+      Operands<E, B> dy[R][W];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 10
-        for (int w = 0; w < W; ++w) dy[r][w] = load<B>(y + r * y_row + w * L);
+        for (int w = 0; w < W; w += step) dy[r][w] = part(y + r * y_row, w);
       }
       do {
         const C* at = places.next(x + place[kPlaces]);
@@ -444,7 +549,7 @@ struct Tiles {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
 #pragma GCC unroll 10
-          for (int w = 0; w < W; ++w) sums[(r * W + w) % 4] += dy[r][w] * load<B>(at + w * L);
+          for (int w = 0; w < W; w += step) add_product<E, B>(sums[(r * W + w) / step % 4], dy[r][w], part(at, w));
         }
         store<B>(held, (sums[0] + sums[1]) + (sums[2] + sums[3]));
         held += L;
@@ -457,12 +562,14 @@ struct Tiles {
     for (const C* at = lanes; at < held; at += L) *grads++ += sum_lanes(load<B>(at));
   }
 
+  template <class E>
   FF_INLINE static void sampled(const Tile& tile, const C* x, int64_t row, const int32_t* offsets,
                                 const int32_t* starts, int64_t outputs, const C* y, int64_t y_channel, int64_t y_row,
                                 C* grads) {
     with_shape(tile, [&]<int R, int W>() FF_INLINE_LAMBDA {
-      outline<B>(
-          [&]() FF_INLINE_LAMBDA { sampled_tile<R, W>(x, row, offsets, starts, outputs, y, y_channel, y_row, grads); });
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        sampled_tile<E, R, W>(x, row, offsets, starts, outputs, y, y_channel, y_row, grads);
+      });
     });
   }
 };
@@ -681,21 +788,37 @@ void each_run(const Plan& plan, const int32_t* starts, const Geometry& s, const 
   });
 }
 
+// The values of μ in their order: put(j, value) for each.
+template <class T, class Put>
+void sort_values(const Plan& plan, const Geometry& s, const Sparse& mu, int64_t taps, const KeptOrder& order,
+                 ParallelFor parallel_for, const Put& put) {
+  const T* const values = static_cast<const T*>(mu.values);
+  const int32_t* const from = order.from.data();
+  if (order.from.empty()) {
+    return each_run(plan, order.starts.data(), s, mu, taps, parallel_for, [&](int64_t nz, int64_t first, int64_t n) {
+      for (int64_t j = 0; j < n; ++j) put(first + j, values[nz + j]);
+    });
+  }
+  parallel(parallel_for, mu.count, 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; ++j) put(j, values[from[j]]);
+  });
+}
+
 // The nonzeros of μ in their order, kPlaces more of zero.
 template <class T>
 void sort_nonzeros(const Plan& plan, const Geometry& s, const Sparse& mu, int64_t taps, const KeptOrder& order,
                    Nonzero<Compute<T>>* to, ParallelFor parallel_for) {
-  const T* const values = static_cast<const T*>(mu.values);
-  const int32_t *const offsets = order.offsets.data(), *const from = order.from.data();
+  const int32_t* const offsets = order.offsets.data();
   std::fill_n(to + mu.count, kPlaces, Nonzero<Compute<T>>{});
-  if (order.from.empty()) {
-    return each_run(plan, order.starts.data(), s, mu, taps, parallel_for, [&](int64_t nz, int64_t first, int64_t n) {
-      for (int64_t j = 0; j < n; ++j) to[first + j] = {to_compute(values[nz + j]), offsets[first + j]};
-    });
-  }
-  parallel(parallel_for, mu.count, 16384, [&](int64_t begin, int64_t end) {
-    for (int64_t j = begin; j < end; ++j) to[j] = {to_compute(values[from[j]]), offsets[j]};
-  });
+  sort_values<T>(plan, s, mu, taps, order, parallel_for,
+                 [&](int64_t j, T value) { to[j] = {to_compute(value), offsets[j]}; });
+}
+
+// Where they are multiplied in pairs, their values alone.
+template <class T>
+void sort_nonzeros(const Plan& plan, const Geometry& s, const Sparse& mu, int64_t taps, const KeptOrder& order, T* to,
+                   ParallelFor parallel_for) {
+  sort_values<T>(plan, s, mu, taps, order, parallel_for, [&](int64_t j, T value) { to[j] = value; });
 }
 
 // v [rank, groups·o, i] for Tiles::multiply, from `inputs` to `outputs` channels: [group][outputs / width][rank ·
