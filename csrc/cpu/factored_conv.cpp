@@ -131,7 +131,7 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, c.i * op.rank + c.o, packing_cost(c, op.rank, op.mu));
   p.slab = make_slab(p.s, p.grid.rows, p.grid.width, lanes);
   p.tilings = make_tilings(p.grid, most);
-  p.plan = make_plan(p.s, p.tilings.whole, op.mu.count);
+  p.plan = make_plan(p.s, p.tilings.whole, op.mu.count, p.x_pairs);
   p.shares = make_shares(p.grid.units() * c.groups, c.o, lanes, op.threads);
   // All channels at once keep a tile of y in the caches between them, few at a time keep x there, where it is large.
   const int64_t of_x = c.i * p.slab.channel, of_y = p.shares.channels * p.grid.rows * p.grid.width * lanes;

@@ -249,8 +249,8 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.y_slab.channel = ((p.y_slab.registers() + most_edges(g, p.s_around)) | 1) * lanes;
   p.tilings = make_tilings(g, most_registers);
   p.dv_row = ceil_div(depth, lanes) * lanes;
-  p.plan = make_plan(p.s, p.tilings.whole, count),
-  p.back_plan = make_plan(p.back, p.tilings.whole, p.needs_x ? op.mu.count : 0);
+  p.plan = make_plan(p.s, p.tilings.whole, count, p.pairs);
+  p.back_plan = make_plan(p.back, p.tilings.whole, p.needs_x ? op.mu.count : 0, p.pairs);
   p.chunk = std::max(p.plan.block, kChunk);
   // The number of partial sums depends on the shape only, so that results repeat.
   const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + count + 1), 8, 64);

@@ -371,16 +371,14 @@ struct Zeros : Scratch<C> {
   explicit Zeros(int64_t n) : Scratch<C>(n) { std::memset(static_cast<void*>(this->get()), 0, n * sizeof(C)); }
 };
 
-// to[j] = from[j] and from[j + 1] in one, for so many registers; the last one comes with itself. `to` may be `from`.
+// Each of so many registers becomes two in one, itself and that of the next row; those of the last row come twice.
 template <int B>
-FF_INLINE void pair_registers(const float* from, int64_t registers, float* to) {
-  using V = Vec<float, B>;
+FF_INLINE void pair_rows(float* at, int64_t registers, int64_t row) {
   constexpr int L = kLanes<float, B>;
-  V next = load<B>(from);
-  for (int64_t j = 0; j < registers; ++j, to += L) {
-    const V first = next;
-    if (j + 1 < registers) next = load<B>(from += L);
-    store<B>(to, bit_cast<V>(pack_two<B>(first, next)));
+  const float* const last = at + registers * L - row;
+  for (const float* const end = at + registers * L; at < end; at += L) {
+    const auto two = pack_two<B>(load<B>(at), load<B>(at < last ? at + row : at));
+    store<B>(at, bit_cast<Vec<float, B>>(two));
   }
 }
 
@@ -418,7 +416,7 @@ struct Packing {
     }
 
     // The channels [channel, channel + count), each slab.channel elements after the one before. With `pairs`, a
-    // register is two in one (`pack_two`): itself and the next one.
+    // register is two in one (`pack_two`): itself and that of the next row.
     FF_INLINE void pack(int64_t channel, int64_t count, C* to, bool pairs = false) const {
       if constexpr (std::is_same_v<T, BFloat16> && kMultipliesPairs<B>) {
         if (pairs) return pack_all<true>(channel, count, to);
@@ -433,7 +431,7 @@ struct Packing {
         if (x_.channels_last) return pack_pixels<Pairs>(channel, count, to);
         for (int64_t c = 0; c < count; ++c, to += slab_.channel) {
           pack_chunks((channel + c) * x_.h * x_.w, to);
-          if constexpr (Pairs) pair_registers<B>(to, slab_.registers(), to);
+          if constexpr (Pairs) pair_rows<B>(to, slab_.registers(), slab_.row);
         }
       });
     }
@@ -474,8 +472,9 @@ struct Packing {
     template <bool Pairs>
     FF_INLINE void pack_pixels(int64_t channel, int64_t count, C* to) const {
       const T* const* at = at_.get();
+      const int64_t last = slab_.registers() - slab_.columns.size();  // the last row
       for (int64_t r = 0; r < slab_.registers(); ++r, at += L, to += L) {
-        const T* const* next = r + 1 < slab_.registers() ? at + L : at;
+        [[maybe_unused]] const T* const* next = r < last ? at + slab_.row : at;
         for (int64_t c = 0; c < count; c += L) {
           V lines[L];
 #pragma GCC unroll 16

@@ -135,7 +135,7 @@ struct Tiles {
     return {kWide * channels * L, kWide * L, registers % kWide * L};
   }
 
-  // A register of a packed image where it has two in one, and each of the two.
+  // A register of a packed image in pairs, and each of the two it has: that of a row and that of the next one.
   FF_INLINE static Operands<Pair, B> load_two(const C* at) {
     return in_register(bit_cast<Operands<Pair, B>>(load<B>(at)));
   }
@@ -150,12 +150,12 @@ struct Tiles {
     std::memcpy(&both, values, sizeof(both));
     const U weights = bit_cast<U>(bit_cast<float>(both) - V{});
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r, a = in_one_register(a + row), b = in_one_register(b + row)) {
+    for (int r = 0; r < R; r += 2, a = in_one_register(a + 2 * row), b = in_one_register(b + 2 * row)) {
 #pragma GCC unroll 10
-      for (int w = 0; w < W; w += 2) {
+      for (int w = 0; w < W; ++w) {
         const U one = load_two(a + w * L), other = load_two(b + w * L);
         add_product<Pair, B>(sums[r * W + w], unpack_low(one, other), weights);
-        if (w + 1 < W) add_product<Pair, B>(sums[r * W + w + 1], unpack_high(one, other), weights);
+        if (r + 1 < R) add_product<Pair, B>(sums[(r + 1) * W + w], unpack_high(one, other), weights);
       }
     }
   }
@@ -165,12 +165,12 @@ struct Tiles {
   FF_INLINE static void add_one(V (&sums)[R * W], const C* a, int64_t row, BFloat16 value) {
     const V weight = to_compute(value) - V{};
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r, a = in_one_register(a + row)) {
+    for (int r = 0; r < R; r += 2, a = in_one_register(a + 2 * row)) {
 #pragma GCC unroll 10
-      for (int w = 0; w < W; w += 2) {
+      for (int w = 0; w < W; ++w) {
         const auto two = load_two(a + w * L);
         sums[r * W + w] += weight * first_of(two);
-        if (w + 1 < W) sums[r * W + w + 1] += weight * second_of(two);
+        if (r + 1 < R) sums[(r + 1) * W + w] += weight * second_of(two);
       }
     }
   }
@@ -237,21 +237,21 @@ struct Tiles {
             for (int w = 0; w < W; ++w) weights[r][w] = load<B>(s + r * s_row + w * L);
           }
           for (int64_t tap = 0; tap < taps; ++tap) {
+            constexpr int step = std::is_same_v<E, Pair> ? 2 : 1;
             const C* at = next;
             next = in_one_register(tap + 1 < taps ? x + offsets[tap + 1] : x + x_channel + offsets[0]);
             V sums[2] = {load<B>(grads + tap * L), V{}};
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r, at = in_one_register(at + x_row)) {
-              if constexpr (std::is_same_v<E, Pair>) {
+            for (int r = 0; r < R; r += step, at = in_one_register(at + step * x_row)) {
 #pragma GCC unroll 10
-                for (int w = 0; w < W; w += 2) {
+              for (int w = 0; w < W; ++w) {
+                if constexpr (step == 2) {
                   const auto two = load_two(at + w * L);
                   sums[0] += weights[r][w] * first_of(two);
-                  if (w + 1 < W) sums[1] += weights[r][w + 1] * second_of(two);
+                  if (r + 1 < R) sums[1] += weights[r + 1][w] * second_of(two);
+                } else {
+                  sums[(r * W + w) % 2] += weights[r][w] * load<B>(at + w * L);
                 }
-              } else {
-#pragma GCC unroll 10
-                for (int w = 0; w < W; ++w) sums[(r * W + w) % 2] += weights[r][w] * load<B>(at + w * L);
               }
             }
             store<B>(grads + tap * L, sums[0] + sums[1]);
@@ -466,8 +466,7 @@ struct Tiles {
     }
   }
 
-  // The same for images and nonzeros in pairs. The first of two is even in each row of x that a tile reads, as pairs of
-  // registers are there for all.
+  // The same for images and nonzeros in pairs.
   template <int R, int W>
   FF_INLINE static void sparse_tile(const C* x, int64_t row, NonzeroPairs nonzeros, const int32_t* starts,
                                     int64_t outputs, C* y) {
@@ -481,8 +480,10 @@ struct Tiles {
 #pragma GCC unroll 20
       for (int k = 0; k < R * W; ++k) sums[k] = in_register(load<B>(y + k * L));
       for (; place + 1 < end; place += 2, value += 2) {
-        const C* const first = places.next(x + place[kPlaces]);
-        const C* const second = places.next(x + place[kPlaces + 1]);
+        int64_t both;  // offsets, by one load
+        std::memcpy(&both, place + kPlaces, sizeof(both));
+        const C* const first = places.next(x + int32_t(both));
+        const C* const second = places.next(x + (both >> 32));
         add_two<R, W>(sums, first, second, row, value);
       }
       if (place < end) {
@@ -518,6 +519,7 @@ struct Tiles {
   template <class E, int R, int W>
   FF_INLINE static void sampled_tile(const C* x, int64_t row, const int32_t* offsets, const int32_t* starts,
                                      int64_t outputs, const C* y, int64_t y_channel, int64_t y_row, C* grads) {
+    constexpr int step = std::is_same_v<E, Pair> ? 2 : 1;  // rows that a register has
     alignas(64) C lanes[L * L];
     auto waiting = [&](int n) FF_INLINE_LAMBDA { return in_register(load<B>(lanes + n * L)); };
     const int32_t* place = offsets + starts[0];
@@ -527,29 +529,29 @@ struct Tiles {
     for (int64_t o = 0; o < outputs; ++o, y += y_channel) {
       const int32_t* const end = offsets + starts[o + 1];
       if (place == end) continue;
-      // What two registers in one have in a tile.
-      constexpr int step = std::is_same_v<E, Pair> ? 2 : 1;
-      auto part = [&](const C* at, int w) FF_INLINE_LAMBDA {
-        const auto all = bit_cast<Operands<E, B>>(load<B>(at + w * L));
+      auto part = [&](const C* at, int r) FF_INLINE_LAMBDA {
+        const auto all = bit_cast<Operands<E, B>>(load<B>(at));
         if constexpr (step == 2) {
-          if (w + 1 == W) return unpack_low(all, Operands<E, B>{});
+          if (r + 1 == R) return unpack_low(all, Operands<E, B>{});  // the next row is not of the tile
         }
         return all;
       };
       Operands<E, B> dy[R][W];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < R; r += step) {
 #pragma GCC unroll 10
-        for (int w = 0; w < W; w += step) dy[r][w] = part(y + r * y_row, w);
+        for (int w = 0; w < W; ++w) dy[r][w] = part(y + r * y_row + w * L, r);
       }
       do {
         const C* at = places.next(x + place[kPlaces]);
         ++place;
         V sums[4]{};
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r, at = in_one_register(at + row)) {
+        for (int r = 0; r < R; r += step, at = in_one_register(at + step * row)) {
 #pragma GCC unroll 10
-          for (int w = 0; w < W; w += step) add_product<E, B>(sums[(r * W + w) / step % 4], dy[r][w], part(at, w));
+          for (int w = 0; w < W; ++w) {
+            add_product<E, B>(sums[(r / step * W + w) % 4], dy[r][w], part(at + w * L, r));
+          }
         }
         store<B>(held, (sums[0] + sums[1]) + (sums[2] + sums[3]));
         held += L;
@@ -614,17 +616,18 @@ inline int64_t first_cache() {
 
 // For so many nonzeros, whose order is still to be given: blocks of input channels of which the first cache holds what
 // a tile reads, and more where a row of a block would have few nonzeros.
-inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count) {
+inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count, bool pairs) {
   Plan plan{s.o, s.groups, 0, 0, 0, count, nullptr};
   if (!count) return plan;
-  constexpr int64_t kMost = 81920, kNonzeros = 8;
+  constexpr int64_t kMost = 81920;
+  const double nonzeros = pairs ? 16 : 8;
   const Tile& tile = tiling.tiles[0];
   const int64_t registers = rows_read(s.phases, &Taps::row, s.stride[0], tile.rows).size() *
                             rows_read(s.phases, &Taps::column, s.stride[1], tile.columns).size();
   const int64_t bytes = std::max<int64_t>(registers, 1) * register_bytes();
   const double per_channel = double(count) / (s.phases.size() * s.groups * s.o * s.i);
   const int64_t wanted = std::max<int64_t>(
-      first_cache() / bytes, std::min<int64_t>(kMost / bytes, int64_t(std::min(kNonzeros / per_channel, 1e6))));
+      first_cache() / bytes, std::min<int64_t>(kMost / bytes, int64_t(std::min(nonzeros / per_channel, 1e6))));
   // A power of two, so that whole lines of channels are whole blocks.
   plan.block = 1;
   while (plan.block * 3 <= wanted * 2) plan.block *= 2;

@@ -206,6 +206,52 @@ def test_the_gradient_may_come_in_another_format_than_the_images(size, density, 
             close(leaf.grad, exact[name].grad, rough[name].grad, dtype)
 
 
+# bfloat16 takes nonzeros and rows of the images in pairs where the machine can: tiles of one row and of odd ones, few
+# nonzeros and odd numbers of them, a stride.
+PAIRS = [
+    (3, (15, 24, 3, 3), 7, 5, 1, 0.07, {"padding": 1}),
+    (17, (9, 5, 3, 2), 7, 7, 0, 0.3, {"padding": 1}),
+    (16, (8, 33, 3, 3), 5, 9, 2, 0.02, {"padding": 1}),
+    (2, (10, 6, 5, 3), 9, 14, 0, 0.6, {"stride": 2, "padding": 2}),
+    (1, (6, 7, 1, 3), 1, 40, 1, 0.3, {"padding": (0, 1), "groups": 2}),
+    (2, (12, 20, 3, 3), 28, 13, 1, 0.1, {"padding": 1, "dilation": (1, 2), "stride": (3, 1)}),
+]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_bfloat16_in_pairs(case, last):
+    n, size, h, w, rank, density, how = case
+    t = draw(n, size, h, w, rank, density, torch.bfloat16, how.get("groups", 1))
+    t["x"] = t["x"].to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    compare(t, size, how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nonzeros", [1, 2, 3])
+def test_infinities_stay_where_nonzeros_take_them(nonzeros, dtype):
+    size, how = (6, 4, 3, 3), {"padding": 1}
+    # Even outputs read channel 0, odd ones the others.
+    rows = [torch.arange(nonzeros) + o * 36 + (0 if o % 2 == 0 else 18) for o in range(6)]
+    t = draw(3, size, 7, 5, 0, 0.0, dtype) | {"index": torch.cat(rows).int()}
+    t["values"], t["bias"] = torch.ones(6 * nonzeros, dtype=dtype), None
+    other = {**t, "x": t["x"].clone()}
+    other["x"][:, 0] = float("inf")
+    results = []
+    for one in (t, other):
+        y, leaves = run(one, size, how)
+        grad = torch.ones_like(y)
+        if one is other:
+            grad[:, ::2] = float("inf")
+        y.backward(grad)
+        results.append((y, leaves["x"].grad, leaves["values"].grad.view(6, nonzeros)))
+    assert not torch.isnan(results[1][0]).any() and not torch.isnan(results[1][1]).any()
+    assert torch.equal(results[0][0][:, 1::2], results[1][0][:, 1::2])  # y
+    assert torch.equal(results[0][1][:, 1:], results[1][1][:, 1:])  # dx
+    assert torch.equal(results[0][2][1::2], results[1][2][1::2])  # dμ
+    assert torch.isinf(results[1][0][:, ::2, 1:, 1:]).all()
+
+
 # Without μ channels_last images have kernels of their own: few channels, more than a panel of v, bands of an image.
 IN_LANES = [
     (3, (48, 3, 3, 3), 21, 10, 1, 0.0, {"padding": 1}),
