@@ -125,7 +125,7 @@ Prepared<T> prepare(const FactoredConv& op) {
   const Conv& c = op.conv;
   const int64_t bytes = register_bytes(), lanes = bytes / sizeof(C), most = tile_registers(bytes);
   Prepared<T> p{};
-  p.s = forward_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c.i), p.x_pairs = in_pairs<T>();
+  p.s = forward_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c.i), p.x_pairs = in_pairs<T>(c, op.mu);
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.y = {static_cast<T*>(op.y), c.n, c.groups * c.o, c.oh, c.ow, c.y_channels_last};
   p.grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, c.i * op.rank + c.o, packing_cost(c, op.rank, op.mu));
@@ -171,8 +171,8 @@ struct Weights {
 
 template <class T>
 std::vector<int64_t> numbers_of(const Prepared<T>& p, int64_t taps) {
-  std::vector<int64_t> out = {p.s.groups,     p.s.i,        p.s.o,         p.rank,      p.pairs,     taps,
-                              p.slab.channel, p.plan.block, p.plan.blocks, p.plan.keys, p.plan.count};
+  std::vector<int64_t> out = {p.s.groups, p.s.i,          p.s.o,        p.rank,        p.pairs,     p.x_pairs,
+                              taps,       p.slab.channel, p.plan.block, p.plan.blocks, p.plan.keys, p.plan.count};
   if (p.rank) out.push_back(p.shares.channels);
   const auto &tap = p.s.phases[0].tap, &offset = p.slab.offset[0];
   out.insert(out.end(), tap.begin(), tap.end()), out.insert(out.end(), offset.begin(), offset.end());

@@ -224,7 +224,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   }
   if (op.rank && !op.mu.count) return factored_conv_backward_channels(op, parallel_for);
   Prepared<T> p{};
-  p.s = forward_geometry(c), p.back = transposed_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>();
+  p.s = forward_geometry(c), p.back = transposed_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c, op.mu);
   p.needs_x = op.dx, p.needs_u = du && op.rank, p.needs_v = dv && op.rank;
   const int64_t count = dvalues ? op.mu.count : 0;
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};

@@ -614,6 +614,18 @@ inline int64_t first_cache() {
 #endif
 }
 
+// Whether images and nonzeros are taken in pairs. It takes longer to pack them so, which a channel's few nonzeros do
+// not repay.
+template <class T>
+bool in_pairs(const Conv& c, const Sparse& mu) {
+#ifdef FF_EMULATE_PAIRS
+  constexpr int64_t kLeast = 0;
+#else
+  constexpr int64_t kLeast = 20;
+#endif
+  return in_pairs<T>() && mu.count >= kLeast * c.groups * std::max(c.i, c.o);
+}
+
 // For so many nonzeros, whose order is still to be given: blocks of input channels of which the first cache holds what
 // a tile reads, and more where a row of a block would have few nonzeros.
 inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count, bool pairs) {
