@@ -1,5 +1,7 @@
 """The factored convolution against float64 PyTorch on the dense weight, forward and backward, on every backend."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -505,6 +507,64 @@ def test_linear(shape, rank):
     x = torch.randn(shape, dtype=torch.float64)
     y = ops.factored_linear(x, u, v, t["values"], t["index"], t["bias"], size=(o, i))
     assert torch.allclose(y, F.linear(x, weight, t["bias"]))
+
+
+def nonzeros_of(o, i, density):
+    drawn = torch.rand(o * i, generator=torch.Generator().manual_seed(o)) < density
+    return drawn.nonzero().flatten().int()
+
+
+# Where the machine multiplies pairs, bfloat16 takes the nonzeros of an output, or of an input, by two: odd numbers of
+# them, of inputs, of registers of rows.
+@pytest.mark.parametrize("planes", [False, True])
+@pytest.mark.parametrize("rank", [0, 3, 8])
+@pytest.mark.parametrize("rows, i, o", [(17, 33, 12), (75, 40, 65), (129, 100, 31), (300, 7, 90), (1000, 64, 48)])
+def test_linear_of_bfloat16(rows, i, o, rank, planes):
+    generator = torch.Generator().manual_seed(rows)
+    index = nonzeros_of(o, i, 0.15)
+    shapes = {"x": (rows, i), "u": (rank, i), "v": (rank, o), "values": (len(index),), "bias": (o,)}
+    t = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    if not rank:
+        del t["u"], t["v"]
+
+    def weight(t, sizes):
+        sparse = sizes(t["values"]).new_zeros(o * i).index_put((index.long(),), sizes(t["values"]))
+        return sparse.view(o, i) + (sizes(t["v"]).mT @ sizes(t["u"]) if rank else 0)
+
+    def layer(t):
+        if not planes:
+            return ops.factored_linear(**t, index=index, size=(o, i))
+        convolution = ops.separable_conv2d if rank else ops.factored_conv2d
+        factors = {name: t[name][..., None] for name in ("u", "v") if rank}
+        images = {"x": t["x"].mT.reshape(1, i, rows, 1), "values": t["values"], "bias": t["bias"]}
+        return convolution(**images, **factors, index=index, size=(o, i, 1, 1)).view(o, rows).mT
+
+    grad = torch.randn(rows, o, generator=generator).bfloat16()
+    t = {name: one.requires_grad_() for name, one in t.items()}
+    wide = {name: one.detach().double().requires_grad_() for name, one in t.items()}
+    y, expected = layer(t), F.linear(wide["x"], weight(wide, lambda one: one), wide["bias"])
+    found = [y, *torch.autograd.grad(y, [*t.values()], grad)]
+    wanted = [expected, *torch.autograd.grad(expected, [*wide.values()], grad.double())]
+    # The sum of all magnitudes: a sum in float is off by less than 2⁻¹⁴ of it, and is then rounded.
+    sizes = {name: one.detach().abs().requires_grad_() for name, one in wide.items()}
+    most = F.linear(sizes["x"], weight(sizes, lambda one: one), sizes["bias"])
+    magnitudes = [most, *torch.autograd.grad(most, [*sizes.values()], grad.double().abs())]
+    for name, one, other, size in zip(["y", *t], found, wanted, magnitudes, strict=True):
+        off = (one.double() - other).abs() - other.abs() / 256 - size / 2**14
+        assert off.max() <= 0, name
+
+
+def test_infinities_stay_in_the_rows_and_channels_that_have_them():
+    rows, o, i = 200, 33, 41
+    index = nonzeros_of(o, i, 0.2)
+    reached = torch.zeros(o, i, dtype=torch.bool).view(-1).index_fill(0, index.long(), True).view(o, i)
+    x, dy = torch.ones(rows, i).bfloat16(), torch.ones(rows, o).bfloat16()
+    x[:, 5], dy[:, 7] = math.inf, math.inf
+    t = [x.requires_grad_(), torch.ones(len(index)).bfloat16().requires_grad_()]
+    y = ops.factored_linear(t[0], None, None, t[1], index, size=(o, i))
+    dx, _ = torch.autograd.grad(y, t, dy)
+    assert torch.equal(y.isfinite(), ~reached[:, 5].expand(rows, o))
+    assert torch.equal(dx.isfinite(), ~reached[7].expand(rows, i))
 
 
 @pytest.mark.parametrize("density", [0.0, 0.3])
