@@ -27,7 +27,7 @@ struct Prepared {
   const T* taps;          // u as it is
   const C *u, *v, *bias;  // bias: a register for each output
   const Nonzero<C>* nonzeros;
-  const T* values;         // of the nonzeros, where they are in pairs,
+  const void* values;      // of the nonzeros, where they are in pairs,
   const int32_t* offsets;  // and where they are
 };
 
@@ -102,7 +102,8 @@ struct Run {
           const int32_t* const starts = p.plan.start(0, group, (first + c) / p.plan.block) + o;
           with_operand<T, B>(p.x_pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
             if constexpr (std::is_same_v<decltype(operand), Pair>) {
-              Ops::sparse(tile, x + c * slab.channel, slab.row, NonzeroPairs{p.values, p.offsets}, starts, outputs, to);
+              Ops::sparse(tile, x + c * slab.channel, slab.row,
+                          NonzeroPairs{static_cast<const BFloat16*>(p.values), p.offsets}, starts, outputs, to);
             } else {
               Ops::sparse(tile, x + c * slab.channel, slab.row, p.nonzeros, starts, outputs, to);
             }

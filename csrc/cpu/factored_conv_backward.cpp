@@ -25,7 +25,7 @@ struct Prepared {
   const T* taps;   // u as it is
   const C *u, *v;  // v [rank][group]: o → i
   const Nonzero<C>* back_nonzeros;
-  const T* back_values;                   // of the nonzeros, where they are in pairs
+  const void* back_values;                // of the nonzeros, where they are in pairs
   const int32_t *offsets, *back_offsets;  // of the nonzeros in x and in dy
   std::vector<const C*> back_u;           // of each phase
   bool needs_x, needs_u, needs_v;
@@ -185,7 +185,7 @@ struct Run {
               };
               with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
                 if constexpr (std::is_same_v<decltype(operand), Pair>) {
-                  sparse(NonzeroPairs{p.back_values, p.back_offsets});
+                  sparse(NonzeroPairs{static_cast<const BFloat16*>(p.back_values), p.back_offsets});
                 } else {
                   sparse(p.back_nonzeros);
                 }
