@@ -84,8 +84,9 @@ struct Run {
               depthwise(single.get(), Ops::rows(n * L));
               for (int64_t j = 0; j < n; j += Ops::kWide) {
                 const int64_t width = std::min(Ops::kWide, n - j) * L;
-                make_pairs<B>(single.get() + j * L, n * L, count, width, t.get() + j / Ops::kWide * panels.panel,
-                              width);
+                auto floats = [](C* at) { return reinterpret_cast<float*>(at); };  // C, where this is taken
+                make_pairs<B>(floats(single.get() + j * L), n * L, count, width,
+                              floats(t.get() + j / Ops::kWide * panels.panel), width);
               }
             } else {
               depthwise(t.get(), panels);

@@ -154,8 +154,10 @@ struct Tiles {
 #pragma GCC unroll 10
       for (int w = 0; w < W; ++w) {
         const U one = load_two(a + w * L), other = load_two(b + w * L);
-        add_product<Pair, B>(sums[r * W + w], unpack_low(one, other), weights);
-        if (r + 1 < R) add_product<Pair, B>(sums[(r + 1) * W + w], unpack_high(one, other), weights);
+        if constexpr (std::is_same_v<C, float>) {  // compilers may look at it for others, too
+          add_product<Pair, B>(sums[r * W + w], unpack_low(one, other), weights);
+          if (r + 1 < R) add_product<Pair, B>(sums[(r + 1) * W + w], unpack_high(one, other), weights);
+        }
       }
     }
   }

@@ -55,6 +55,7 @@ def test_builds_kernels_that_run(compiler, link, runner, tmp_path):
     assert done.returncode == 0 and done.stdout.endswith(" ok\n"), done.stdout[-500:] + done.stderr[-3000:]
 
 
-def test_clang_compiles_the_bindings():
+def test_clang_compiles_the_bindings_and_the_kernels_of_every_element_type():
     require("clang++")
-    compile_all("clang++", [(source, ("-fsyntax-only", *TORCH)) for source in BINDINGS])
+    jobs = [(source, TORCH) for source in BINDINGS] + [(source, []) for source in KERNELS]
+    compile_all("clang++", [(source, ("-fsyntax-only", *flags)) for source, flags in jobs])
