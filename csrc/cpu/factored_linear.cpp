@@ -1085,7 +1085,7 @@ struct Prepared {
     const int64_t lanes = register_bytes() / sizeof(C);
     w.i = op.i, w.o = op.o, w.rank = op.rank;
     w.by_inputs = is_backward && op.n > std::min(kRegisters * lanes, kSorted);
-    w.pairs = in_pairs<T>(0) && (is_backward ? w.by_inputs : op.n > lanes);
+    w.pairs = in_pairs<T>() && (is_backward ? w.by_inputs : op.n > lanes);
     const int64_t fewer = registers_by_inputs(op.i, op.o, w.pairs);
     w.units = make_units(op.n, lanes, w.by_inputs ? fewer : kRegisters);
     const int64_t registers = ceil_div(w.units[0].rows, lanes);
@@ -1093,7 +1093,7 @@ struct Prepared {
     const int64_t units = w.units.size(), work = (op.mu.count + op.rank * op.o) * op.n;
     w.splits = std::clamp<int64_t>(std::min(work / (units * kLeastWork), ceil_div(kItems, units)), 1,
                                    std::max<int64_t>(op.o, 1));
-    // By inputs x and dx take some of the cache; in halves a register of theirs is read once.
+    // Of halves a block of dy has half of the cache, for x and dx pass through it as well.
     const int64_t kept = w.pairs && w.by_inputs ? second_cache() / 2 : second_cache();
     w.block = std::max<int64_t>(32, kept / int64_t(w.half * sizeof(C)));
     w.blocks = std::max<int64_t>(1, ceil_div(w.by_inputs ? op.o : op.i, w.block));
@@ -1136,8 +1136,7 @@ bool forward(const FactoredLinear& op, ParallelFor parallel_for) {
   if (!prepared.order) return false;
   Forward<T>& w = prepared.w;
   const int64_t lanes = register_bytes() / sizeof(C), units = w.units.size(), shared = w.splits > 1 ? units * w.row : 0;
-  const Scratch<C> bias(op.bias ? op.o * lanes : 0), panels(units * w.half * op.i * (w.splits > 1)),
-      hidden(shared * op.rank);
+  const Scratch<C> bias(op.bias ? op.o * lanes : 0), panels(shared * op.i), hidden(shared * op.rank);
   for (int64_t k = 0; k < op.o * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }

@@ -146,9 +146,7 @@ struct Tiles {
   template <int R, int W>
   FF_INLINE static void add_two(V (&sums)[R * W], const C* a, const C* b, int64_t row, const BFloat16* values) {
     using U = Operands<Pair, B>;
-    uint32_t both;
-    std::memcpy(&both, values, sizeof(both));
-    const U weights = bit_cast<U>(bit_cast<float>(both) - V{});
+    const U weights = bit_cast<U>(pair_at(values) - V{});
 #pragma GCC unroll 4
     for (int r = 0; r < R; r += 2, a = in_one_register(a + 2 * row), b = in_one_register(b + 2 * row)) {
 #pragma GCC unroll 10
@@ -178,8 +176,7 @@ struct Tiles {
   }
 
   // t[first + c][j] = Σ_tap u[tap] · x[c][offsets[tap] + j] for the registers j of a tile, the first of which is at x,
-  // added to t if asked. `row`: elements from one row of x to the next. u of bfloat16: x is in
-  // pairs.
+  // added to t if asked. `row`: elements from one row of x to the next. u of bfloat16: x is in pairs.
   template <class U>
   FF_INLINE static void depthwise(const Tile& tile, const C* x, int64_t x_channel, int64_t row, int64_t channels,
                                   const int64_t* offsets, const U* u, int64_t taps, bool add, C* t, Panels ts,

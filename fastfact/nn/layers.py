@@ -1337,7 +1337,7 @@ class FactorizedLinear(FactorizedLayer):
 
     def _kept_call(self, path, x, tensors, bias, kept):
         # More rows, and half precision, took up to 10 times as long so.
-        turned = _is_few(x, x.numel() // max(1, x.shape[-1]), self.size) if x.dim() else False
+        turned = x.dim() and _is_few(x, x.numel() // max(1, x.shape[-1]), self.size)
         if path != "reconstruct" or not turned:
             return super()._kept_call(path, x, tensors, bias, kept)
         return self._dense_call(x, self._kept_form("columns", tensors, kept, _by_columns), bias)

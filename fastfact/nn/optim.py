@@ -68,7 +68,7 @@ class ProxSGD(Optimizer):
         A small network's takes no longer than the checks of `ops.prox_sgd_step`.
         """
         how = group["lr"], group["momentum"], group["weight_decay"]
-        if not all(map(math.isfinite, how)):
+        if not all(map(math.isfinite, how)) or not all(param.is_cpu for param in params):
             return False
         momenta = self._momenta(group, params)
         done = direct.prox_sgd_step(
