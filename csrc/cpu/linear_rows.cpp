@@ -41,20 +41,6 @@ struct RunDots {
   }
 };
 
-// Whether AVX512_VBMI2 is there, by which the lanes of 64 values are found at once.
-#if defined(FF_DISPATCH) && !defined(__clang__)
-template <int B>
-inline constexpr bool kExpandsBytes = B == 64;
-bool expands_bytes() {
-  static const bool there = instruction_set_level() == kV4 && __builtin_cpu_supports("avx512vbmi2");
-  return there;
-}
-#else
-template <int B>
-inline constexpr bool kExpandsBytes = false;
-bool expands_bytes() { return false; }
-#endif
-
 // Some columns of kRowsOfW rows of W; those beyond the last are zeros.
 template <class T>
 struct Piece {
@@ -168,7 +154,7 @@ struct RunFew {
   FF_INLINE static void multiply(const Forward<T>& f, const Piece<T>& piece, int64_t width, const float* x,
                                  float* spread_out, int64_t row, float* sums) {
     static_assert(kRowsOfW == 4);
-    if constexpr (kExpandsBytes<B> && kSpread && !kKeep && M == 1) {
+    if constexpr (kExpands<B> && kSpread && !kKeep && M == 1) {
       if (f.words) return multiply_words<M>(f, piece, width, x, row, sums);
     }
     const int64_t step = f.chunk + 16, x_row = f.x_row, ahead = piece.ahead, bits_row = piece.bits_row;
@@ -435,7 +421,7 @@ void multiply_few(const TiledWeight<T>& w, const FactoredLinear& op, ParallelFor
   f.chunk = std::clamp<int64_t>(kOfX / op.n, 512, kMostInputs) / 64 * 64;
   f.outputs = std::max(ceil_div(ceil_div(w.o, kItems), kRowsOfW) * kRowsOfW, kLeastOutputs);
   f.x = x.data.get(), f.hidden = hidden.get(), f.bias = op.bias ? bias.data.get() : nullptr;
-  f.y = static_cast<T*>(op.y.data), f.words = expands_bytes();
+  f.y = static_cast<T*>(op.y.data), f.words = expands();
   parallel(parallel_for, ceil_div(w.o, f.outputs), 1,
            [&](int64_t begin, int64_t end) { dispatch<RunFew, T>(f, begin, end); });
 }

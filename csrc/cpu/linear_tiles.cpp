@@ -62,8 +62,7 @@ struct RowsProduct {
 template <class T>
 bool rows_in_pairs(int64_t depth) {
 #if defined(FF_DISPATCH) && !defined(__clang__)
-  static const bool expands = __builtin_cpu_supports("avx512vbmi2");
-  if (!expands) return false;
+  if (!expands()) return false;
 #endif
   return in_pairs<T>(depth);
 }
@@ -336,17 +335,7 @@ struct RunProduct {
       from += B / 2;
       return out;
     }
-#if defined(FF_DISPATCH) && !defined(__clang__)
-    if constexpr (B == 64 && kEnd == kInside) {
-      uint32_t there;
-      std::memcpy(&there, bits, sizeof(there));
-      Halves values;
-      std::memcpy(&values, from, B);
-      asm("vpexpandw %1, %0%{%2%}%{z%}" : "=v"(out) : "v"(values), "Yk"(there));
-      from += __builtin_popcount(there);
-      return out;
-    }
-#endif
+    if constexpr (kExpands<B> && kEnd == kInside) return spread_halves<B>(bits, from);
     for (int k = 0; k < B / 2; ++k) {
       if (bits[k / 8] >> k % 8 & 1) out[k] = from++->bits;
     }

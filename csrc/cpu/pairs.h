@@ -141,6 +141,20 @@ FF_INLINE V fours_of(V x) {
   return fours_of(x, std::make_integer_sequence<int, sizeof(V) / 8>{});
 }
 
+// Two registers of floats, rounded, in one as `pack_two` has them.
+template <int B>
+FF_INLINE Operands<Pair, B> round_two(Vec<float, B> first, Vec<float, B> second) {
+  using U = Operands<Pair, B>;
+#if defined(FF_DISPATCH) && !defined(__clang__) && !defined(FF_EMULATE_PAIRS)
+  U out;
+  asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(out) : "v"(first), "v"(second));
+  return fours_of(out);
+#else
+  using V = Vec<float, B>;
+  return put_apart(float_to_bf16<V, U>(first) | float_to_bf16<V, U>(second) << 16);
+#endif
+}
+
 // Rows 2k and 2k + 1 of n numbers become row k of n pairs. `to` may be `from`.
 template <int B>
 FF_INLINE void make_pairs(const float* from, int64_t from_step, int64_t rows, int64_t n, float* to, int64_t to_step) {

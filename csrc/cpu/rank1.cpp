@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "gemm.h"
+#include "rank1_pairs.h"
 #include "support.h"
 #include "transpose.h"
 #include "vec.h"
@@ -22,24 +23,6 @@ namespace {
 
 constexpr int64_t kGrain = 16384;  // elements worth a thread
 constexpr int64_t kTile = 8192;    // elements of compact μ made dense at a time
-
-template <int D, class V, int... lane>
-FF_INLINE V fold_pair(V a, V b, std::integer_sequence<int, lane...>) {
-  constexpr int n = sizeof...(lane);
-  return shuffle<(lane & D ? n + lane : lane)...>(a, b) + shuffle<(lane & D ? n + (lane ^ D) : lane ^ D)...>(a, b);
-}
-
-// Lane i of the result is the sum over the lanes of row(first + i), for i < Span; a tree of pairwise folds.
-template <int Span, class V, class Row>
-FF_INLINE V sums_of_rows(Row& row, int first) {
-  if constexpr (Span == 1) {
-    return row(first);
-  } else {
-    constexpr int n = sizeof(V) / sizeof(V{}[0]);
-    const V a = sums_of_rows<Span / 2, V>(row, first), b = sums_of_rows<Span / 2, V>(row, first + Span / 2);
-    return fold_pair<Span / 2>(a, b, std::make_integer_sequence<int, n>{});
-  }
-}
 
 // How one client's contiguous or channels_last weight is read: as rows of `columns` elements, or (fine) as [p, q].
 struct Plan {
@@ -295,14 +278,22 @@ FF_INLINE void write_rows(T* w, const T* mu, int64_t stride, int64_t n, int64_t 
 
 constexpr int64_t kSegment = 8192;
 
+// Whether rows of the weight differ in their scale alone.
+template <class Op>
+bool are_alike(const Op& op) {
+  return op.layout == kLinear || (op.layout == kKernel && (!op.channels_last || op.size.taps() == 1));
+}
+
 // Items are (client, row, segment of a row).
 template <class T, int B>
 struct WriteRows {
   FF_INLINE static void run(const Rank1& op, const Plan& plan, const Mu<T>& mu, const T* u_transposed, int64_t begin,
                             int64_t end) {
     const int64_t segments = ceil_div(plan.columns, kSegment);
-    const bool alike = op.layout == kLinear || (op.layout == kKernel && (!op.channels_last || op.size.taps() == 1));
-    const bool together = alike && segments == 1 && op.rank > 1;
+    if constexpr (std::is_same_v<T, BFloat16> && kMultipliesPairs<B>) {
+      if (are_alike(op) && segments == 1 && multiplies_pairs()) return run_pairs(op, plan, mu, begin, end);
+    }
+    const bool together = are_alike(op) && segments == 1 && op.rank > 1;
     const Scratch<Compute<T>> scales(together ? op.rank * kTogether : 0);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t k = item / (plan.rows * segments), m = item / segments % plan.rows;
@@ -328,6 +319,31 @@ struct WriteRows {
       const int64_t along_stride = row.u_along ? plan.u_numel : plan.v_numel;
       write_row<T, B>(static_cast<T*>(op.w) + k * op.size.numel() + at, mu.at(k, at), n, op.rank, scale + row.scale_at,
                       scale_stride, along + row.along_at + start, along_stride);
+    }
+  }
+
+  FF_INLINE static void run_pairs(const Rank1& op, const Plan& plan, const Mu<T>& mu, int64_t begin, int64_t end) {
+    using Rows = PairedRows<B>;
+    const int64_t n = plan.columns, un = plan.u_numel, rank = op.rank;
+    const Scratch<T> scale((rank + 1) * Rows::kRows), u_rest(rank * Rows::kColumns);
+    for (int64_t item = begin; item < end;) {
+      const int64_t k = item / plan.rows, m = item % plan.rows, at = m * n;
+      const int64_t rows = std::min({Rows::kRows, end - item, plan.rows - m});
+      const T *u = client<T>(op.u, k), *v = client<T>(op.v, k), *from = mu.at(k, at);
+      if (item == begin || m == 0) Rows::copy_rest(u, un, rank, n, u_rest.get());
+      Rows::pair_scales(v + m, plan.v_numel, rank, rows, scale.get());
+      T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        if (rows == Rows::kRows) {
+          Rows::template write<Rows::kRows>(u, un, u_rest.get(), rank, scale.get(), from, w, n, n);
+        } else {
+          for (int64_t j = 0; j < rows; ++j) {
+            Rows::template write<1>(u, un, u_rest.get(), rank, scale.get() + 2 * j, from ? from + j * n : nullptr,
+                                    w + j * n, n, n);
+          }
+        }
+      });
+      item += rows;
     }
   }
 };
@@ -523,12 +539,15 @@ FF_INLINE bool each_place(const Support& support, int64_t k, const Size& s, bool
   return j == last;
 }
 
-// A value placed alone costs as much as so many positions by registers, more where these convert.
-constexpr int64_t kPlacedAlone = 4, kConverted = 3;
+// A value placed alone costs as much as so many positions by registers, where these convert, and where they are moved
+// as they are.
+constexpr int64_t kPlacedAlone = 4, kConverted = 3, kMoved = 12;
 
-Supports find_supports(Type type, const Support& support, int64_t clients, const Size& s, ParallelFor parallel_for) {
+// in_order: whether W is in the order of its positions.
+Supports find_supports(Type type, const Support& support, int64_t clients, const Size& s, bool in_order,
+                       ParallelFor parallel_for) {
   Supports out;
-  const int64_t alone = type == Type::f32 ? kPlacedAlone : kConverted;
+  const int64_t alone = type == Type::f32 ? kPlacedAlone : in_order && expands() ? kMoved : kConverted;
   if (!spreads(register_bytes()) || type == Type::f64 || support.count * alone < s.numel()) return out;
   const int64_t rows = ceil_div(s.numel(), Supports::kBitsInRow);
   for (int64_t k = 0; k < (support.index.client_stride ? clients : 1); ++k) {
@@ -544,7 +563,7 @@ template <class T, int B>
 struct BySupport {
   using V = Vec<float, B>;
   static constexpr int L = kLanes<float, B>;
-  static constexpr int64_t kSpare = 16;  // elements before and after a stretch that may be read and written
+  static constexpr int64_t kSpare = 32;  // elements before and after a stretch that may be read and written
 
   // The weight at positions [begin, end), from `to` on.
   template <class To>
@@ -552,6 +571,14 @@ struct BySupport {
     int64_t at = begin / 8 * 8;
     const T *from = values + bits.before_position(at), *last = values + count - 8;
     to -= begin - at;
+    if constexpr (kExpands<B> && sizeof(T) == 2 && std::is_same_v<T, To>) {
+      if (expands()) {
+        for (; at + 2 * L <= end && from + 2 * L <= values + count; at += 2 * L, to += 2 * L) {
+          const auto some = spread_halves<B>(bits.bytes(0, at), from);
+          std::memcpy(static_cast<void*>(to), &some, B);
+        }
+      }
+    }
     for (; at + L <= end && from + (L - 8) <= last; at += L, to += L)
       store<B>(to, spread_next<B>(bits.bytes(0, at), from));
     for (; at < end; at += 8, to += 8) {
@@ -564,8 +591,16 @@ struct BySupport {
   // The values at positions [begin, end) of a weight, g from `begin` on.
   template <class From>
   FF_INLINE static void take(const Bits& bits, const From* g, int64_t begin, int64_t end, T* values) {
-    ValuesTo<T, B> to(bits, values, values + bits.before_position(end), begin);
     int64_t at = begin;
+    T* const stop = values + bits.before_position(end);
+    if constexpr (kExpands<B> && sizeof(T) == 2 && std::is_same_v<T, From>) {
+      if (expands()) {
+        T* next = values + bits.before_position(begin);
+        for (; at + 2 * L <= end && next + 2 * L <= stop; at += 2 * L, g += 2 * L)
+          gather_halves<B>(bits.bytes(0, at), at % 8, g, next);
+      }
+    }
+    ValuesTo<T, B> to(bits, values, stop, at);
     for (; at + L <= end; at += L, g += L) {
       const V some[1] = {load<B>(g)};
       to.put(some);
@@ -878,6 +913,9 @@ struct BackwardRows {
   FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const T* u_transposed,
                             Compute<T>* partial, int64_t begin, int64_t end) {
     using C = Compute<T>;
+    if constexpr (std::is_same_v<T, BFloat16> && kMultipliesPairs<B>) {
+      if (are_alike(op) && multiplies_pairs()) return run_pairs(op, plan, chunks, u_transposed, partial, begin, end);
+    }
     const bool in_sets = op.layout == kKernel && op.channels_last;
     const int64_t n = plan.columns, rank = op.rank, un = plan.u_numel, vn = plan.v_numel;
     const int64_t step = in_sets ? 1 : 4, sets = in_sets ? op.size.kh : 1, most = std::max<int64_t>(4, op.size.kw);
@@ -920,6 +958,45 @@ struct BackwardRows {
           }
         }
       }
+    }
+  }
+
+  FF_INLINE static void run_pairs(const Rank1Backward& op, const Plan& plan, const Chunks& chunks,
+                                  const T* u_transposed, float* partial, int64_t begin, int64_t end) {
+    using Rows = PairedRows<B>;
+    constexpr int64_t kRows = Rows::kRows, kColumns = Rows::kColumns;
+    const int64_t n = plan.columns, un = plan.u_numel, vn = plan.v_numel, rank = op.rank;
+    const int64_t whole = ceil_div(n, kColumns) * kColumns;
+    const Scratch<T> none(n), rest(kRows * kColumns), u_rest(rank * kColumns), scale(rank * kRows);
+    const Scratch<float> du(rank * whole), sums(rank * kRows + B / 4);
+    std::memset(static_cast<void*>(none.get()), 0, n * sizeof(T));
+    for (int64_t item = begin; item < end; ++item) {
+      const ChunkOf<T> c(op, plan, chunks, u_transposed, partial, item);
+      Rows::copy_rest(c.u, un, rank, n, u_rest.get());
+      std::memset(du.get(), 0, rank * whole * sizeof(float));
+      for (int64_t m = c.first; m < c.last; m += kRows) {
+        const int64_t rows = std::min(kRows, c.last - m);
+        const T* g[kRows];
+        for (int64_t j = 0; j < kRows; ++j) {
+          g[j] = j < rows ? c.g + (m + j) * n : none.get();
+          Rows::copy_rest(g[j], n, 1, n, rest.get() + j * kColumns);
+          for (int64_t r = 0; r < rank; ++r) scale.get()[r * kRows + j] = j < rows ? c.v[r * vn + m + j] : T{0};
+        }
+        for (int64_t r = 0; r < rank;) {
+          auto add = [&]<int Ranks>() FF_INLINE_LAMBDA {
+            outline<B>([&]() FF_INLINE_LAMBDA {
+              Rows::template add<Ranks>(g, rest.get(), n, c.u + r * un, un, u_rest.get() + r * kColumns,
+                                        scale.get() + r * kRows, sums.get() + r * kRows, du.get() + r * whole, whole);
+            });
+            r += Ranks;
+          };
+          rank - r >= 4 ? add.template operator()<4>() : add.template operator()<1>();
+        }
+        for (int64_t r = 0; c.dv && r < rank; ++r) {
+          for (int64_t j = 0; j < rows; ++j) c.dv[r * vn + m + j] = from_compute<T>(sums.get()[r * kRows + j]);
+        }
+      }
+      for (int64_t r = 0; r < rank; ++r) Rows::in_order(du.get() + r * whole, n, c.du + r * un);
     }
   }
 };
@@ -1223,6 +1300,32 @@ Chunks make_chunks(const Op& op, const Plan& plan) {
   return {units, per_chunk, ceil_div(units, per_chunk)};
 }
 
+// du from the sums of its chunks; of all clients, `size` numbers each, those from `begin` to `end`.
+template <class T, int B>
+struct AddChunks {
+  FF_INLINE static void run(const Compute<T>* partial, int64_t count, int64_t size, T* du, int64_t begin, int64_t end) {
+    using V = Vec<T, B>;
+    constexpr int64_t L = kLanes<T, B>;
+    while (begin < end) {
+      const int64_t at = begin % size, n = std::min(size - at, end - begin);
+      const Compute<T>* const from = partial + begin / size * count * size + at;
+      T* const to = du + begin;
+      int64_t j = 0;
+      for (; j + L <= n; j += L) {
+        V sum = load<B>(from + j);
+        for (int64_t c = 1; c < count; ++c) sum += load<B>(from + c * size + j);
+        store<B>(to + j, sum);
+      }
+      for (; j < n; ++j) {
+        Compute<T> sum = from[j];
+        for (int64_t c = 1; c < count; ++c) sum += from[c * size + j];
+        to[j] = from_compute<T>(sum);
+      }
+      begin += n;
+    }
+  }
+};
+
 // The gradient of the values of compact μ, of the positions in one chunk.
 template <class T, int B>
 struct GatherChunk {
@@ -1297,7 +1400,8 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
                [&](int64_t begin, int64_t end) { write({op.mu, 0}, begin, end); });
       return;
     }
-    const Supports supports = find_supports(op.type, op.support, op.clients, op.size, parallel_for);
+    const bool in_order = plan.kind == Plan::kRows && !turned(op.size, op.channels_last);
+    const Supports supports = find_supports(op.type, op.support, op.clients, op.size, in_order, parallel_for);
     if (!supports.valid) {
       valid = false;
       return;
@@ -1347,8 +1451,9 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
     const Chunks chunks = make_chunks(op, plan);
     const bool factors = op.du || op.dv, values = op.dvalues && op.support.count > 0;
     if (!factors && !values) return;
+    const bool in_order = plan.kind == Plan::kRows && !turned(op.size, op.channels_last);
     const Supports supports =
-        values ? find_supports(op.type, op.support, op.clients, op.size, parallel_for) : Supports{};
+        values ? find_supports(op.type, op.support, op.clients, op.size, in_order, parallel_for) : Supports{};
     if (!supports.valid) {
       valid = false;
       return;
@@ -1384,10 +1489,16 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
                }
              });
     if (!op.du) return;
+    if (!plan.transpose_u) {
+      parallel(parallel_for, ranks * un, ceil_div(kGrain, chunks.count), [&](int64_t begin, int64_t end) {
+        dispatch<AddChunks, T>(partial.get(), chunks.count, op.rank * un, static_cast<T*>(op.du), begin, end);
+      });
+      return;
+    }
     parallel(parallel_for, ranks * un, ceil_div(kGrain, chunks.count), [&](int64_t begin, int64_t end) {
       for (int64_t at = begin; at < end; ++at) {
         const int64_t k = at / (op.rank * un), n = at % un, within = at % (op.rank * un) - n;
-        const int64_t from = plan.transpose_u ? n % op.size.kh * op.size.i + n / op.size.kh : n;
+        const int64_t from = n % op.size.kh * op.size.i + n / op.size.kh;
         C sum = 0;
         for (int64_t c = 0; c < chunks.count; ++c) {
           sum += partial.get()[(k * chunks.count + c) * op.rank * un + within + from];

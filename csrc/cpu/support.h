@@ -150,6 +150,55 @@ FF_INLINE Vec<float, B> spread_next(uint32_t bits, const T*& from) {
   return spread_next<B>(bytes, from);
 }
 
+// Whether bytes and numbers of 16 bits are spread and gathered a register at a time (AVX512_VBMI2).
+#if defined(FF_DISPATCH) && !defined(__clang__)
+template <int B>
+inline constexpr bool kExpands = B == 64;
+inline bool expands() {
+  static const bool there = instruction_set_level() == kV4 && __builtin_cpu_supports("avx512vbmi2");
+  return there;
+}
+#else
+template <int B>
+inline constexpr bool kExpands = false;
+inline bool expands() { return false; }
+#endif
+
+template <int B>
+using HalvesOf = typename VecOf<uint16_t, B>::Type;
+
+// The next numbers of 16 bits where bits are 1, 0 elsewhere, and `from` moves on. A register of them is read.
+template <int B, class T>
+FF_INLINE HalvesOf<B> spread_halves([[maybe_unused]] const uint8_t* bits, const T*& from) {
+  HalvesOf<B> out{};
+#if defined(FF_DISPATCH) && !defined(__clang__)
+  uint32_t there;
+  std::memcpy(&there, bits, sizeof(there));
+  HalvesOf<B> values;
+  std::memcpy(&values, from, B);
+  asm("vpexpandw %1, %0%{%2%}%{z%}" : "=v"(out) : "v"(values), "Yk"(there));
+  from += __builtin_popcount(there);
+#endif
+  return out;
+}
+
+// Those of a register of numbers of 16 bits whose bits, from bit `shift` on, are 1, and `to` moves on. A register of
+// them is written.
+template <int B, class T>
+FF_INLINE void gather_halves([[maybe_unused]] const uint8_t* bits, [[maybe_unused]] int shift,
+                             [[maybe_unused]] const T* from, [[maybe_unused]] T*& to) {
+#if defined(FF_DISPATCH) && !defined(__clang__)
+  uint64_t word;
+  std::memcpy(&word, bits, sizeof(word));
+  const auto there = uint32_t(word >> shift);
+  HalvesOf<B> values, out;
+  std::memcpy(&values, from, B);
+  asm("vpcompressw %1, %0%{%2%}%{z%}" : "=v"(out) : "v"(values), "Yk"(there));
+  std::memcpy(static_cast<void*>(to), &out, B);
+  to += __builtin_popcount(there);
+#endif
+}
+
 // As `gather`, a register of B bytes, and `to` moves on.
 template <int B, class T>
 FF_INLINE void gather_next(const uint8_t* bits, Vec<float, B> x, T*& to, const T* end) {

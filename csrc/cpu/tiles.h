@@ -11,20 +11,6 @@
 
 namespace fastfact {
 
-// Lane i of the result is the sum over the lanes ≡ i (mod Span) of row(first + i), for i < Span: with Span = all lanes,
-// the sum of row(first + i). With Least, row(first) is that for Span = Least.
-template <int Span, class V, int Least = 1, class Row>
-FF_INLINE V sums_of_rows(Row& row, int first) {
-  if constexpr (Span == Least) {
-    return row(first);
-  } else {
-    constexpr int n = sizeof(V) / sizeof(V{}[0]);
-    V a = sums_of_rows<Span / 2, V, Least>(row, first), b = sums_of_rows<Span / 2, V, Least>(row, first + Span / 2);
-    exchange<Span / 2>(a, b, std::make_integer_sequence<int, n>{});
-    return a + b;
-  }
-}
-
 // Nonzeros whose places are known before they are multiplied; so many more than there are can be read.
 inline constexpr int kPlaces = 6;
 

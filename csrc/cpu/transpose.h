@@ -27,6 +27,20 @@ FF_INLINE void transpose_from(V* rows) {
   }
 }
 
+// Lane i of the result is the sum over the lanes ≡ i (mod Span) of row(first + i), for i < Span: with Span = all lanes,
+// the sum of row(first + i). With Least, row(first) is that for Span = Least.
+template <int Span, class V, int Least = 1, class Row>
+FF_INLINE V sums_of_rows(Row& row, int first) {
+  if constexpr (Span == Least) {
+    return row(first);
+  } else {
+    constexpr int n = sizeof(V) / sizeof(V{}[0]);
+    V a = sums_of_rows<Span / 2, V, Least>(row, first), b = sums_of_rows<Span / 2, V, Least>(row, first + Span / 2);
+    exchange<Span / 2>(a, b, std::make_integer_sequence<int, n>{});
+    return a + b;
+  }
+}
+
 // Q registers hold a matrix [lanes, Q] row by row, Q odd. What a lane has in them is of Q different columns, and what a
 // column has is in different lanes: registers are rotated, lane l by l places, so that each holds a column, whose lanes
 // are then put in order: Q log2(Q) blends and Q permutations.

@@ -262,6 +262,11 @@ template <class V>
 FF_INLINE auto sum_lanes(V x) {
   if constexpr (std::is_arithmetic_v<V>) {
     return x;
+  } else if constexpr (sizeof(V) > 16) {
+    typename VecOf<std::decay_t<decltype(x[0])>, int(sizeof(V) / 2)>::Type low, high;
+    std::memcpy(&low, &x, sizeof(low));
+    std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof(low), sizeof(high));
+    return sum_lanes(low + high);
   } else {
     constexpr int n = sizeof(x) / sizeof(x[0]);
     for (int half = n / 2; half > 0; half /= 2) {

@@ -106,6 +106,9 @@ COMPACT = [
     ((1, 4, 6, 3, 3), VIEW, 1, True, 0.4, False),
     # fewer columns than a tile has, in one stretch of memory
     ((2, 70, 40), LINEAR, 1, False, 0.1, False),
+    # whole registers of halves and columns behind them, rows and ranks that do not come in fours or pairs
+    ((2, 45, 150), LINEAR, 7, False, 0.3, False),
+    ((1, 300, 100), LINEAR, 4, False, 0.9, False),
     ((2, 4, 4, 3, 3), SPATIAL, 1, False, 0.0, False),
     ((2, 4, 4, 3, 3), SPATIAL, 1, True, 1.0, False),
 ]
