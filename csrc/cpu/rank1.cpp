@@ -29,6 +29,7 @@ struct Plan {
   enum { kRows, kFine, kViewChannelsLast } kind;
   int64_t rows, columns;     // kRows
   int64_t blocks, p, q;      // kFine
+  bool u_is_x;               // kFine: whether u is a number for each p
   int64_t u_numel, v_numel;  // of one rank
   bool transpose_u;          // u [i, kh] is wanted as [kh, i]
 };
@@ -36,7 +37,8 @@ struct Plan {
 template <class Op>
 Plan make_plan(const Op& op) {
   const Size& s = op.size;
-  Plan plan{Plan::kRows, 0, 0, 1, 0, 0, s.taps(), s.o * s.i, false};
+  Plan plan{Plan::kRows, 0, 0, 1, 0, 0, op.layout == kKernel, s.taps(), s.o * s.i, false};
+  const int64_t lanes = register_bytes() / (op.type == Type::f64 ? 8 : 4);
   switch (op.layout) {
     case kLinear:
       plan.rows = s.o, plan.columns = s.i, plan.u_numel = s.i, plan.v_numel = s.o;
@@ -44,7 +46,9 @@ Plan make_plan(const Op& op) {
     case kSpatial:
       if (s.taps() == 1) {
         plan.rows = 1, plan.columns = s.o * s.i;
-      } else if (op.channels_last) {
+      } else if (op.channels_last && s.i > 1 && s.i < lanes && s.taps() >= 2 * lanes) {
+        plan.kind = Plan::kFine, plan.u_is_x = true, plan.blocks = s.o, plan.p = s.taps(), plan.q = s.i;
+      } else if (op.channels_last && s.i > 1) {
         plan.rows = s.o * s.taps(), plan.columns = s.i;
       } else {
         plan.kind = Plan::kFine, plan.p = s.o * s.i, plan.q = s.taps();
@@ -362,7 +366,7 @@ struct WriteFine {
   FF_INLINE static void run(const Rank1& op, const Plan& plan, const Mu<T>& dense, const T*, int64_t begin,
                             int64_t end) {
     const int64_t q = plan.q, groups = ceil_div(plan.p, kGroup);
-    const bool u_is_x = op.layout == kKernel;
+    const bool u_is_x = plan.u_is_x;
     const int64_t x_stride = u_is_x ? plan.u_numel : plan.v_numel, y_stride = u_is_x ? plan.v_numel : plan.u_numel;
     constexpr bool may_spread = spreads(B) && !std::is_same_v<T, double>;
     const Scratch<T> room(may_spread && dense.supports ? (q + 1) * L : 0);
@@ -615,7 +619,18 @@ struct BySupport {
   // x [inputs, taps] to y [taps, inputs].
   template <class To>
   FF_INLINE static void turn(const float* x, int64_t inputs, int64_t taps, To* y) {
-    int64_t i = 0;
+    int64_t i = 0, first = 0;
+    with_few(inputs, [&](auto few) FF_INLINE_LAMBDA {
+      constexpr int Q = few.value;
+      for (; first + L <= taps; first += L) {
+        V columns[Q];
+#pragma GCC unroll 32
+        for (int c = 0; c < Q; ++c) columns[c] = load<B>(x + c * taps + first);
+        Columns<Q, L>::join(columns);
+#pragma GCC unroll 32
+        for (int c = 0; c < Q; ++c) store<B>(y + first * Q + c * L, columns[c]);
+      }
+    });
     for (; i + L <= inputs; i += L) {
       for (int64_t tap = 0; tap < taps; tap += L) {
         V lines[L];
@@ -628,14 +643,31 @@ struct BySupport {
         }
       }
     }
-    for (int64_t tap = 0; tap < taps; ++tap) {
+    for (int64_t tap = first; tap < taps; ++tap) {
       for (int64_t n = i; n < inputs; ++n) y[tap * inputs + n] = from_compute<To>(x[n * taps + tap]);
     }
   }
 
+  // f(inputs) as a constant where these are few and their taps are registers parted into columns.
+  template <class F>
+  FF_INLINE static void with_few(int64_t inputs, const F& f) {
+    if (inputs < L) with_columns(inputs, f);
+  }
+
   // y [taps, inputs] to x [inputs, taps]. What is stored beyond the last tap is written over by the next input's.
   FF_INLINE static void turn_back(const T* y, int64_t inputs, int64_t taps, float* x) {
-    int64_t i = 0;
+    int64_t i = 0, first = 0;
+    with_few(inputs, [&](auto few) FF_INLINE_LAMBDA {
+      constexpr int Q = few.value;
+      for (; first + L <= taps; first += L) {
+        V columns[Q];
+#pragma GCC unroll 32
+        for (int c = 0; c < Q; ++c) columns[c] = load<B>(y + first * Q + c * L);
+        Columns<Q, L>::part(columns);
+#pragma GCC unroll 32
+        for (int c = 0; c < Q; ++c) store<B>(x + c * taps + first, columns[c]);
+      }
+    });
     for (; i + L <= inputs; i += L) {
       for (int64_t tap = (taps - 1) / L * L; tap >= 0; tap -= L) {
         V lines[L];
@@ -647,7 +679,7 @@ struct BySupport {
       }
     }
     for (; i < inputs; ++i) {
-      for (int64_t tap = 0; tap < taps; ++tap) x[i * taps + tap] = to_compute(y[tap * inputs + i]);
+      for (int64_t tap = first; tap < taps; ++tap) x[i * taps + tap] = to_compute(y[tap * inputs + i]);
     }
   }
 };
@@ -1215,7 +1247,7 @@ struct BackwardFine {
   FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const T*, C* partial,
                             int64_t begin, int64_t end, const Supports* supports) {
     const int64_t q = plan.q, nv = ceil_div(q, L), rank = op.rank, un = plan.u_numel, vn = plan.v_numel;
-    const bool u_is_x = op.layout == kKernel, few = has_columns(q);
+    const bool u_is_x = plan.u_is_x, few = has_columns(q);
     const int64_t y_size = nv * L, sums_size = few ? q : 2 * nv;  // of one rank
     const Scratch<V> y_sums(rank * sums_size);
     const Scratch<C> y(rank * y_size);
@@ -1290,7 +1322,7 @@ Chunks make_chunks(const Op& op, const Plan& plan) {
   int64_t units = op.size.o, align = 1;
   if (op.layout == kLinear || (op.layout == kKernel && plan.kind == Plan::kRows && !op.channels_last)) {
     align = 4;
-  } else if (op.layout == kSpatial && plan.kind == Plan::kFine) {
+  } else if (op.layout == kSpatial && plan.kind == Plan::kFine && !plan.u_is_x) {
     units = plan.p, align = 64;
   } else if (op.layout == kView || (op.layout == kSpatial && op.size.taps() == 1)) {
     units = plan.columns, align = 64;
@@ -1406,7 +1438,7 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
       valid = false;
       return;
     }
-    if (supports.at(0) && plan.kind == Plan::kFine) {
+    if (supports.at(0) && plan.kind == Plan::kFine && !turned(op.size, op.channels_last)) {
       parallel(parallel_for, op.clients * items.count, ceil_div(kGrain, items.largest),
                [&](int64_t begin, int64_t end) { write({op.mu, 0, &supports}, begin, end); });
       return;
@@ -1417,7 +1449,8 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
       return;
     }
     // A tile has whole outputs in channels_last, where the positions of an output are in no order.
-    const int64_t together = op.channels_last && plan.kind == Plan::kRows ? op.size.taps() * items.in_row : 1;
+    const bool whole = turned(op.size, op.channels_last);
+    const int64_t together = whole ? items.in_row * (plan.kind == Plan::kRows ? op.size.taps() : 1) : 1;
     const int64_t per_tile = together * std::max<int64_t>(1, kTile / (together * items.largest));
     const int64_t tiles = ceil_div(items.count, per_tile), elements = per_tile * items.largest;
     parallel(parallel_for, op.clients * tiles, ceil_div(kGrain, elements), [&](int64_t begin, int64_t end) {
@@ -1464,7 +1497,8 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
     const T* u = plan.transpose_u ? transposed.get() : nullptr;
     const bool in_turn = turned(op.size, op.channels_last);
     const bool at_once = factors && values && supports.at(0) &&
-                         (in_turn ? op.layout == kSpatial && fills_by_columns(op.size) && op.size.taps() <= kMostAtOnce
+                         (in_turn ? op.layout == kSpatial && plan.kind == Plan::kRows && fills_by_columns(op.size) &&
+                                        op.size.taps() <= kMostAtOnce
                                   : plan.kind == Plan::kFine && has_columns(plan.q));
     auto sum = [&](int64_t begin, int64_t end) {
       if (plan.kind == Plan::kFine) {
