@@ -338,14 +338,15 @@ struct WriteRows {
       Rows::pair_scales(v + m, plan.v_numel, rank, rows, scale.get());
       T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
       outline<B>([&]() FF_INLINE_LAMBDA {
-        if (rows == Rows::kRows) {
-          Rows::template write<Rows::kRows>(u, un, u_rest.get(), rank, scale.get(), from, w, n, n);
-        } else {
-          for (int64_t j = 0; j < rows; ++j) {
-            Rows::template write<1>(u, un, u_rest.get(), rank, scale.get() + 2 * j, from ? from + j * n : nullptr,
-                                    w + j * n, n, n);
-          }
-        }
+        auto write = [&]<int Count>(int64_t j) FF_INLINE_LAMBDA {
+          Rows::template write<Count>(u, un, u_rest.get(), rank, scale.get() + 2 * j, from ? from + j * n : nullptr,
+                                      w + j * n, n, n);
+          return j + Count;
+        };
+        int64_t j = 0;
+        if (rows == Rows::kRows) j = write.template operator()<Rows::kRows>(j);
+        if (j + 4 <= rows) j = write.template operator()<4>(j);
+        while (j < rows) j = write.template operator()<1>(j);
       });
       item += rows;
     }
@@ -1022,7 +1023,7 @@ struct BackwardRows {
             });
             r += Ranks;
           };
-          rank - r >= 4 ? add.template operator()<4>() : add.template operator()<1>();
+          rank - r >= 2 ? add.template operator()<2>() : add.template operator()<1>();
         }
         for (int64_t r = 0; c.dv && r < rank; ++r) {
           for (int64_t j = 0; j < rows; ++j) c.dv[r * vn + m + j] = from_compute<T>(sums.get()[r * kRows + j]);
@@ -1321,7 +1322,7 @@ template <class Op>
 Chunks make_chunks(const Op& op, const Plan& plan) {
   int64_t units = op.size.o, align = 1;
   if (op.layout == kLinear || (op.layout == kKernel && plan.kind == Plan::kRows && !op.channels_last)) {
-    align = 4;
+    align = 8;
   } else if (op.layout == kSpatial && plan.kind == Plan::kFine && !plan.u_is_x) {
     units = plan.p, align = 64;
   } else if (op.layout == kView || (op.layout == kSpatial && op.size.taps() == 1)) {

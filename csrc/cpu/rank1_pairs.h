@@ -13,7 +13,7 @@ struct PairedRows {
   using V = Vec<float, B>;
   using U = Operands<Pair, B>;
   static constexpr int L = kLanes<float, B>;
-  static constexpr int64_t kColumns = B / 2, kRows = 4;  // of a block
+  static constexpr int64_t kColumns = B / 2, kRows = 8;  // of a block
 
   FF_INLINE static U numbers(const T* p) {
     U out;
@@ -28,7 +28,7 @@ struct PairedRows {
   FF_INLINE static void write_block(const T* u, int64_t u_stride, int64_t rank, const T* scale, const T* mu, T* w,
                                     int64_t stride) {
     V sum[Rows][2];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < Rows; ++m) {
       const U x = mu ? numbers(mu + m * stride) : U{};
       sum[m][0] = bit_cast<V>(unpack_low(U{}, x)), sum[m][1] = bit_cast<V>(unpack_high(U{}, x));
@@ -36,14 +36,14 @@ struct PairedRows {
     for (int64_t r = 0; r < rank; r += 2, scale += 2 * kRows) {
       const T* const from = u + r * u_stride;
       const U first = in_register(numbers(from)), second = r + 1 < rank ? in_register(numbers(from + u_stride)) : U{};
-      const U low = unpack_low(first, second), high = unpack_high(first, second);
-#pragma GCC unroll 4
+      const U low = in_register(unpack_low(first, second)), high = in_register(unpack_high(first, second));
+#pragma GCC unroll 8
       for (int m = 0; m < Rows; ++m) {
         const U by = both(scale + 2 * m);
         add_product<Pair, B>(sum[m][0], low, by), add_product<Pair, B>(sum[m][1], high, by);
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < Rows; ++m) {
       const U out = round_two<B>(sum[m][0], sum[m][1]);
       std::memcpy(static_cast<void*>(w + m * stride), &out, B);
@@ -90,22 +90,22 @@ struct PairedRows {
   // [rank][row], those of u to du [rank][kColumns] in the order of `unpack_low` and `unpack_high`.
   // scale [rank][pair of rows][2].
   template <int Ranks>
-  FF_INLINE static void add_block(const T* const (&g)[kRows], const T* u, int64_t u_stride, const T* scale,
+  FF_INLINE static void add_block(const T* const* g, const T* u, int64_t u_stride, const T* scale,
                                   V (&dv)[Ranks][kRows], float* du, int64_t du_stride) {
     U rows[kRows], low[kRows / 2], high[kRows / 2];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) rows[m] = in_register(numbers(g[m]));
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int p = 0; p < kRows / 2; ++p) {
       low[p] = in_register(unpack_low(rows[2 * p], rows[2 * p + 1]));
       high[p] = in_register(unpack_high(rows[2 * p], rows[2 * p + 1]));
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < Ranks; ++r) {
       const U along = in_register(numbers(u + r * u_stride));
       float* const to = du + r * du_stride;
       V left = load<B>(to), right = load<B>(to + kColumns / 2);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int p = 0; p < kRows / 2; ++p) {
         const U by = both(scale + (r * kRows + 2 * p));
         add_product<Pair, B>(left, low[p], by), add_product<Pair, B>(right, high[p], by);
@@ -124,15 +124,17 @@ struct PairedRows {
     V dv[Ranks][kRows]{};
     int64_t j = 0;
     for (; j + kColumns <= n; j += kColumns) {
-      const T* const rows[kRows] = {g[0] + j, g[1] + j, g[2] + j, g[3] + j};
+      const T* rows[kRows];
+      for (int m = 0; m < kRows; ++m) rows[m] = g[m] + j;
       add_block<Ranks>(rows, u + j, u_stride, scale, dv, du + j, du_stride);
     }
     if (j < n) {
-      const T* const rows[kRows] = {rest, rest + kColumns, rest + 2 * kColumns, rest + 3 * kColumns};
+      const T* rows[kRows];
+      for (int m = 0; m < kRows; ++m) rows[m] = rest + m * kColumns;
       add_block<Ranks>(rows, u_rest, kColumns, scale, dv, du + j, du_stride);
     }
     auto row = [&](int k) FF_INLINE_LAMBDA { return dv[k / kRows % Ranks][k % kRows]; };
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int first = 0; first < Ranks * kRows; first += L) store<B>(sums + first, sums_of_rows<L, V>(row, first));
   }
 
