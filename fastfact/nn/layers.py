@@ -169,8 +169,23 @@ class FactorizedLayer(nn.Module):
 
         It is no place to write to: an assignment raises AttributeError, an in-place operation on it RuntimeError.
         """
-        weight = self._weight(self.channels_last or None)
+        weight = self._seen_weight()
+        if weight is None:
+            weight = self._weight(self.channels_last or None)
         return weight if type(weight) is not Tensor or transforming() else weight.as_subclass(Derived)
+
+    def _seen_weight(self) -> Tensor | None:
+        """W as evaluation keeps it, to be copied by who writes to it. None the first time, and where none is kept."""
+        lazy = getattr(torch, "_lazy_clone", None)
+        if self.training or lazy is None or not weight_cache.allowed():
+            return None
+        tensors, channels_last = self._tensors(), bool(self.channels_last)
+        if not channels_last and len(self.size) == 4 and _is_dense(tensors):
+            return None  # its format is that of μ
+        key = self.spec, self.size, channels_last
+        make = functools.partial(self._weight_for, channels_last, tensors)
+        weight = self._cache.value_again(list(tensors.values()), key, make)
+        return weight if weight is None else lazy(weight)
 
     def _weight(self, channels_last: bool | None) -> Tensor:
         return self.spec.weight(self._tensors(), self.size, channels_last)

@@ -103,11 +103,12 @@ class WeightCache:
         self._kept: Kept | None = None
         self._watch: direct.Watch | None = None
         self._last: tuple[Hashable, direct.Watch, object] | None = None
+        self._asked: tuple[int, Hashable] | None = None
         self._moves = 0
 
     def clear(self) -> None:
         """Forget what is kept."""
-        self._kept = self._watch = self._last = None
+        self._kept = self._watch = self._last = self._asked = None
         self._moves = 0
 
     def __len__(self) -> int:
@@ -157,6 +158,16 @@ class WeightCache:
         if found := self.watch(kept):
             self._last = key, found, value
         return value
+
+    def value_again(self, factors: Sequence[Tensor], key: Hashable, make: Callable[[], object]) -> object:
+        """The same where it is asked for a second time: what is looked at once shall take no memory. None before."""
+        if (last := self._last) is None or last[0] != key:
+            if (kept := self.of(factors)) is None:
+                return None
+            if key not in kept.values and self._asked != (kept.digest, key):
+                self._asked = kept.digest, key
+                return None
+        return self.value(factors, key, make)
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
