@@ -100,6 +100,7 @@ FF_INLINE bool with_columns(int64_t q, const F& f) {
   if (q == 25) return f(std::integral_constant<int, 25>{}), true;
   if (q == 3) return f(std::integral_constant<int, 3>{}), true;
   if (q == 5) return f(std::integral_constant<int, 5>{}), true;
+  if (q == 7) return f(std::integral_constant<int, 7>{}), true;
   return false;
 }
 

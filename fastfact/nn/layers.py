@@ -56,10 +56,10 @@ class FactorizedLayer(nn.Module):
     their ascending flat positions in the buffer `mu_index` int32 [nnz]. It stays one and the same parameter.
 
     path: "reconstruct" makes W and calls the dense layer; "factored" computes from u, v and compact μ without W
-    (`Rank1` with layout "spatial" or "kernel", or of a linear layer; zero padding, alike on both sides of an axis);
-    "auto" takes the one that was faster for inputs such as the one at hand when it was measured (`nn.choice`). The
-    factored one can be where μ is compact or the spec has none, and in evaluation on the CPU where μ is mostly zeros:
-    these are left out.
+    (`Rank1` with layout "spatial" or "kernel", or of a linear layer; padding other than by zeros, alike on both
+    sides of an axis, is added to the input first); "auto" takes the one that was faster for inputs such as the one at
+    hand when it was measured (`nn.choice`). The factored one can be where μ is compact or the spec has none, and in
+    evaluation on the CPU where μ is mostly zeros: these are left out.
     Of a dense μ "auto" may take it on the CPU, for linear layers and convolutions that are depthwise, 1×1 (layout
     "kernel") or of few pixels.
     "factored" of `LowRank` (linear layers, and convolutions in layout "separable") takes σ and B A apart: "auto" takes
@@ -67,7 +67,7 @@ class FactorizedLayer(nn.Module):
     it was measured to be faster, always where the adapter has dropout, and not in evaluation on the CPU, where W is
     kept.
 
-    "fused", of a convolution with such padding, makes the weight of `Rank1` inside the convolution
+    "fused", of a convolution, makes the weight of `Rank1` inside the convolution
     (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
     convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
     σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
@@ -96,6 +96,8 @@ class FactorizedLayer(nn.Module):
     """The module this layer stands for, without its parameters, where that is no plain dense layer (see convert)."""
     path: str = "auto"
     paths = PATHS
+    _pads = False
+    """Whether `_padded` makes of an input what the layer computes with."""
     channels_last = False
     """Whether W is laid out channels_last where no dense factor says how; see `FactorizedConv2d`."""
     _noted: tuple[Tensor, int, int] | None = None
@@ -165,7 +167,8 @@ class FactorizedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W in PyTorch's order, made from the factors at each access; differentiable.
+        """W in PyTorch's order, made from the factors at each access; differentiable. Where evaluation keeps W, it is
+        that one, copied on a write, from the second access on.
 
         It is no place to write to: an assignment raises AttributeError, an in-place operation on it RuntimeError.
         """
@@ -349,6 +352,8 @@ class FactorizedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, on the path that is asked for, or chosen."""
+        if self._pads:
+            x = self._padded(x)
         if not torch.compiler.is_compiling():
             y = direct.serve(self._nodes, x, self.training, self._noted)
             if y is not None:
@@ -430,6 +435,7 @@ class FactorizedLayer(nn.Module):
         twin.__dict__["_parameters"] = {name: cast(p) for name, p in parameters.items()}
         twin.__dict__["_buffers"] = dict(self._buffers)
         twin._cache = weight_cache.WeightCache()
+        twin.__dict__["_pads"] = False  # what it is given is padded
         return twin
 
     def _note_node(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
@@ -562,6 +568,7 @@ class FactorizedLayer(nn.Module):
 
     def path_for(self, x: Tensor) -> str:
         """The path that the forward takes for x: "reconstruct", "factored", "fused" or "product"."""
+        x = self._padded(x) if self._pads else x
         found = self._by_twin(x, FactorizedLayer.path_for)
         return found or self._path(self._brought(x), *self._operands())
 
@@ -714,7 +721,8 @@ class FactorizedLayer(nn.Module):
         They are timed now, whatever is remembered.
         """
         mode, dense_side = self.training, self._dense_side(x, training)
-        x = self._brought(x.detach()).requires_grad_(x.requires_grad)
+        own = self._padded(x.detach()) if self._pads else x.detach()
+        x = self._brought(own).requires_grad_(x.requires_grad)
         try:
             self.train(training)
             with torch.set_grad_enabled(training):
@@ -935,6 +943,12 @@ class FactorizedConv2d(FactorizedLayer):
         self._build(size, spec, conv.out_channels if conv.bias is not None else None, dense, device, dtype)
         if dense is not None:
             self._take_format(dense)
+        self._note_kind()
+
+    def _note_kind(self) -> None:
+        mode, padding = self.padding_mode, self._padding()
+        self.__dict__["_pads"] = padding is None or (mode != "zeros" and any(padding))
+        super()._note_kind()
 
     _dense = nn.Conv2d
 
@@ -943,7 +957,7 @@ class FactorizedConv2d(FactorizedLayer):
         self._note_kind()
 
     def _describe(self):
-        if type(self) is not FactorizedConv2d or self._zero_padding() is not None:
+        if type(self) is not FactorizedConv2d or self._pads:
             return None
         names = "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"
         own = {name: getattr(self, name) for name in names}
@@ -994,13 +1008,7 @@ class FactorizedConv2d(FactorizedLayer):
         return "u" in tensors and tensors["u"][0].numel() == 1 and self.size[1] > 1
 
     def _has_factored_form(self):
-        return super()._has_factored_form() and self.spec.layout != "view" and self._zero_padding() is None
-
-    def _zero_padding(self) -> str | None:
-        """Why the padding is not what the kernels know."""
-        if self.padding_mode != "zeros" or self._padding() is None:
-            return f"padding_mode={self.padding_mode!r}, padding={self.padding!r}: must be zeros, alike on both sides"
-        return None
+        return super()._has_factored_form() and self.spec.layout != "view"
 
     def _padding(self) -> tuple[int, ...] | None:
         """The padding of each axis, None where "same" means more at the end of an axis."""
@@ -1012,14 +1020,14 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _why_not(self, path, tensors):
         if path == "fused":
-            return self._zero_padding()
+            return None
         if isinstance(self.spec, LowRank):
             return (
                 None if self.spec.layout == "separable" else 'layout "view" has no factored form, "separable" has one'
             )
         if isinstance(self.spec, Rank1) and self.spec.layout == "view":
             return 'layout "view" has no factored form, only "spatial" and "kernel" have one'
-        return self._zero_padding() or super()._why_not(path, tensors)
+        return super()._why_not(path, tensors)
 
     def _work(self, shape, tensors, channels_last, step, dtype, device):
         if shape is None:
@@ -1033,8 +1041,10 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _pair(self, setting: str) -> tuple[int, int]:
         """A setting (stride, padding, dilation) for both axes of an image."""
-        own = getattr(self, setting)
-        return self._padding() or own if isinstance(own, str) else own
+        if setting == "padding":
+            padding = self._padding()
+            return padding if padding and self.padding_mode == "zeros" else (0,) * len(self.dilation)
+        return getattr(self, setting)
 
     def _in_two_parts(self) -> bool:
         """Whether the fused path makes no weight: two smaller convolutions cost less.
@@ -1050,7 +1060,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _candidates(self, x, tensors):
         paths = super()._candidates(x, tensors)
-        if x.is_cuda and isinstance(self.spec, Rank1) and self.spec.layout != "view" and self._zero_padding() is None:
+        if x.is_cuda and isinstance(self.spec, Rank1) and self.spec.layout != "view":
             paths.append("fused")
         if self._multiplies_pixels(x, tensors) and not self._can_reorder(x, tensors):
             paths.append("product")
@@ -1060,7 +1070,7 @@ class FactorizedConv2d(FactorizedLayer):
         """Whether W may be kept in oneDNN's form for x."""
         if self.training or not weight_cache.allowed() or not is_channels_last(x) or not x.numel() or _onednn() is None:
             return False
-        if type(self)._conv_forward is not FactorizedConv2d._conv_forward or self._zero_padding():
+        if type(self)._conv_forward is not FactorizedConv2d._conv_forward:
             return False
         # What PyTorch's convolution refuses is left to it.
         if x.shape[1] != self.size[1] * self.groups or min(self._output(x)) < 1:
@@ -1092,7 +1102,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _multiplies_pixels(self, x, tensors):
         """Whether there is a path "product" for x."""
-        if self.size[2:] != (1, 1) or self.groups > 1 or self._pair("stride") != (1, 1) or self._zero_padding():
+        if self.size[2:] != (1, 1) or self.groups > 1 or self._pair("stride") != (1, 1):
             return False
         if self._pair("padding") != (0, 0) or x.dim() != 4 or not self._is_plain(x, tensors, self.bias):
             return False
@@ -1100,7 +1110,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _choose_nominal(self, x, tensors, trained):
         own = next(iter(tensors.values()))
-        if own.is_cuda and not (torch.compiler.is_compiling() or recording()) and self._zero_padding() is None:
+        if own.is_cuda and not (torch.compiler.is_compiling() or recording()):
             mapped = any(t is not None and is_mapped(t) for t in (*tensors.values(), self.bias))
             return "fused" if mapped or self._in_two_parts() else "reconstruct"
         return super()._choose_nominal(x, tensors, trained)
@@ -1139,7 +1149,7 @@ class FactorizedConv2d(FactorizedLayer):
         return self._conv_forward(x, weight, bias)
 
     def _dense_call(self, x, weight, bias):
-        if self._zero_padding() or type(self)._conv_forward is not FactorizedConv2d._conv_forward or x.dim() != 4:
+        if type(self)._conv_forward is not FactorizedConv2d._conv_forward or x.dim() != 4:
             return super()._dense_call(x, weight, bias)
         return self._kept_weight_call(direct.CONVOLUTION, weight, bias)
 
@@ -1152,7 +1162,7 @@ class FactorizedConv2d(FactorizedLayer):
         return Convolution(self._pair("stride"), self._pair("padding"), self._pair("dilation"), self.groups)
 
     def _is_one_node(self, x, tensors, bias):
-        return x.dim() == 4 and self._zero_padding() is None and super()._is_one_node(x, tensors, bias)
+        return x.dim() == 4 and super()._is_one_node(x, tensors, bias)
 
     def _convolve(self, x: Tensor, fused: bool, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
         """The factored or the fused path, on x with its batch axis."""
@@ -1186,9 +1196,7 @@ class FactorizedConv2d(FactorizedLayer):
         """A convolution with σ, and the two of B and A: a kh×1 and a 1×kw one, through r channels."""
         spec, (o, i, kh, kw) = self.spec, self.size
         image = x if x.dim() == 4 else x.unsqueeze(0)
-        # Both see the same border, however it is made.
-        image, padding = self._padded(image)
-        how = {"stride": self._pair("stride"), "padding": padding, "dilation": self._pair("dilation")}
+        how = {name: self._pair(name) for name in ("stride", "padding", "dilation")}
         how["groups"] = self.groups
         seen = self._seen(image)
         down, across = tensors["B"].mT.unflatten(-1, (i, kh)), (spec.scaling * tensors["A"]).unflatten(-1, (o, kw))
@@ -1196,17 +1204,13 @@ class FactorizedConv2d(FactorizedLayer):
         y = F.conv2d(image, tensors["sigma"], bias, **how) + adapter
         return y if x.dim() == 4 else y.squeeze(0)
 
-    def _padded(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """x [n, c, h, w] and the zero padding that a convolution of it is to add: what is no such padding is added."""
-        if self._zero_padding() is None:
-            return x, self._pair("padding")
+    def _padded(self, x: Tensor) -> Tensor:
+        """x with its padding, where that is not by zeros, alike on both sides of an axis."""
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return F.pad(x, self._reversed_padding_repeated_twice, mode=mode), (0, 0)
+        return F.pad(x, self._reversed_padding_repeated_twice, mode=mode)
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.padding_mode != "zeros":
-            return nn.Conv2d._conv_forward(self, x, weight, bias)
-        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(x, weight, bias, *self._convolution())
 
     def _brought(self, x):
         if not self.channels_last or x.dim() != 4 or torch._C._are_functorch_transforms_active():
@@ -1283,13 +1287,7 @@ class FactorizedConv1d(FactorizedConv2d):
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
 
     def _padded(self, x):
-        if self._zero_padding() is None:
-            return x, self._pair("padding")
-        x, padding = super()._padded(x.squeeze(-2))
-        return x.unsqueeze(-2), padding
-
-    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return nn.Conv1d._conv_forward(self, x.squeeze(-2), weight.squeeze(2), bias).unsqueeze(-2)
+        return super()._padded(x.squeeze(-2)).unsqueeze(-2)
 
 
 class FactorizedLinear(FactorizedLayer):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fastfact as ff
 
@@ -203,8 +204,6 @@ def test_bad_input(make, message):
         (dict(spec=ff.Rank1(layout="view", sparse=False)), "view"),
         (dict(spec=ff.LowRank(layout="view")), "view"),
         (dict(spec=ff.Hadamard()), "Hadamard"),
-        (dict(padding=1, padding_mode="reflect"), "reflect"),
-        (dict(kernel_size=4, padding="same"), "same"),
     ],
 )
 def test_the_factored_path_says_why_it_cannot_be_taken(settings, message):
@@ -262,3 +261,49 @@ def test_the_weight_from_the_values_on_the_support(layout):
     leaves = list(layer.factors().values())
     grads = (torch.autograd.grad(weight.sin().sum(), leaves) for weight in weights)
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "conv, settings, shape",
+    [
+        ("2d", dict(kernel_size=3, padding=1, padding_mode="reflect"), (3, 4, 9, 8)),
+        ("2d", dict(kernel_size=5, padding=2, padding_mode="circular", stride=2, groups=2), (2, 4, 9, 8)),
+        ("2d", dict(kernel_size=3, padding=(2, 1), padding_mode="replicate", dilation=2), (4, 9, 8)),
+        ("2d", dict(kernel_size=4, padding="same"), (2, 4, 9, 8)),
+        ("2d", dict(kernel_size=1, padding=1, padding_mode="reflect"), (2, 4, 9, 8)),
+        ("1d", dict(kernel_size=3, padding=1, padding_mode="circular"), (2, 4, 9)),
+        ("1d", dict(kernel_size=4, padding="same"), (4, 9)),
+    ],
+    ids=str,
+)
+def test_every_padding_has_the_factored_path(conv, settings, shape, training):
+    of = {"1d": ff.nn.FactorizedConv1d, "2d": ff.nn.FactorizedConv2d}[conv]
+    layer = of(4, 6, **settings, spec=ff.Rank1(), dtype=torch.float64)
+    torch.nn.init.normal_(layer.mu)
+    layer.compact(0.3).train(training)
+    dense, x = layer.to_dense(), torch.randn(shape, dtype=torch.float64, requires_grad=training)
+    wider = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64)
+    with torch.set_grad_enabled(training):
+        for path in ("factored", "reconstruct", "auto"):
+            layer.path = path
+            for image in (x, x, wider, x):
+                y, truth = layer(image), dense(image)
+                torch.testing.assert_close(y, truth, rtol=0, atol=1e-12)
+            if training:
+                g = torch.randn_like(y)
+                (ours,), (theirs,) = (torch.autograd.grad(out, x, g) for out in (y, truth))
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_padding_that_is_set_later_is_taken():
+    layer = ff.nn.FactorizedConv2d(3, 4, 3, padding=1).eval()
+    x = torch.randn(2, 3, 6, 6)
+    layer(x)
+    layer.padding_mode = "reflect"
+    padded = F.pad(x, (1, 1, 1, 1), mode="reflect")
+    for _ in range(2):
+        torch.testing.assert_close(layer(x), F.conv2d(padded, layer.weight, layer.bias))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).shape == (2, 4, 6, 6)

@@ -127,13 +127,17 @@ def test_the_layers_fused_path(spec):
 
 
 def test_where_there_is_no_fused_path():
-    layer = ff.nn.FactorizedConv2d(4, 6, 2, padding="same")
-    layer.path = "fused"
-    with pytest.raises(ValueError, match="alike on both sides"):
-        layer(torch.zeros(1, 4, 5, 5))
     layer = ff.nn.FactorizedLinear(4, 6)
     with pytest.raises(ValueError, match="must be one of 'auto', 'reconstruct', 'factored'"):
         layer.path = "fused"
+
+
+@pytest.mark.parametrize("settings", [{"padding": "same"}, {"padding": 1, "padding_mode": "reflect"}], ids=str)
+def test_padding_of_any_kind_is_added_before(settings):
+    layer, x = ff.nn.FactorizedConv2d(4, 6, 2, **settings, dtype=torch.float64), torch.randn(1, 4, 5, 5).double()
+    expected = layer(x)
+    layer.path = "fused"
+    torch.testing.assert_close(layer(x), expected)
 
 
 def test_without_mu_the_fused_path_is_automatic_only_where_it_makes_no_weight():

@@ -128,7 +128,6 @@ def test_rounding_is_that_of_a_product(product, dtype):
         {"groups": 2},
         {"padding": "same", "kernel_size": 3},
         {"kernel_size": 3},
-        {"padding_mode": "reflect"},
     ],
     ids=str,
 )

@@ -47,7 +47,7 @@ def x():
 
 
 def expected(layer, x):
-    return nn.functional.conv2d(x, layer.weight.detach(), layer.bias.detach(), 1, 1)
+    return nn.functional.conv2d(x, layer._weight(None).detach(), layer.bias.detach(), 1, 1)
 
 
 @torch.no_grad()
@@ -514,7 +514,7 @@ def test_a_change_of_the_layer_is_seen(layer, x, change, compact, path):
     change(layer)
     how = layer.stride, layer.padding, layer.dilation, layer.groups
     for _ in range(2):
-        torch.testing.assert_close(layer(x), nn.functional.conv2d(x, layer.weight, layer.bias, *how))
+        torch.testing.assert_close(layer(x), nn.functional.conv2d(x, layer._weight(None), layer.bias, *how))
 
 
 def in_threads(*bodies, seconds=60):
@@ -623,7 +623,7 @@ def test_a_linear_layer_of_several_rows_sees_every_write(bias):
             getattr(layer, change).data.mul_(2)
         for shape in ((3, 6), (1, 6), (6,), (2, 3, 6), (0, 6)):
             x = torch.randn(shape)
-            expected = nn.functional.linear(x, layer.weight, layer.bias)
+            expected = nn.functional.linear(x, layer._weight(None), layer.bias)
             for _ in range(2):
                 y = layer(x)
                 torch.testing.assert_close(y, expected)
@@ -651,7 +651,7 @@ def test_a_factored_layer_is_one_call_that_sees_every_change(layer, x):
         after = layer(x)
         assert not torch.equal(after, before)
         bias = None if layer.bias is None else layer.bias
-        torch.testing.assert_close(after, nn.functional.conv2d(x, layer.weight, bias, 1, 1))
+        torch.testing.assert_close(after, nn.functional.conv2d(x, layer._weight(None), bias, 1, 1))
         layer.path = "factored"
 
 
@@ -683,7 +683,7 @@ def test_what_copies_the_attributes_of_a_layer_leaves_what_serves_as_it_is(layer
         change()
         after = layer(x)
         assert not torch.equal(after, expected)
-        torch.testing.assert_close(after, nn.functional.conv2d(x, layer.weight, layer.bias, 1, 1))
+        torch.testing.assert_close(after, nn.functional.conv2d(x, layer._weight(None), layer.bias, 1, 1))
 
 
 def digest(tensor):
@@ -786,3 +786,28 @@ def test_positions_that_were_moved_are_held_again(large):
     layer.eval()
     assert layer._held is again
     assert copy.deepcopy(layer)._held[0] != again[0]
+
+
+@torch.no_grad()
+def test_a_weight_that_is_read_again_is_kept_and_nobody_writes_to_it(made):
+    layer = ff.nn.FactorizedLinear(40, 30, spec=ff.Rank1()).eval()
+    nn.init.normal_(layer.mu)
+    layer.compact(0.5)
+    truth = layer.to_dense().weight
+    layer.eval()
+    made.clear()
+    assert torch.equal(layer.weight, truth) and not len(layer._cache), "what is looked at once takes no memory"
+    assert all(torch.equal(layer.weight, truth) for _ in range(3)) and len(made) == 2
+    layer.weight.detach().mul_(2)
+    layer.weight.numpy()[:] = 0
+    assert torch.equal(layer.weight, truth) and len(made) == 2
+    with pytest.raises(RuntimeError, match="no effect"):
+        layer.weight.zero_()
+    layer.mu.data.numpy()[:] = 0
+    low_rank = torch.einsum("ri,ro->oi", layer.u, layer.v)
+    for _ in range(3):
+        torch.testing.assert_close(torch.Tensor(layer.weight), low_rank)
+    layer.train()
+    assert not len(layer._cache)
+    with torch.enable_grad():
+        assert layer.weight.requires_grad
