@@ -6,6 +6,8 @@
 namespace fastfact {
 namespace {
 
+constexpr int64_t kFewUnits = 4;
+
 template <class T>
 struct Prepared {
   using C = Compute<T>;
@@ -249,7 +251,9 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.y_slab.channel = ((p.y_slab.registers() + most_edges(g, p.s_around)) | 1) * lanes;
   p.tilings = make_tilings(g, most_registers);
   p.dv_row = ceil_div(depth, lanes) * lanes;
-  p.plan = make_plan(p.s, p.tilings.whole, count, p.pairs);
+  // Few units are shared out by channels, in whole blocks.
+  const int64_t most_block = g.units() * c.groups < kFewUnits ? std::max(ceil_div(c.i, 2), kChunk) : INT64_MAX;
+  p.plan = make_plan(p.s, p.tilings.whole, count, p.pairs, most_block);
   p.back_plan = make_plan(p.back, p.tilings.whole, p.needs_x ? op.mu.count : 0, p.pairs);
   p.chunk = std::max(p.plan.block, kChunk);
   // The number of partial sums depends on the shape only, so that results repeat.

@@ -612,8 +612,8 @@ bool in_pairs(const Conv& c, const Sparse& mu) {
 }
 
 // For so many nonzeros, whose order is still to be given: blocks of input channels of which the first cache holds what
-// a tile reads, and more where a row of a block would have few nonzeros.
-inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count, bool pairs) {
+// a tile reads, and more where a row of a block would have few nonzeros, but no more than `most`.
+inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count, bool pairs, int64_t most = INT64_MAX) {
   Plan plan{s.o, s.groups, 0, 0, 0, count, nullptr};
   if (!count) return plan;
   constexpr int64_t kMost = 81920;
@@ -627,7 +627,7 @@ inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count, bo
       first_cache() / bytes, std::min<int64_t>(kMost / bytes, int64_t(std::min(nonzeros / per_channel, 1e6))));
   // A power of two, so that whole lines of channels are whole blocks.
   plan.block = 1;
-  while (plan.block * 3 <= wanted * 2) plan.block *= 2;
+  while (plan.block * 3 <= wanted * 2 && plan.block * 2 <= most) plan.block *= 2;
   plan.block = std::min(plan.block, s.i);
   plan.blocks = ceil_div(s.i, plan.block);
   plan.keys = s.phases.size() * s.groups * plan.blocks * (s.o + 1);
