@@ -1322,7 +1322,7 @@ struct BackwardFine {
 template <class Op>
 Chunks make_chunks(const Op& op, const Plan& plan) {
   int64_t units = op.size.o, align = 1;
-  if (op.layout == kLinear || (op.layout == kKernel && plan.kind == Plan::kRows && !op.channels_last)) {
+  if (are_alike(op) && plan.kind == Plan::kRows) {
     align = 8;
   } else if (op.layout == kSpatial && plan.kind == Plan::kFine && !plan.u_is_x) {
     units = plan.p, align = 64;

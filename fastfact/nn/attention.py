@@ -119,10 +119,10 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         """Attention of each head, q [n, heads, length, d], and its weights if they are asked for."""
         dropout = self.dropout if self.training else 0.0
         if not need_weights:
-            # In evaluation the kernel saves no more than a call of it takes longer.
-            trains = q.requires_grad and torch.is_grad_enabled()
-            if trains and not dropout and attention.serves(q, k, v, mask) and attention.pays(q, k):
+            if not dropout and attention.serves(q, k, v, mask) and attention.pays(q, k):
                 return attention.attention(q, k, v, mask, causal), None
+            if not (dropout or causal) and mask is None and attention.by_products(q, k):
+                return attention.of_products(q, k, v), None
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
         scores = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
         weights = F.softmax(scores if mask is None else scores + mask, dim=-1)

@@ -290,3 +290,19 @@ def test_compiled_and_traced():
 class Attends(torch.nn.Module):
     def forward(self, q, k, v):
         return attention(q, k, v)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape, keys", [((2, 3, 7, 8), 7), ((1, 2, 20, 5), 33), ((3, 1, 1, 16), 4)], ids=str)
+def test_bfloat16_by_products(shape, keys):
+    generator = torch.Generator().manual_seed(0)
+    n, h, l, d = shape  # noqa: E741
+    query = torch.randn(n, l, h, d, generator=generator).bfloat16().transpose(1, 2)
+    key, value = (torch.randn(n, h, keys, d, generator=generator).bfloat16() for _ in range(2))
+    assert module.by_products(query, key) and not module.by_products(query.float(), key.float())
+    truth = F.scaled_dot_product_attention(query.double(), key.double(), value.double())
+    error = (module.of_products(query, key, value).double() - truth).abs().max()
+    # Scores (up to 5 here) and weights are rounded, as in PyTorch's own product: 2⁻⁹ of each.
+    assert error <= (5 + 2) * 2**-9 * value.abs().max()
+    with torch.enable_grad():
+        assert not module.by_products(query, key)
