@@ -92,27 +92,30 @@ struct PairedRows {
   template <int Ranks>
   FF_INLINE static void add_block(const T* const* g, const T* u, int64_t u_stride, const T* scale,
                                   V (&dv)[Ranks][kRows], float* du, int64_t du_stride) {
-    U rows[kRows], low[kRows / 2], high[kRows / 2];
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) rows[m] = in_register(numbers(g[m]));
+    U along[Ranks];
+    V left[Ranks], right[Ranks];
+#pragma GCC unroll 4
+    for (int r = 0; r < Ranks; ++r) {
+      const float* const from = du + r * du_stride;
+      along[r] = in_register(numbers(u + r * u_stride));
+      left[r] = in_register(load<B>(from)), right[r] = in_register(load<B>(from + kColumns / 2));
+    }
+    // Two rows at a time, so that all sums stay in registers.
 #pragma GCC unroll 4
     for (int p = 0; p < kRows / 2; ++p) {
-      low[p] = in_register(unpack_low(rows[2 * p], rows[2 * p + 1]));
-      high[p] = in_register(unpack_high(rows[2 * p], rows[2 * p + 1]));
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < Ranks; ++r) {
-      const U along = in_register(numbers(u + r * u_stride));
-      float* const to = du + r * du_stride;
-      V left = load<B>(to), right = load<B>(to + kColumns / 2);
+      const U first = in_register(numbers(g[2 * p])), second = in_register(numbers(g[2 * p + 1]));
+      const U low = in_register(unpack_low(first, second)), high = in_register(unpack_high(first, second));
 #pragma GCC unroll 4
-      for (int p = 0; p < kRows / 2; ++p) {
+      for (int r = 0; r < Ranks; ++r) {
         const U by = both(scale + (r * kRows + 2 * p));
-        add_product<Pair, B>(left, low[p], by), add_product<Pair, B>(right, high[p], by);
-        add_product<Pair, B>(dv[r][2 * p], rows[2 * p], along);
-        add_product<Pair, B>(dv[r][2 * p + 1], rows[2 * p + 1], along);
+        add_product<Pair, B>(left[r], low, by), add_product<Pair, B>(right[r], high, by);
+        add_product<Pair, B>(dv[r][2 * p], first, along[r]), add_product<Pair, B>(dv[r][2 * p + 1], second, along[r]);
       }
-      store<B>(to, left), store<B>(to + kColumns / 2, right);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Ranks; ++r) {
+      float* const to = du + r * du_stride;
+      store<B>(to, left[r]), store<B>(to + kColumns / 2, right[r]);
     }
   }
 
