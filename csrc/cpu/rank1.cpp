@@ -549,14 +549,19 @@ FF_INLINE bool each_place(const Support& support, int64_t k, const Size& s, bool
 // as they are.
 constexpr int64_t kPlacedAlone = 4, kConverted = 3, kMoved = 12;
 
-// in_order: whether W is in the order of its positions.
-Supports find_supports(Type type, const Support& support, int64_t clients, const Size& s, bool in_order,
-                       ParallelFor parallel_for) {
+// Whether W is in another order than its positions.
+inline bool turned(const Size& s, bool channels_last) { return channels_last && s.taps() > 1 && s.i > 1; }
+
+template <class Op>
+Supports find_supports(const Op& op, const Plan& plan, ParallelFor parallel_for) {
+  const Support& support = op.support;
+  const Size& s = op.size;
+  const bool in_order = plan.kind == Plan::kRows && !turned(s, op.channels_last);
   Supports out;
-  const int64_t alone = type == Type::f32 ? kPlacedAlone : in_order && expands() ? kMoved : kConverted;
-  if (!spreads(register_bytes()) || type == Type::f64 || support.count * alone < s.numel()) return out;
+  const int64_t alone = op.type == Type::f32 ? kPlacedAlone : in_order && expands() ? kMoved : kConverted;
+  if (!spreads(register_bytes()) || op.type == Type::f64 || support.count * alone < s.numel()) return out;
   const int64_t rows = ceil_div(s.numel(), Supports::kBitsInRow);
-  for (int64_t k = 0; k < (support.index.client_stride ? clients : 1); ++k) {
+  for (int64_t k = 0; k < (support.index.client_stride ? op.clients : 1); ++k) {
     const int32_t* index = client<int32_t>(support.index, k);
     out.of.push_back(find_bits(rows, Supports::kBitsInRow, {index, nullptr, support.count}, parallel_for));
     out.valid = out.valid && out.of.back() && index[support.count - 1] < s.numel();
@@ -618,20 +623,41 @@ struct BySupport {
     to.put(some);
   }
 
+  // Registers `step` elements apart.
+  template <int Q, class From>
+  FF_INLINE static void move(const From* from, int64_t step, V (&to)[Q]) {
+#pragma GCC unroll 32
+    for (int c = 0; c < Q; ++c) to[c] = load<B>(from + c * step);
+  }
+  template <int Q, class To>
+  FF_INLINE static void move(const V (&from)[Q], To* to, int64_t step) {
+#pragma GCC unroll 32
+    for (int c = 0; c < Q; ++c) store<B>(to + c * step, from[c]);
+  }
+
+  // f(columns, tap), a register of taps from `tap` on for each input, where these are few; returns the taps that it
+  // had.
+  template <class F>
+  FF_INLINE static int64_t turn_few(int64_t inputs, int64_t taps, const F& f) {
+    int64_t tap = 0;
+    if (inputs >= L) return tap;
+    with_columns(inputs, [&](auto few) FF_INLINE_LAMBDA {
+      for (; tap + L <= taps; tap += L) {
+        V columns[few.value];
+        f(columns, tap);
+      }
+    });
+    return tap;
+  }
+
   // x [inputs, taps] to y [taps, inputs].
   template <class To>
   FF_INLINE static void turn(const float* x, int64_t inputs, int64_t taps, To* y) {
-    int64_t i = 0, first = 0;
-    with_few(inputs, [&](auto few) FF_INLINE_LAMBDA {
-      constexpr int Q = few.value;
-      for (; first + L <= taps; first += L) {
-        V columns[Q];
-#pragma GCC unroll 32
-        for (int c = 0; c < Q; ++c) columns[c] = load<B>(x + c * taps + first);
-        Columns<Q, L>::join(columns);
-#pragma GCC unroll 32
-        for (int c = 0; c < Q; ++c) store<B>(y + first * Q + c * L, columns[c]);
-      }
+    int64_t i = 0;
+    const int64_t first = turn_few(inputs, taps, [&]<int Q>(V(&columns)[Q], int64_t tap) FF_INLINE_LAMBDA {
+      move(x + tap, taps, columns);
+      Columns<Q, L>::join(columns);
+      move(columns, y + tap * Q, L);
     });
     for (; i + L <= inputs; i += L) {
       for (int64_t tap = 0; tap < taps; tap += L) {
@@ -650,25 +676,13 @@ struct BySupport {
     }
   }
 
-  // f(inputs) as a constant where these are few and their taps are registers parted into columns.
-  template <class F>
-  FF_INLINE static void with_few(int64_t inputs, const F& f) {
-    if (inputs < L) with_columns(inputs, f);
-  }
-
   // y [taps, inputs] to x [inputs, taps]. What is stored beyond the last tap is written over by the next input's.
   FF_INLINE static void turn_back(const T* y, int64_t inputs, int64_t taps, float* x) {
-    int64_t i = 0, first = 0;
-    with_few(inputs, [&](auto few) FF_INLINE_LAMBDA {
-      constexpr int Q = few.value;
-      for (; first + L <= taps; first += L) {
-        V columns[Q];
-#pragma GCC unroll 32
-        for (int c = 0; c < Q; ++c) columns[c] = load<B>(y + first * Q + c * L);
-        Columns<Q, L>::part(columns);
-#pragma GCC unroll 32
-        for (int c = 0; c < Q; ++c) store<B>(x + c * taps + first, columns[c]);
-      }
+    int64_t i = 0;
+    const int64_t first = turn_few(inputs, taps, [&]<int Q>(V(&columns)[Q], int64_t tap) FF_INLINE_LAMBDA {
+      move(y + tap * Q, L, columns);
+      Columns<Q, L>::part(columns);
+      move(columns, x + tap, taps);
     });
     for (; i + L <= inputs; i += L) {
       for (int64_t tap = (taps - 1) / L * L; tap >= 0; tap -= L) {
@@ -743,8 +757,6 @@ struct ByColumns {
 inline bool fills_by_columns(const Size& s) {
   return has_columns(s.taps()) && s.i >= register_bytes() / int64_t(sizeof(float));
 }
-
-inline bool turned(const Size& s, bool channels_last) { return channels_last && s.taps() > 1 && s.i > 1; }
 
 // A tile of μ from its compact form: positions [begin, end) of a client, from `bits` if that is given. So many elements
 // as `BySupport` spares may be written before and after them.
@@ -1434,8 +1446,7 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
                [&](int64_t begin, int64_t end) { write({op.mu, 0}, begin, end); });
       return;
     }
-    const bool in_order = plan.kind == Plan::kRows && !turned(op.size, op.channels_last);
-    const Supports supports = find_supports(op.type, op.support, op.clients, op.size, in_order, parallel_for);
+    const Supports supports = find_supports(op, plan, parallel_for);
     if (!supports.valid) {
       valid = false;
       return;
@@ -1486,9 +1497,7 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
     const Chunks chunks = make_chunks(op, plan);
     const bool factors = op.du || op.dv, values = op.dvalues && op.support.count > 0;
     if (!factors && !values) return;
-    const bool in_order = plan.kind == Plan::kRows && !turned(op.size, op.channels_last);
-    const Supports supports =
-        values ? find_supports(op.type, op.support, op.clients, op.size, in_order, parallel_for) : Supports{};
+    const Supports supports = values ? find_supports(op, plan, parallel_for) : Supports{};
     if (!supports.valid) {
       valid = false;
       return;

@@ -15,11 +15,7 @@ struct PairedRows {
   static constexpr int L = kLanes<float, B>;
   static constexpr int64_t kColumns = B / 2, kRows = 8;  // of a block
 
-  FF_INLINE static U numbers(const T* p) {
-    U out;
-    std::memcpy(&out, p, B);
-    return out;
-  }
+  FF_INLINE static U numbers(const T* p) { return load_operands<B>(reinterpret_cast<const Pair*>(p)); }
 
   FF_INLINE static U both(const T* scale) { return bit_cast<U>(pair_at(scale) - V{}); }
 

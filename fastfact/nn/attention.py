@@ -121,13 +121,12 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         if not need_weights:
             if not dropout and attention.serves(q, k, v, mask) and attention.pays(q, k):
                 return attention.attention(q, k, v, mask, causal), None
-            if not (dropout or causal) and mask is None and attention.by_products(q, k):
-                return attention.of_products(q, k, v), None
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+            if dropout or causal or mask is not None or not attention.by_products(q, k):
+                return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
         scores = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
         weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
         weights = F.dropout(weights, dropout) if dropout else weights
-        return weights @ v, weights
+        return weights @ v, weights if need_weights else None
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values; what is the same tensor is projected in one product."""

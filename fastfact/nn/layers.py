@@ -172,12 +172,12 @@ class FactorizedLayer(nn.Module):
 
         It is no place to write to: an assignment raises AttributeError, an in-place operation on it RuntimeError.
         """
-        weight = self._seen_weight()
+        weight = self._kept_weight()
         if weight is None:
             weight = self._weight(self.channels_last or None)
         return weight if type(weight) is not Tensor or transforming() else weight.as_subclass(Derived)
 
-    def _seen_weight(self) -> Tensor | None:
+    def _kept_weight(self) -> Tensor | None:
         """W as evaluation keeps it, to be copied by who writes to it. None the first time, and where none is kept."""
         lazy = getattr(torch, "_lazy_clone", None)
         if self.training or lazy is None or not weight_cache.allowed():
@@ -185,9 +185,8 @@ class FactorizedLayer(nn.Module):
         tensors, channels_last = self._tensors(), bool(self.channels_last)
         if not channels_last and len(self.size) == 4 and _is_dense(tensors):
             return None  # its format is that of μ
-        key = self.spec, self.size, channels_last
-        make = functools.partial(self._weight_for, channels_last, tensors)
-        weight = self._cache.value_again(list(tensors.values()), key, make)
+        key, make = (self.spec, self.size, channels_last), functools.partial(self._made, tensors, channels_last)
+        weight = self._cache.value(list(tensors.values()), key, make, again=True)
         return weight if weight is None else lazy(weight)
 
     def _weight(self, channels_last: bool | None) -> Tensor:
@@ -529,13 +528,8 @@ class FactorizedLayer(nn.Module):
         self, form: Hashable, tensors: dict[str, Tensor], kept: weight_cache.Kept, of: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """W in another form, of(W), which alone is kept."""
-        channels_last = len(self.size) == 4
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-
-        def make() -> Tensor:
-            return of(self.spec.weight(tensors, self.size, channels_last).contiguous(memory_format=layout))
-
-        return kept.value((form, self.spec, self.size), make)
+        made = functools.partial(self._made, tensors, len(self.size) == 4)
+        return kept.value((form, self.spec, self.size), lambda: of(made()))
 
     def _remember(self, asked: tuple, answer: str) -> None:
         answers = self._answers if len(self._answers) < ANSWERS else {}
@@ -568,9 +562,13 @@ class FactorizedLayer(nn.Module):
 
     def path_for(self, x: Tensor) -> str:
         """The path that the forward takes for x: "reconstruct", "factored", "fused" or "product"."""
-        x = self._padded(x) if self._pads else x
+        x = self._padded(x)
         found = self._by_twin(x, FactorizedLayer.path_for)
         return found or self._path(self._brought(x), *self._operands())
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """x, with what the layer pads it with where it `_pads`."""
+        return x
 
     def _brought(self, x: Tensor) -> Tensor:
         """x in the form in which the layer computes with it."""
@@ -599,13 +597,14 @@ class FactorizedLayer(nn.Module):
         if self.training or not weight_cache.allowed():
             return self.spec.weight(_cast(tensors), self.size, self._format_of(channels_last, tensors))
         channels_last = channels_last and len(self.size) == 4
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-
-        def make() -> Tensor:
-            return self.spec.weight(tensors, self.size, channels_last).contiguous(memory_format=layout)
-
+        make = functools.partial(self._made, tensors, channels_last)
         kept = kept or self._cache.of(list(tensors.values()))
         return make() if kept is None else kept.value((self.spec, self.size, channels_last), make)
+
+    def _made(self, tensors: dict[str, Tensor], channels_last: bool) -> Tensor:
+        """W in a memory format, to be kept."""
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        return self.spec.weight(tensors, self.size, channels_last).contiguous(memory_format=layout)
 
     def _choose(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
         """The path that "auto" takes."""
@@ -721,8 +720,7 @@ class FactorizedLayer(nn.Module):
         They are timed now, whatever is remembered.
         """
         mode, dense_side = self.training, self._dense_side(x, training)
-        own = self._padded(x.detach()) if self._pads else x.detach()
-        x = self._brought(own).requires_grad_(x.requires_grad)
+        x = self._brought(self._padded(x.detach())).requires_grad_(x.requires_grad)
         try:
             self.train(training)
             with torch.set_grad_enabled(training):
@@ -1205,7 +1203,9 @@ class FactorizedConv2d(FactorizedLayer):
         return y if x.dim() == 4 else y.squeeze(0)
 
     def _padded(self, x: Tensor) -> Tensor:
-        """x with its padding, where that is not by zeros, alike on both sides of an axis."""
+        """x, with its padding where that is not by zeros, alike on both sides of an axis."""
+        if not self._pads:
+            return x
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(x, self._reversed_padding_repeated_twice, mode=mode)
 

@@ -146,28 +146,23 @@ class WeightCache:
         self._watch = found
         return found
 
-    def value(self, factors: Sequence[Tensor], key: Hashable, make: Callable[[], object]) -> object:
+    def value(
+        self, factors: Sequence[Tensor], key: Hashable, make: Callable[[], object], again: bool = False
+    ) -> object:
         """`Kept.value` for factors with these numbers, None where nothing can be kept; the last one is found by its
-        `Watch`."""
+        `Watch`. again: only where it is asked for a second time, None before: what is looked at once takes no memory."""
         last = self._last
         if last is not None and last[0] == key and _same(last[1].tensors, factors) and direct.still(last[1]):
             return last[2]
         if (kept := self.of(factors)) is None:
             return None
+        if again and key not in kept.values and self._asked != (kept.digest, key):
+            self._asked = kept.digest, key
+            return None
         value = kept.value(key, make)
         if found := self.watch(kept):
             self._last = key, found, value
         return value
-
-    def value_again(self, factors: Sequence[Tensor], key: Hashable, make: Callable[[], object]) -> object:
-        """The same where it is asked for a second time: what is looked at once shall take no memory. None before."""
-        if (last := self._last) is None or last[0] != key:
-            if (kept := self.of(factors)) is None:
-                return None
-            if key not in kept.values and self._asked != (kept.digest, key):
-                self._asked = kept.digest, key
-                return None
-        return self.value(factors, key, make)
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -44,21 +44,12 @@ def pays(query: Tensor, key: Tensor) -> bool:
 
 
 def by_products(query: Tensor, key: Tensor) -> bool:
-    """Whether `of_products` serves, which takes half to all of the time of PyTorch's attention: bfloat16 on the CPU,
-    without gradients, [n, h, l, d] and [n, h, m, d] of up to 1024 keys."""
+    """Whether two products, with all scores in memory, take half to all of the time of PyTorch's attention: bfloat16 on
+    the CPU, without gradients, [n, h, l, d] and [n, h, m, d] of up to 1024 keys."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or recording() or transforming():
         return False
     fits = query.dim() == 4 and query.is_cpu and query.dtype == torch.bfloat16 and query.numel() > 0
     return fits and 0 < key.shape[-2] <= 1024
-
-
-def of_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(query keyᵀ / √d) value by two products, with all scores in memory, as `nn.MultiheadAttention` has it in
-    evaluation."""
-    n, h, l, d = query.shape  # noqa: E741
-    q, k, v = (t.reshape(n * h, -1, t.shape[-1]) for t in (query, key, value))
-    scores = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=d**-0.5)
-    return torch.bmm(scores.softmax(-1), v).view(n, h, l, -1)
 
 
 def attention(

@@ -109,6 +109,10 @@ COMPACT = [
     # whole registers of halves and columns behind them, rows and ranks that do not come in fours or pairs
     ((2, 45, 150), LINEAR, 7, False, 0.3, False),
     ((1, 300, 100), LINEAR, 4, False, 0.9, False),
+    # many taps and few inputs: registers of taps and taps behind them, inputs parted into columns or one by one
+    ((2, 6, 3, 7, 7), SPATIAL, 2, True, 0.6, False),
+    ((1, 5, 4, 6, 9), SPATIAL, 1, True, 0.1, False),
+    ((2, 3, 7, 24, 24), SPATIAL, 1, True, 0.4, True),
     ((2, 4, 4, 3, 3), SPATIAL, 1, False, 0.0, False),
     ((2, 4, 4, 3, 3), SPATIAL, 1, True, 1.0, False),
 ]
