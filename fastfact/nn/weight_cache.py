@@ -150,7 +150,7 @@ class WeightCache:
         self, factors: Sequence[Tensor], key: Hashable, make: Callable[[], object], again: bool = False
     ) -> object:
         """`Kept.value` for factors with these numbers, None where nothing can be kept; the last one is found by its
-        `Watch`. again: only where it is asked for a second time, None before: what is looked at once takes no memory."""
+        `Watch`. again: None the first time that it is asked for, so that what is looked at once takes no memory."""
         last = self._last
         if last is not None and last[0] == key and _same(last[1].tensors, factors) and direct.still(last[1]):
             return last[2]
