@@ -1461,9 +1461,14 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
                [&](int64_t begin, int64_t end) { dispatch<WriteColumns, T>(op, plan, supports, u, begin, end); });
       return;
     }
-    // A tile has whole outputs in channels_last, where the positions of an output are in no order.
-    const bool whole = turned(op.size, op.channels_last);
-    const int64_t together = whole ? items.in_row * (plan.kind == Plan::kRows ? op.size.taps() : 1) : 1;
+    // A tile has whole outputs in channels_last, where the positions of an output are in no order, and as many rows as
+    // share what is read along them.
+    int64_t together = 1;
+    if (turned(op.size, op.channels_last)) {
+      together = items.in_row * (plan.kind == Plan::kRows ? op.size.taps() : 1);
+    } else if (plan.kind == Plan::kRows && are_alike(op) && items.in_row == 1) {
+      together = PairedRows<64>::kRows;
+    }
     const int64_t per_tile = together * std::max<int64_t>(1, kTile / (together * items.largest));
     const int64_t tiles = ceil_div(items.count, per_tile), elements = per_tile * items.largest;
     parallel(parallel_for, op.clients * tiles, ceil_div(kGrain, elements), [&](int64_t begin, int64_t end) {
