@@ -24,20 +24,34 @@ namespace {
 constexpr int64_t kGrain = 16384;  // elements worth a thread
 constexpr int64_t kTile = 8192;    // elements of compact μ made dense at a time
 
+// The same, channels_last only where that is another order in memory.
+template <class Op>
+Op normal(Op op) {
+  op.channels_last = op.channels_last && op.size.taps() > 1 && op.size.i > 1;
+  return op;
+}
+
 // How one client's contiguous or channels_last weight is read: as rows of `columns` elements, or (fine) as [p, q].
 struct Plan {
   enum { kRows, kFine, kViewChannelsLast } kind;
   int64_t rows, columns;     // kRows
+  int64_t segment;           // kRows: so many columns are written at a time
   int64_t blocks, p, q;      // kFine
   bool u_is_x;               // kFine: whether u is a number for each p
   int64_t u_numel, v_numel;  // of one rank
   bool transpose_u;          // u [i, kh] is wanted as [kh, i]
 };
 
+// Whether rows of the weight, where it is read by rows, differ in their scale alone.
+template <class Op>
+bool are_alike(const Op& op) {
+  return op.layout == kLinear || (op.layout == kKernel && !op.channels_last);
+}
+
 template <class Op>
 Plan make_plan(const Op& op) {
   const Size& s = op.size;
-  Plan plan{Plan::kRows, 0, 0, 1, 0, 0, op.layout == kKernel, s.taps(), s.o * s.i, false};
+  Plan plan{Plan::kRows, 0, 0, 8192, 1, 0, 0, op.layout == kKernel, s.taps(), s.o * s.i, false};
   const int64_t lanes = register_bytes() / (op.type == Type::f64 ? 8 : 4);
   switch (op.layout) {
     case kLinear:
@@ -46,9 +60,9 @@ Plan make_plan(const Op& op) {
     case kSpatial:
       if (s.taps() == 1) {
         plan.rows = 1, plan.columns = s.o * s.i;
-      } else if (op.channels_last && s.i > 1 && s.i < lanes && s.taps() >= 2 * lanes) {
+      } else if (op.channels_last && s.i < lanes && s.taps() >= 2 * lanes) {
         plan.kind = Plan::kFine, plan.u_is_x = true, plan.blocks = s.o, plan.p = s.taps(), plan.q = s.i;
-      } else if (op.channels_last && s.i > 1) {
+      } else if (op.channels_last) {
         plan.rows = s.o * s.taps(), plan.columns = s.i;
       } else {
         plan.kind = Plan::kFine, plan.p = s.o * s.i, plan.q = s.taps();
@@ -66,8 +80,9 @@ Plan make_plan(const Op& op) {
       break;
     default:
       plan.rows = s.taps(), plan.columns = s.o * s.i;
-      if (op.channels_last && s.taps() > 1) plan.kind = Plan::kViewChannelsLast;
+      if (op.channels_last) plan.kind = Plan::kViewChannelsLast;
   }
+  if (are_alike(op)) plan.segment = plan.columns;
   return plan;
 }
 
@@ -249,27 +264,34 @@ FF_INLINE void write_rows(T* w, const T* mu, int64_t stride, int64_t n, int64_t 
                           const T* along, int64_t along_stride) {
   using V = Vec<T, B>;
   constexpr int L = kLanes<T, B>;
-  int64_t j = 0;
-  for (; j + 2 * L <= n; j += 2 * L) {
-    V sum[kTogether][2];
+  auto write = [&]<int H>(int64_t j) FF_INLINE_LAMBDA {
+    V sum[kTogether][H];
     for (int64_t r = 0; r < rank; ++r) {
       const T* from = along + r * along_stride + j;
-      const V a[2] = {in_register(load<B>(from)), in_register(load<B>(from + L))};
+      V a[H];
+#pragma GCC unroll 2
+      for (int h = 0; h < H; ++h) a[h] = in_register(load<B>(from + h * L));
 #pragma GCC unroll 4
       for (int m = 0; m < kTogether; ++m) {
         const V by = V{} + scale[r * kTogether + m];
 #pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) sum[m][h] = r == 0 ? a[h] * by : sum[m][h] + a[h] * by;
+        for (int h = 0; h < H; ++h) sum[m][h] = r == 0 ? a[h] * by : sum[m][h] + a[h] * by;
       }
     }
 #pragma GCC unroll 4
     for (int m = 0; m < kTogether; ++m) {
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < H; ++h) {
         if (mu) sum[m][h] += load<B>(mu + m * stride + j + h * L);
         store<B>(w + m * stride + j + h * L, sum[m][h]);
       }
     }
+  };
+  int64_t j = 0;
+  for (; j + 2 * L <= n; j += 2 * L) write.template operator()<2>(j);
+  if (n >= L) {
+    // The last register has some numbers of the one before.
+    for (; j < n; j += L) write.template operator()<1>(std::min(j, n - L));
   }
   for (int64_t m = 0; m < kTogether && j < n; ++m) {
     for (int64_t i = j; i < n; ++i) {
@@ -281,24 +303,16 @@ FF_INLINE void write_rows(T* w, const T* mu, int64_t stride, int64_t n, int64_t 
   }
 }
 
-constexpr int64_t kSegment = 8192;
-
-// Whether rows of the weight differ in their scale alone.
-template <class Op>
-bool are_alike(const Op& op) {
-  return op.layout == kLinear || (op.layout == kKernel && (!op.channels_last || op.size.taps() == 1));
-}
-
 // Items are (client, row, segment of a row).
 template <class T, int B>
 struct WriteRows {
   FF_INLINE static void run(const Rank1& op, const Plan& plan, const Mu<T>& mu, const T* u_transposed, int64_t begin,
                             int64_t end) {
-    const int64_t segments = ceil_div(plan.columns, kSegment);
+    const int64_t segments = ceil_div(plan.columns, plan.segment);
     if constexpr (std::is_same_v<T, BFloat16> && kMultipliesPairs<B>) {
-      if (are_alike(op) && segments == 1 && multiplies_pairs()) return run_pairs(op, plan, mu, begin, end);
+      if (are_alike(op) && multiplies_pairs()) return run_pairs(op, plan, mu, begin, end);
     }
-    const bool together = are_alike(op) && segments == 1 && op.rank > 1;
+    const bool together = are_alike(op) && op.rank > 1;
     const Scratch<Compute<T>> scales(together ? op.rank * kTogether : 0);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t k = item / (plan.rows * segments), m = item / segments % plan.rows;
@@ -314,7 +328,7 @@ struct WriteRows {
         item += kTogether - 1;
         continue;
       }
-      const int64_t start = item % segments * kSegment, n = std::min(kSegment, plan.columns - start);
+      const int64_t start = item % segments * plan.segment, n = std::min(plan.segment, plan.columns - start);
       const T* u = u_transposed ? u_transposed + k * op.rank * plan.u_numel : client<T>(op.u, k);
       const T* v = client<T>(op.v, k);
       const int64_t at = m * plan.columns + start;
@@ -507,7 +521,7 @@ Items make_items(const Op& op, const Plan& plan) {
   const int64_t output = op.size.i * op.size.taps();
   if (plan.kind == Plan::kViewChannelsLast) return {op.size.o, output, 1, output, 0};
   const bool fine = plan.kind == Plan::kFine;
-  const int64_t row = fine ? plan.p * plan.q : plan.columns, step = fine ? kGroup * plan.q : kSegment;
+  const int64_t row = fine ? plan.p * plan.q : plan.columns, step = fine ? kGroup * plan.q : plan.segment;
   const int64_t in_row = ceil_div(row, step);
   return {(fine ? plan.blocks : plan.rows) * in_row, std::min(row, step), in_row, row, step};
 }
@@ -522,7 +536,7 @@ FF_INLINE bool each_place(const Support& support, int64_t k, const Size& s, bool
   // Every number of the index is seen for one of the stretches of a weight, if it is ascending or not.
   const int64_t last = end == s.numel() ? support.count : std::lower_bound(index, stop, end) - index;
   int64_t j = begin == 0 ? 0 : std::lower_bound(index, stop, begin) - index, before = begin - 1;
-  if (!channels_last || s.taps() == 1 || s.i == 1) {
+  if (!channels_last) {
     for (; j < last; ++j) {
       const int64_t position = index[j];
       if (position <= before || position >= end) return false;
@@ -549,14 +563,11 @@ FF_INLINE bool each_place(const Support& support, int64_t k, const Size& s, bool
 // as they are.
 constexpr int64_t kPlacedAlone = 4, kConverted = 3, kMoved = 12;
 
-// Whether W is in another order than its positions.
-inline bool turned(const Size& s, bool channels_last) { return channels_last && s.taps() > 1 && s.i > 1; }
-
 template <class Op>
 Supports find_supports(const Op& op, const Plan& plan, ParallelFor parallel_for) {
   const Support& support = op.support;
   const Size& s = op.size;
-  const bool in_order = plan.kind == Plan::kRows && !turned(s, op.channels_last);
+  const bool in_order = plan.kind == Plan::kRows && !op.channels_last;
   Supports out;
   const int64_t alone = op.type == Type::f32 ? kPlacedAlone : in_order && expands() ? kMoved : kConverted;
   if (!spreads(register_bytes()) || op.type == Type::f64 || support.count * alone < s.numel()) return out;
@@ -767,7 +778,7 @@ struct FillTile {
     const T* values = client<T>(op.mu, k);
     if constexpr (spreads(B) && !std::is_same_v<T, double>) {
       using By = BySupport<T, B>;
-      if (bits && !turned(op.size, op.channels_last)) {
+      if (bits && !op.channels_last) {
         return By::fill(*bits, values, op.support.count, begin, end, tile);
       }
       if (bits) {
@@ -909,6 +920,16 @@ FF_INLINE void sum_rows_and_columns(const T* g, int64_t stride, int64_t rows, in
     }
     store<B>(column_sums + j, c0);
     store<B>(column_sums + j + L, c1);
+  }
+  for (; j + L <= n; j += L) {
+    const V a = load<B>(along + j);
+    V sum = add ? load<B>(column_sums + j) : V{};
+    for (int64_t m = 0; m < rows; ++m) {
+      const V x = load<B>(g + m * stride + j);
+      row_sums[m] += x * a;
+      sum += x * scale[m];
+    }
+    store<B>(column_sums + j, sum);
   }
   for (; j < n; ++j) {
     const C a = to_compute(along[j]);
@@ -1388,7 +1409,7 @@ struct GatherChunk {
       if constexpr (spreads(B) && !std::is_same_v<T, double>) {
         using By = BySupport<T, B>;
         const Bits* bits = supports.at(k);
-        if (bits && !turned(op.size, op.channels_last)) {
+        if (bits && !op.channels_last) {
           By::take(*bits, g, begin, end, out);
           continue;
         }
@@ -1421,7 +1442,8 @@ struct GatherChunk {
 
 }  // namespace
 
-bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
+bool rank1_weight(const Rank1& given, ParallelFor parallel_for) {
+  const Rank1 op = normal(given);
   if (op.clients == 0) return true;
   if (op.size.numel() == 0) return op.support.count == 0;
   const Plan plan = make_plan(op);
@@ -1451,12 +1473,12 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
       valid = false;
       return;
     }
-    if (supports.at(0) && plan.kind == Plan::kFine && !turned(op.size, op.channels_last)) {
+    if (supports.at(0) && plan.kind == Plan::kFine && !op.channels_last) {
       parallel(parallel_for, op.clients * items.count, ceil_div(kGrain, items.largest),
                [&](int64_t begin, int64_t end) { write({op.mu, 0, &supports}, begin, end); });
       return;
     }
-    if (supports.at(0) && plan.kind == Plan::kRows && turned(op.size, op.channels_last) && fills_by_columns(op.size)) {
+    if (supports.at(0) && plan.kind == Plan::kRows && op.channels_last && fills_by_columns(op.size)) {
       parallel(parallel_for, op.clients * op.size.o, ceil_div(kGrain, op.size.i * op.size.taps()),
                [&](int64_t begin, int64_t end) { dispatch<WriteColumns, T>(op, plan, supports, u, begin, end); });
       return;
@@ -1464,9 +1486,9 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
     // A tile has whole outputs in channels_last, where the positions of an output are in no order, and as many rows as
     // share what is read along them.
     int64_t together = 1;
-    if (turned(op.size, op.channels_last)) {
+    if (op.channels_last) {
       together = items.in_row * (plan.kind == Plan::kRows ? op.size.taps() : 1);
-    } else if (plan.kind == Plan::kRows && are_alike(op) && items.in_row == 1) {
+    } else if (plan.kind == Plan::kRows && are_alike(op)) {
       together = PairedRows<64>::kRows;
     }
     const int64_t per_tile = together * std::max<int64_t>(1, kTile / (together * items.largest));
@@ -1486,7 +1508,8 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for) {
   return valid;
 }
 
-bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
+bool rank1_weight_backward(const Rank1Backward& given, ParallelFor parallel_for) {
+  const Rank1Backward op = normal(given);
   const Plan plan = make_plan(op);
   std::atomic<bool> valid{true};
   with_type(op.type, [&](auto type) {
@@ -1511,9 +1534,8 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
     const Scratch<T> transposed(plan.transpose_u ? ranks * un : 0);
     if (plan.transpose_u) transpose_u(op.u, op.clients, op.rank, op.size.i, op.size.kh, transposed.get());
     const T* u = plan.transpose_u ? transposed.get() : nullptr;
-    const bool in_turn = turned(op.size, op.channels_last);
     const bool at_once = factors && values && supports.at(0) &&
-                         (in_turn ? op.layout == kSpatial && plan.kind == Plan::kRows && fills_by_columns(op.size) &&
+                         (op.channels_last ? op.layout == kSpatial && plan.kind == Plan::kRows && fills_by_columns(op.size) &&
                                         op.size.taps() <= kMostAtOnce
                                   : plan.kind == Plan::kFine && has_columns(plan.q));
     auto sum = [&](int64_t begin, int64_t end) {
@@ -1530,7 +1552,7 @@ bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for) {
                if (!values) return sum(begin, end);
                // One chunk at a time, so that it is in cache for both.
                for (int64_t item = begin; item < end; ++item) {
-                 if (at_once && in_turn) {
+                 if (at_once && op.channels_last) {
                    dispatch<BackwardByColumns, T>(op, plan, chunks, supports, partial.get(), item);
                    continue;
                  }
