@@ -194,6 +194,13 @@ Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Ten
   return out;
 }
 
+// Whether a linear layer has so few rows that du = (dy vᵀ)ᵀ x and dv = (x uᵀ)ᵀ dy take less than sums over dW.
+bool are_few(const Layer& of, const Tensor& grad) {
+  constexpr int64_t kDearer = 3;  // than a product over dW, one over the rows
+  const int64_t o = of.size[0], i = of.size[1];
+  return of.kind == Layer::kLinear && kDearer * grad.numel() * (i + o) < i * o * o;
+}
+
 }  // namespace
 
 bool layer(AtenTensorHandle out[2], const Layer& of, void* x_, void* bias_, void* mu_, void* index, void* u, void* v) {
@@ -207,16 +214,25 @@ bool layer(AtenTensorHandle out[2], const Layer& of, void* x_, void* bias_, void
   });
 }
 
-bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* w, void* index,
-                    void* u_, void* v_) {
+bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad_, void* x_, void* w,
+                    void* index, void* u_, void* v_) {
   return done(out, 5, [&] {
-    const Gradients found =
-        dense_layer_backward(of, borrowed(grad), borrowed(x), borrowed(w), needs & 1, needs >> 2, needs & 2);
+    const Tensor grad = borrowed(grad_), x = borrowed(x_);
+    int64_t of_factors = needs >> 3 & 3;
+    if (of_factors && are_few(of, grad)) {
+      const Shape size = weight_size(of);
+      const auto [none, du, dv, values] =
+          factored_linear_backward(rows_of(of, grad), rows_of(of, x), borrowed(u_), borrowed(v_), std::nullopt,
+                                   std::nullopt, size, of_factors << 1);
+      if (needs & 8) give(du, out + 3);
+      if (needs & 16) give(dv, out + 4);
+      of_factors = 0, needs &= 7;
+    }
+    const Gradients found = dense_layer_backward(of, grad, x, borrowed(w), needs & 1, needs >> 2, needs & 2);
     if (found.x) give(*found.x, out);
     if (found.bias) give(*found.bias, out + 1);
     if (!found.w) return;
     const Tensor u = borrowed(u_), v = borrowed(v_);
-    const int64_t of_factors = needs >> 3 & 3;
     if (index) {
       const auto [du, dv, dvalues] =
           compact_weight_backward(*found.w, u, v, u, borrowed(index), of.layout, of_factors | (needs & 4));

@@ -559,18 +559,31 @@ FF_INLINE bool each_place(const Support& support, int64_t k, const Size& s, bool
   return j == last;
 }
 
-// A value placed alone costs as much as so many positions by registers, where these convert, and where they are moved
-// as they are.
-constexpr int64_t kPlacedAlone = 4, kConverted = 3, kMoved = 12;
+// Whether a weight in channels_last is filled by columns.
+template <class Op>
+bool fills_by_columns(const Op& op, const Plan& plan) {
+  return op.channels_last && plan.kind == Plan::kRows && has_columns(op.size.taps()) &&
+         op.size.i >= register_bytes() / int64_t(sizeof(float));
+}
+
+// How many positions by registers take as long as a value that is placed alone, as measured.
+template <class Op>
+int64_t placed_alone(const Op& op, const Plan& plan) {
+  constexpr bool backward = std::is_same_v<Op, Rank1Backward>;
+  const bool half = op.type != Type::f32;
+  if (plan.kind == Plan::kRows && !op.channels_last) return half ? expands() ? 12 : 3 : backward ? 3 : 8;
+  if (fills_by_columns(op, plan)) return !backward ? 20 : half ? 5 : 9;
+  if (plan.kind == Plan::kFine && !op.channels_last) return !backward ? 20 : half ? 3 : 5;
+  return half ? 3 : 4;
+}
 
 template <class Op>
 Supports find_supports(const Op& op, const Plan& plan, ParallelFor parallel_for) {
   const Support& support = op.support;
   const Size& s = op.size;
-  const bool in_order = plan.kind == Plan::kRows && !op.channels_last;
   Supports out;
-  const int64_t alone = op.type == Type::f32 ? kPlacedAlone : in_order && expands() ? kMoved : kConverted;
-  if (!spreads(register_bytes()) || op.type == Type::f64 || support.count * alone < s.numel()) return out;
+  if (!spreads(register_bytes()) || op.type == Type::f64) return out;
+  if (support.count * placed_alone(op, plan) < s.numel()) return out;
   const int64_t rows = ceil_div(s.numel(), Supports::kBitsInRow);
   for (int64_t k = 0; k < (support.index.client_stride ? op.clients : 1); ++k) {
     const int32_t* index = client<int32_t>(support.index, k);
@@ -763,11 +776,6 @@ struct ByColumns {
     }
   }
 };
-
-// Whether a weight in channels_last is filled by columns.
-inline bool fills_by_columns(const Size& s) {
-  return has_columns(s.taps()) && s.i >= register_bytes() / int64_t(sizeof(float));
-}
 
 // A tile of μ from its compact form: positions [begin, end) of a client, from `bits` if that is given. So many elements
 // as `BySupport` spares may be written before and after them.
@@ -1354,16 +1362,16 @@ struct BackwardFine {
 
 template <class Op>
 Chunks make_chunks(const Op& op, const Plan& plan) {
-  int64_t units = op.size.o, align = 1;
+  int64_t units = op.size.o, align = 1, least = 1;
   if (are_alike(op) && plan.kind == Plan::kRows) {
-    align = 8;
+    align = 8, least = 2 * op.rank;  // the sums of a chunk are no larger than half of its rows
   } else if (op.layout == kSpatial && plan.kind == Plan::kFine && !plan.u_is_x) {
     units = plan.p, align = 64;
   } else if (op.layout == kView || (op.layout == kSpatial && op.size.taps() == 1)) {
     units = plan.columns, align = 64;
   }
   const int64_t wanted = std::clamp<int64_t>(op.size.numel() / kGrain, 1, 16);
-  const int64_t per_chunk = ceil_div(ceil_div(units, wanted), align) * align;
+  const int64_t per_chunk = ceil_div(std::max(ceil_div(units, wanted), least), align) * align;
   return {units, per_chunk, ceil_div(units, per_chunk)};
 }
 
@@ -1415,7 +1423,7 @@ struct GatherChunk {
         }
         if (bits) {
           const int64_t output = op.size.i * op.size.taps();
-          if (fills_by_columns(op.size) && with_columns(op.size.taps(), [&](auto taps) FF_INLINE_LAMBDA {
+          if (fills_by_columns(op, plan) && with_columns(op.size.taps(), [&](auto taps) FF_INLINE_LAMBDA {
                 T* const stop = out + bits->before_position(end);
                 outline<B>([&]() FF_INLINE_LAMBDA {
                   for (int64_t o = begin; o < end; o += output)
@@ -1478,7 +1486,7 @@ bool rank1_weight(const Rank1& given, ParallelFor parallel_for) {
                [&](int64_t begin, int64_t end) { write({op.mu, 0, &supports}, begin, end); });
       return;
     }
-    if (supports.at(0) && plan.kind == Plan::kRows && op.channels_last && fills_by_columns(op.size)) {
+    if (supports.at(0) && fills_by_columns(op, plan)) {
       parallel(parallel_for, op.clients * op.size.o, ceil_div(kGrain, op.size.i * op.size.taps()),
                [&](int64_t begin, int64_t end) { dispatch<WriteColumns, T>(op, plan, supports, u, begin, end); });
       return;
@@ -1534,10 +1542,10 @@ bool rank1_weight_backward(const Rank1Backward& given, ParallelFor parallel_for)
     const Scratch<T> transposed(plan.transpose_u ? ranks * un : 0);
     if (plan.transpose_u) transpose_u(op.u, op.clients, op.rank, op.size.i, op.size.kh, transposed.get());
     const T* u = plan.transpose_u ? transposed.get() : nullptr;
-    const bool at_once = factors && values && supports.at(0) &&
-                         (op.channels_last ? op.layout == kSpatial && plan.kind == Plan::kRows && fills_by_columns(op.size) &&
-                                        op.size.taps() <= kMostAtOnce
-                                  : plan.kind == Plan::kFine && has_columns(plan.q));
+    const bool at_once =
+        factors && values && supports.at(0) &&
+        (op.channels_last ? op.layout == kSpatial && fills_by_columns(op, plan) && op.size.taps() <= kMostAtOnce
+                          : plan.kind == Plan::kFine && has_columns(plan.q));
     auto sum = [&](int64_t begin, int64_t end) {
       if (plan.kind == Plan::kFine) {
         dispatch<BackwardFine, T>(op, plan, chunks, u, partial.get(), begin, end, at_once ? &supports : nullptr);
