@@ -65,6 +65,35 @@ def test_compact_is_the_same_function(make, shape, path):
     assert layer.density == dense.density
 
 
+@pytest.mark.parametrize("frozen", ["", "u", "v", "mu"])
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_few_rows(dtype, compact, frozen):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear(72, 50, spec=ff.Rank1(rank=5, sparse=True)).to(dtype)
+    torch.nn.init.normal_(layer.mu)
+    layer.prune_(0.4).path = "reconstruct"
+    if compact:
+        layer.compact()
+    if frozen:
+        layer.get_parameter(frozen).requires_grad_(False)
+    x, cotangent = (torch.randn(2, 3, n).to(dtype) for n in (72, 50))
+    (layer(x.requires_grad_()) * cotangent).sum().backward()
+    u, v, x2, g = (t.detach().double().flatten(0, -2) for t in (layer.u, layer.v, x, cotangent))
+    wanted = {"u": (g @ v.T).T @ x2, "v": (x2 @ u.T).T @ g, "mu": g.T @ x2, "bias": g.sum(0)}
+    if compact:
+        wanted["mu"] = wanted["mu"].flatten()[layer.mu_index.long()]
+    near = {torch.float64: 1e-12, torch.bfloat16: 2**-7}[dtype]
+    for name, parameter in layer.named_parameters():
+        if name == frozen:
+            assert parameter.grad is None
+            continue
+        off = (parameter.grad.double().flatten() - wanted[name].flatten()).abs().max()
+        assert off <= near * wanted[name].abs().max(), name
+    dx = g @ layer.weight.detach().double()
+    assert (x.grad.double().flatten(0, -2) - dx).abs().max() <= near * dx.abs().max()
+
+
 def test_expand_is_the_inverse_and_mu_stays_the_same_parameter():
     layer = conv()
     before, parameter = layer.mu.detach().clone(), layer.mu
