@@ -344,17 +344,18 @@ struct WriteRows {
   FF_INLINE static void run_pairs(const Rank1& op, const Plan& plan, const Mu<T>& mu, int64_t begin, int64_t end) {
     using Rows = PairedRows<B>;
     const int64_t n = plan.columns, un = plan.u_numel, rank = op.rank;
-    const Scratch<T> scale((rank + 1) * Rows::kRows), u_rest(rank * Rows::kColumns);
+    const Scratch<T> scale((rank + 1) * Rows::kRows), u_last(rank * Rows::kColumns);
+    const auto left = Rows::lanes_left(n);
     for (int64_t item = begin; item < end;) {
       const int64_t k = item / plan.rows, m = item % plan.rows, at = m * n;
       const int64_t rows = std::min({Rows::kRows, end - item, plan.rows - m});
       const T *u = client<T>(op.u, k), *v = client<T>(op.v, k), *from = mu.at(k, at);
-      if (item == begin || m == 0) Rows::copy_rest(u, un, rank, n, u_rest.get());
+      if (item == begin || m == 0) Rows::copy_last(u, un, rank, n, left, u_last.get());
       Rows::pair_scales(v + m, plan.v_numel, rank, rows, scale.get());
       T* w = static_cast<T*>(op.w) + k * op.size.numel() + at;
       outline<B>([&]() FF_INLINE_LAMBDA {
         auto write = [&]<int Count>(int64_t j) FF_INLINE_LAMBDA {
-          Rows::template write<Count>(u, un, u_rest.get(), rank, scale.get() + 2 * j, from ? from + j * n : nullptr,
+          Rows::template write<Count>(u, un, u_last.get(), rank, scale.get() + 2 * j, from ? from + j * n : nullptr,
                                       w + j * n, n, n);
           return j + Count;
         };
@@ -1042,25 +1043,26 @@ struct BackwardRows {
     constexpr int64_t kRows = Rows::kRows, kColumns = Rows::kColumns;
     const int64_t n = plan.columns, un = plan.u_numel, vn = plan.v_numel, rank = op.rank;
     const int64_t whole = ceil_div(n, kColumns) * kColumns;
-    const Scratch<T> none(n), rest(kRows * kColumns), u_rest(rank * kColumns), scale(rank * kRows);
+    const Scratch<T> none(n), g_last(kRows * kColumns), u_last(rank * kColumns), scale(rank * kRows);
+    const auto left = Rows::lanes_left(n);
     const Scratch<float> du(rank * whole), sums(rank * kRows + B / 4);
     std::memset(static_cast<void*>(none.get()), 0, n * sizeof(T));
     for (int64_t item = begin; item < end; ++item) {
       const ChunkOf<T> c(op, plan, chunks, u_transposed, partial, item);
-      Rows::copy_rest(c.u, un, rank, n, u_rest.get());
+      Rows::copy_last(c.u, un, rank, n, left, u_last.get());
       std::memset(du.get(), 0, rank * whole * sizeof(float));
       for (int64_t m = c.first; m < c.last; m += kRows) {
         const int64_t rows = std::min(kRows, c.last - m);
         const T* g[kRows];
         for (int64_t j = 0; j < kRows; ++j) {
           g[j] = j < rows ? c.g + (m + j) * n : none.get();
-          Rows::copy_rest(g[j], n, 1, n, rest.get() + j * kColumns);
+          Rows::copy_last(g[j], n, 1, n, left, g_last.get() + j * kColumns);
           for (int64_t r = 0; r < rank; ++r) scale.get()[r * kRows + j] = j < rows ? c.v[r * vn + m + j] : T{0};
         }
         for (int64_t r = 0; r < rank;) {
           auto add = [&]<int Ranks>() FF_INLINE_LAMBDA {
             outline<B>([&]() FF_INLINE_LAMBDA {
-              Rows::template add<Ranks>(g, rest.get(), n, c.u + r * un, un, u_rest.get() + r * kColumns,
+              Rows::template add<Ranks>(g, g_last.get(), n, c.u + r * un, un, u_last.get() + r * kColumns,
                                         scale.get() + r * kRows, sums.get() + r * kRows, du.get() + r * whole, whole);
             });
             r += Ranks;

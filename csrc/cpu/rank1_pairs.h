@@ -46,30 +46,47 @@ struct PairedRows {
     }
   }
 
-  // What is left of n columns behind whole blocks, in rows of kColumns numbers, zeros behind it.
-  FF_INLINE static void copy_rest(const T* from, int64_t stride, int64_t rows, int64_t n, T* to) {
-    const int64_t whole = n / kColumns * kColumns;
+  // The lanes of the last block of n columns that no whole block has had.
+  FF_INLINE static U lanes_left(int64_t n) {
+    alignas(64) uint16_t lanes[kColumns];
+    for (int64_t k = 0; k < kColumns; ++k) lanes[k] = k + n % kColumns >= kColumns ? 0xffff : 0;
+    U out;
+    std::memcpy(&out, lanes, B);
+    return out;
+  }
+
+  // The last kColumns of n columns of so many rows, zeros where not `lanes_left`.
+  FF_INLINE static void copy_last(const T* from, int64_t stride, int64_t rows, int64_t n, U left, T* to) {
     for (int64_t m = 0; m < rows; ++m, to += kColumns) {
-      std::memset(static_cast<void*>(to), 0, B);
-      if (from) std::memcpy(static_cast<void*>(to), from + m * stride + whole, (n - whole) * sizeof(T));
+      U some{};
+      if (from && n >= kColumns) {
+        some = numbers(from + m * stride + n - kColumns) & left;
+      } else if (from) {
+        std::memcpy(reinterpret_cast<T*>(&some) + kColumns - n, from + m * stride, n * sizeof(T));
+      }
+      std::memcpy(static_cast<void*>(to), &some, B);
     }
   }
 
-  // n columns of so many rows; u_rest [rank][kColumns] is what `copy_rest` makes of u.
+  // n columns of so many rows; u_last [rank][kColumns] is what `copy_last` makes of u.
   template <int Rows>
-  FF_INLINE static void write(const T* u, int64_t u_stride, const T* u_rest, int64_t rank, const T* scale, const T* mu,
+  FF_INLINE static void write(const T* u, int64_t u_stride, const T* u_last, int64_t rank, const T* scale, const T* mu,
                               T* w, int64_t stride, int64_t n) {
-    int64_t j = 0;
-    for (; j + kColumns <= n; j += kColumns) {
+    if (n < kColumns) {
+      T some[Rows * kColumns], out[Rows * kColumns];
+      copy_last(mu, stride, Rows, n, U{}, some);
+      write_block<Rows>(u_last, kColumns, rank, scale, some, out, kColumns);
+      for (int m = 0; m < Rows; ++m) {
+        std::memcpy(static_cast<void*>(w + m * stride), out + (m + 1) * kColumns - n, n * sizeof(T));
+      }
+      return;
+    }
+    auto block = [&](int64_t j) FF_INLINE_LAMBDA {
       write_block<Rows>(u + j, u_stride, rank, scale, mu ? mu + j : nullptr, w + j, stride);
-    }
-    if (j == n) return;
-    T some[Rows * kColumns], out[Rows * kColumns];
-    copy_rest(mu, stride, Rows, n, some);
-    write_block<Rows>(u_rest, kColumns, rank, scale, some, out, kColumns);
-    for (int m = 0; m < Rows; ++m) {
-      std::memcpy(static_cast<void*>(w + m * stride + j), out + m * kColumns, (n - j) * sizeof(T));
-    }
+    };
+    for (int64_t j = 0; j + kColumns <= n; j += kColumns) block(j);
+    // The last block has some columns of the one before.
+    if (n % kColumns) block(n - kColumns);
   }
 
   // v [rank][stride] at so many rows as [pair of ranks][kRows][2], zeros where there are no more.
@@ -115,11 +132,11 @@ struct PairedRows {
     }
   }
 
-  // The same of all columns, from rank r on, with a register more of `sums` than there are; `rest` and u_rest are what
-  // `copy_rest` makes of g and u.
+  // The same of all columns, from rank r on, with a register more of `sums` than there are; g_last and u_last are what
+  // `copy_last` makes of g and u.
   template <int Ranks>
-  FF_INLINE static void add(const T* const (&g)[kRows], const T* rest, int64_t n, const T* u, int64_t u_stride,
-                            const T* u_rest, const T* scale, float* sums, float* du, int64_t du_stride) {
+  FF_INLINE static void add(const T* const (&g)[kRows], const T* g_last, int64_t n, const T* u, int64_t u_stride,
+                            const T* u_last, const T* scale, float* sums, float* du, int64_t du_stride) {
     V dv[Ranks][kRows]{};
     int64_t j = 0;
     for (; j + kColumns <= n; j += kColumns) {
@@ -129,8 +146,8 @@ struct PairedRows {
     }
     if (j < n) {
       const T* rows[kRows];
-      for (int m = 0; m < kRows; ++m) rows[m] = rest + m * kColumns;
-      add_block<Ranks>(rows, u_rest, kColumns, scale, dv, du + j, du_stride);
+      for (int m = 0; m < kRows; ++m) rows[m] = g_last + m * kColumns;
+      add_block<Ranks>(rows, u_last, kColumns, scale, dv, du + j, du_stride);
     }
     auto row = [&](int k) FF_INLINE_LAMBDA { return dv[k / kRows % Ranks][k % kRows]; };
 #pragma GCC unroll 8
@@ -146,7 +163,7 @@ struct PairedRows {
       const V low = load<B>(from), high = load<B>(from + kColumns / 2);
       float* const out = whole ? to + j : rest;
       store<B>(out, joined<0>(low, high, lanes)), store<B>(out + kColumns / 2, joined<L>(low, high, lanes));
-      if (!whole) std::memcpy(to + j, rest, (n - j) * sizeof(float));
+      if (!whole) std::memcpy(to + j, rest + kColumns - (n - j), (n - j) * sizeof(float));
     }
   }
 
