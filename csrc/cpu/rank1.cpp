@@ -1057,8 +1057,8 @@ struct BackwardRows {
         for (int64_t j = 0; j < kRows; ++j) {
           g[j] = j < rows ? c.g + (m + j) * n : none.get();
           Rows::copy_last(g[j], n, 1, n, left, g_last.get() + j * kColumns);
-          for (int64_t r = 0; r < rank; ++r) scale.get()[r * kRows + j] = j < rows ? c.v[r * vn + m + j] : T{0};
         }
+        Rows::copy_scales(c.v + m, vn, rank, rows, scale.get());
         for (int64_t r = 0; r < rank;) {
           auto add = [&]<int Ranks>() FF_INLINE_LAMBDA {
             outline<B>([&]() FF_INLINE_LAMBDA {
@@ -1070,7 +1070,13 @@ struct BackwardRows {
           rank - r >= 2 ? add.template operator()<2>() : add.template operator()<1>();
         }
         for (int64_t r = 0; c.dv && r < rank; ++r) {
-          for (int64_t j = 0; j < rows; ++j) c.dv[r * vn + m + j] = from_compute<T>(sums.get()[r * kRows + j]);
+          const float* const from = sums.get() + r * kRows;
+          T* const to = c.dv + r * vn + m;
+          if (rows == kRows) {
+            store<4 * kRows>(to, load<4 * kRows>(from));
+          } else {
+            for (int64_t j = 0; j < rows; ++j) to[j] = from_compute<T>(from[j]);
+          }
         }
       }
       for (int64_t r = 0; r < rank; ++r) Rows::in_order(du.get() + r * whole, n, c.du + r * un);

@@ -89,7 +89,18 @@ struct PairedRows {
     if (n % kColumns) block(n - kColumns);
   }
 
-  // v [rank][stride] at so many rows as [pair of ranks][kRows][2], zeros where there are no more.
+  // v [rank][stride] at so many rows as [rank][kRows], zeros where there are no more.
+  FF_INLINE static void copy_scales(const T* v, int64_t stride, int64_t rank, int64_t rows, T* to) {
+    for (int64_t r = 0; r < rank; ++r, to += kRows) {
+      if (rows == kRows) {
+        std::memcpy(static_cast<void*>(to), v + r * stride, kRows * sizeof(T));
+      } else {
+        for (int64_t m = 0; m < kRows; ++m) to[m] = m < rows ? v[r * stride + m] : T{0};
+      }
+    }
+  }
+
+  // The same as [pair of ranks][kRows][2].
   FF_INLINE static void pair_scales(const T* v, int64_t stride, int64_t rank, int64_t rows, T* to) {
     for (int64_t r = 0; r < rank; r += 2) {
       for (int64_t m = 0; m < kRows; ++m, to += 2) {
