@@ -68,8 +68,10 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const Optiona
   const bool fits = bias->dim() == 1 && bias->size(0) == width && bias->scalar_type() == out.scalar_type();
   if (fits && rows * bytes <= kSmall && is_dense(*bias, 0) && is_dense(out, 0)) {
     // As PyTorch does, for whose copies a few rows are too short.
-    for (int64_t n = 0; n < rows; ++n) {
-      std::memcpy(static_cast<char*>(out.data_ptr()) + n * bytes, data_of(*bias), bytes);
+    char* const to = static_cast<char*>(out.data_ptr());
+    if (rows) std::memcpy(to, data_of(*bias), bytes);
+    for (int64_t done = 1; done < rows; done *= 2) {
+      std::memcpy(to + done * bytes, to, std::min(done, rows - done) * bytes);
     }
     TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1));
     return;
