@@ -21,8 +21,9 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // elements worth a thread
-constexpr int64_t kTile = 8192;    // elements of compact μ made dense at a time
+constexpr int64_t kGrain = 16384;   // elements worth a thread
+constexpr int64_t kTile = 8192;     // elements of compact μ made dense at a time
+constexpr int64_t kSegment = 8192;  // columns of a row written at a time, where rows share nothing
 
 // The same, channels_last only where that is another order in memory.
 template <class Op>
@@ -51,7 +52,7 @@ bool are_alike(const Op& op) {
 template <class Op>
 Plan make_plan(const Op& op) {
   const Size& s = op.size;
-  Plan plan{Plan::kRows, 0, 0, 8192, 1, 0, 0, op.layout == kKernel, s.taps(), s.o * s.i, false};
+  Plan plan{Plan::kRows, 0, 0, kSegment, 1, 0, 0, op.layout == kKernel, s.taps(), s.o * s.i, false};
   const int64_t lanes = register_bytes() / (op.type == Type::f64 ? 8 : 4);
   switch (op.layout) {
     case kLinear:

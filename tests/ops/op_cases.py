@@ -109,6 +109,11 @@ COMPACT = [
     # whole registers of halves and columns behind them, rows and ranks that do not come in fours or pairs
     ((2, 45, 150), LINEAR, 7, False, 0.3, False),
     ((1, 300, 100), LINEAR, 4, False, 0.9, False),
+    # a tile of wide rows, and rows that are longer than a segment
+    ((1, 13, 2100), LINEAR, 3, False, 0.3, False),
+    ((1, 3, 8230), LINEAR, 2, False, 0.2, False),
+    # one input, whose channels_last is no other order
+    ((2, 40, 1, 7, 5), KERNEL, 2, True, 0.4, False),
     # many taps and few inputs: registers of taps and taps behind them, inputs parted into columns or one by one
     ((2, 6, 3, 7, 7), SPATIAL, 2, True, 0.6, False),
     ((1, 5, 4, 6, 9), SPATIAL, 1, True, 0.1, False),
