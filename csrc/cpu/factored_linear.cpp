@@ -16,6 +16,7 @@
 #include <memory>
 #include <vector>
 
+#include "items.h"
 #include "recent.h"
 #include "tiles.h"
 
@@ -54,19 +55,6 @@ Rows<T> rows_of(const Matrix<void>& m) {
 
 struct Unit {
   int64_t first, rows;
-};
-
-// Items of work that threads take one by one, for units may have fewer rows than others.
-class Items {
- public:
-  explicit Items(int64_t count) : count_(count) {}
-  int64_t count() const { return count_; }
-  // The next item, `count` or more where none is left.
-  int64_t take() const { return next_.fetch_add(1, std::memory_order_relaxed); }
-
- private:
-  const int64_t count_;
-  mutable std::atomic<int64_t> next_{0};
 };
 
 std::vector<Unit> make_units(int64_t n, int64_t lanes, int64_t most) {

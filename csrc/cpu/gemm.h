@@ -218,12 +218,18 @@ struct MultiplyTiles {
     }
   }
 
+  // tile += Σ_d a[d] ⊗ b[d]; with `fresh` it is that.
   template <class E>
-  FF_INLINE static void accumulate(const E* a, const E* b, int64_t depth, C* tile) {
+  FF_INLINE static void accumulate(const E* a, const E* b, int64_t depth, C* tile, bool fresh = false) {
     V sum[MR][2];
     multiply(a, b, depth, sum);
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) {
+      if (fresh) {
+        store<B>(tile + m * NR, sum[m][0]);
+        store<B>(tile + m * NR + L, sum[m][1]);
+        continue;
+      }
       store<B>(tile + m * NR, load<B>(tile + m * NR) + sum[m][0]);
       store<B>(tile + m * NR + L, load<B>(tile + m * NR + L) + sum[m][1]);
     }

@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "gemm.h"
+#include "items.h"
 
 namespace fastfact {
 namespace {
@@ -21,7 +22,7 @@ constexpr int64_t kSliceOfPairs = 384;
 constexpr int64_t kLonger = 4,
                   kShort = 64;        // slices of so few rows, for which what counts is how W is read, are longer
 constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
-constexpr int64_t kPass = 252;        // rows whose slice the second cache holds; a multiple of every tile's height
+constexpr int64_t kPass = 252;        // rows whose slice the second cache holds, at most
 constexpr int64_t kGroup = 128;       // columns of W made together; a multiple of 64
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
@@ -44,7 +45,7 @@ template <class T>
 struct RowsProduct {
   Weight<T> w;
   bool turned;
-  int64_t n, depth, columns, slice, group, groups, range;  // rows and columns of an item
+  int64_t n, depth, columns, slice, group, groups, range, pass;  // rows and columns of an item, rows of a pass
   const float *packed, *bias;  // x [tile][depth][tile's height], or null: it is read where it is; bias padded, or null
   const T* x;
   T* y;
@@ -77,18 +78,19 @@ template <class T, int B>
 struct RunProduct {
   using V = Vec<float, B>;
   static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
+  static constexpr int kWide = std::max(B, 32), W = kWide / int(sizeof(float));  // what values are spread to
 
   // Items are (range of rows, group of columns).
-  FF_INLINE static void run(const RowsProduct<T>& p, int64_t begin, int64_t end) {
-    const int64_t most = std::min(p.range, kPass), all = ceil_div(std::min(p.group, p.columns), NR);
-    const bool again = p.range > kPass;
+  FF_INLINE static void run(const RowsProduct<T>& p, const Items& items) {
+    const int64_t all = ceil_div(std::min(p.group, p.columns), NR);
+    const bool again = p.range > p.pass;
     const int64_t factors = p.pairs ? 2 : 1;
-    const Scratch<float> slab((again ? p.depth : p.slice) * all * NR), kept(all * ceil_div(most, MR) * MR * NR);
-    for (int64_t item = begin; item < end; ++item) {
+    const Scratch<float> slab((again ? p.depth : p.slice) * all * NR), kept(all * ceil_div(p.pass, MR) * MR * NR);
+    for (int64_t item; (item = items.take()) < items.count();) {
       const int64_t first = item / p.groups * p.range, last = std::min(first + p.range, p.n);
       const int64_t column = item % p.groups * p.group, panels = ceil_div(std::min(p.group, p.columns - column), NR);
-      for (int64_t row = first; row < last; row += kPass) {
-        const int64_t rows = std::min(kPass, last - row), tiles = ceil_div(rows, MR);
+      for (int64_t row = first; row < last; row += p.pass) {
+        const int64_t rows = std::min(p.pass, last - row), tiles = ceil_div(rows, MR);
         for (int64_t d = 0; d < p.depth; d += p.slice) {
           const int64_t terms = std::min(p.slice, p.depth - d);
           float* const right = slab.get() + (again ? d / factors * panels * NR : 0);
@@ -217,18 +219,16 @@ struct RunProduct {
       const float v = kFactors ? w.v[d + t] : 0;
       float* out = to;
       for (int64_t k = 0; k < columns; k += NR, out += panel) {
-#pragma GCC unroll 4
-        for (int part = 0; part < NR; part += 8) {
-          Eight x;
+#pragma GCC unroll 2
+        for (int part = 0; part < NR; part += W) {
+          Vec<float, kWide> x;
           if constexpr (kWhole) {
-            x = load<32>(from), from += 8;
+            x = load<kWide>(from), from += W;
           } else {
-            const unsigned byte = bits[(k + part) / 8];
-            x = spread(byte, from, last);
-            from += __builtin_popcount(byte);
+            x = spread_within<kWide>(bits + (k + part) / 8, from, last);
           }
-          if constexpr (kFactors) x += load<32>(u + k + part) * v;
-          store<32>(out + part, x);
+          if constexpr (kFactors) x += load<kWide>(u + k + part) * v;
+          store<kWide>(out + part, x);
         }
       }
       for (int64_t r = 1; r < w.rank; ++r) {
@@ -251,10 +251,10 @@ struct RunProduct {
   FF_INLINE static void make_turned(const Weight<T>& w, int64_t column, int64_t panels, int64_t d, int64_t terms,
                                     float* to) {
     outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t k = 0; k < panels * NR; k += 8) {
-        const int64_t o = column + k, last = std::min(o + 7, w.o - 1);
+      for (int64_t k = 0; k < panels * NR; k += W) {
+        const int64_t o = column + k, last = std::min(o + W - 1, w.o - 1);
         float* const at = to + k / NR * terms * NR + k % NR;
-        if (w.support.whole && o + 8 <= w.o && w.values + last * w.i + d + terms + 8 <= w.last + 8) {
+        if (w.support.whole && o + W <= w.o && w.values + last * w.i + d + terms + W <= w.last + 8) {
           make_columns<true>(w, o, d, terms, at);
         } else {
           make_columns<false>(w, o, d, terms, at);
@@ -267,41 +267,39 @@ struct RunProduct {
   FF_INLINE static void make_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, float* to) {
     static const uint8_t none[kLonger * kSlice / 8] = {};
     const T* const last = w.last;
-    const T* from[8];
-    const uint8_t* bits[8];
-    for (int l = 0; l < 8; ++l) {
+    const T* from[W];
+    const uint8_t* bits[W];
+    for (int l = 0; l < W; ++l) {
       const bool there = o + l < w.o;
       from[l] = w.values + (there ? w.support.start(o + l, d) : 0);
       bits[l] = there ? w.support.bytes(o + l, d) : none;
-      if (o + l + 8 < w.o) fetch(w.values + w.support.start(o + l + 8, d), std::min<int64_t>(terms, 64));
+      if (o + l + W < w.o) fetch(w.values + w.support.start(o + l + W, d), std::min<int64_t>(terms, 64));
     }
     const int64_t rank = w.rank, u_row = w.u_row, v_row = w.v_row;
     const float *u = w.u + d, *const v = w.v + o;
-    for (int64_t t = 0; t < terms; t += 8, u += 8, to += 8 * NR) {
-      Eight lines[8];
-#pragma GCC unroll 8
-      for (int l = 0; l < 8; ++l) {
+    for (int64_t t = 0; t < terms; t += W, u += W, to += W * NR) {
+      Vec<float, kWide> lines[W];
+#pragma GCC unroll 16
+      for (int l = 0; l < W; ++l) {
         if constexpr (kWhole) {
-          lines[l] = load<32>(from[l]), from[l] += 8;
+          lines[l] = load<kWide>(from[l]), from[l] += W;
         } else {
-          const unsigned byte = bits[l][t / 8];
-          lines[l] = spread(byte, from[l], last);
-          from[l] += __builtin_popcount(byte);
+          lines[l] = spread_within<kWide>(bits[l] + t / 8, from[l], last);
         }
       }
       for (int64_t r = 0; r < rank; ++r) {
-        const Eight factor = load<32>(u + r * u_row);
-#pragma GCC unroll 8
-        for (int l = 0; l < 8; ++l) lines[l] += factor * v[r * v_row + l];
+        const Vec<float, kWide> factor = load<kWide>(u + r * u_row);
+#pragma GCC unroll 16
+        for (int l = 0; l < W; ++l) lines[l] += factor * v[r * v_row + l];
       }
-      PackPanels<float, 32>::template transpose_lanes<4>(lines);
-      if (t + 8 <= terms) {
-#pragma GCC unroll 8
-        for (int l = 0; l < 8; ++l) store<32>(to + l * NR, lines[l]);
+      PackPanels<float, kWide>::template transpose_lanes<W / 2>(lines);
+      if (t + W <= terms) {
+#pragma GCC unroll 16
+        for (int l = 0; l < W; ++l) store<kWide>(to + l * NR, lines[l]);
       } else {
-        alignas(32) float rest[64];
-        for (int l = 0; l < 8; ++l) store<32>(rest + 8 * l, lines[l]);
-        for (int64_t l = 0; l < terms - t; ++l) std::memcpy(to + l * NR, rest + 8 * l, 32);
+        alignas(kWide) float rest[W * W];
+        for (int l = 0; l < W; ++l) store<kWide>(rest + W * l, lines[l]);
+        for (int64_t l = 0; l < terms - t; ++l) std::memcpy(to + l * NR, rest + W * l, kWide);
       }
     }
   }
@@ -579,9 +577,10 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     if (rows > kPass) p.group = std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, kGroup);
     p.groups = ceil_div(columns, p.group);
     const int64_t ranges = std::clamp<int64_t>(ceil_div(kItems, p.groups), 1, ceil_div(rows, kLeastRows));
-    p.range = ceil_div(ceil_div(rows, ranges), kPass) * kPass;
-    parallel(parallel_for, p.groups * ceil_div(rows, p.range), 1,
-             [&](int64_t begin, int64_t end) { dispatch<RunProduct, T>(p, begin, end); });
+    const auto even = [&](int64_t rows, int64_t parts) { return ceil_div(ceil_div(rows, parts), mr) * mr; };
+    p.range = even(rows, ranges), p.pass = even(p.range, ceil_div(p.range, kPass));
+    const Items items(p.groups * ceil_div(rows, p.range));
+    parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunProduct, T>(p, items); });
   }
 }
 
@@ -601,6 +600,7 @@ struct Gradient {
 template <class T, int B>
 struct RunGradient {
   static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
+  static constexpr int kWide = std::max(B, 32), W = kWide / int(sizeof(float));  // what values are gathered from
   static constexpr int64_t kAhead = 12;  // rows of dy that are fetched before they are copied
 
   struct Block {
@@ -629,22 +629,21 @@ struct RunGradient {
     for (int64_t item = begin; item < end; ++item) {
       const Block block(g, item / g.parts);
       float* const sums = g.sums ? g.sums + item * g.size : own.get();
-      std::memset(sums, 0, block.size() * sizeof(float));
-      const int64_t last = std::min(g.n, (item % g.parts + 1) * g.rows);
-      for (int64_t row = item % g.parts * g.rows; row < last; row += kSlice) {
+      const int64_t first = item % g.parts * g.rows, last = std::min(g.n, first + g.rows);
+      for (int64_t row = first; row < last; row += kSlice) {
         const int64_t terms = std::min(kSlice, last - row);
         with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
-          add_rows<decltype(operand)>(g, block, row, terms, last, step, left.get(), right.get(), sums);
+          add_rows<decltype(operand)>(g, block, row, terms, last, row == first, step, left.get(), right.get(), sums);
         });
       }
       if (!g.sums) take(g, block, item, sums);
     }
   }
 
-  // sums += what `terms` rows from `row` on add to a block.
+  // sums += what `terms` rows from `row` on add to a block; with `fresh` they are that.
   template <class E>
   FF_INLINE static void add_rows(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms, int64_t last,
-                                 int64_t step, float* left, float* right, float* sums) {
+                                 bool fresh, int64_t step, float* left, float* right, float* sums) {
     constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t t = 0; t < terms; t += kFactors) {
@@ -677,7 +676,7 @@ struct RunGradient {
         for (int64_t tile = 0; tile < block.tiles; ++tile) {
           MultiplyTiles<float, B>::accumulate(reinterpret_cast<const E*>(left + tile * step),
                                               reinterpret_cast<const E*>(right), ceil_div(terms, kFactors),
-                                              sums + panel * block.panel() + tile * MR * NR);
+                                              sums + panel * block.panel() + tile * MR * NR, fresh);
         }
       });
     }
@@ -762,6 +761,11 @@ struct RunGradient {
     });
   }
 
+  FF_INLINE static void fetch_written(const T* to) {
+    __builtin_prefetch(to + 192, 1);
+    __builtin_prefetch(to + 208, 1);
+  }
+
   // Of row o of a block: the gradients of the values, and what it adds to the gradients of factor r.
   template <bool kValues, bool kFactors>
   FF_INLINE static void take_row(const Gradient<T>& g, const Block& block, const float* sums, int64_t o, int64_t r,
@@ -771,25 +775,25 @@ struct RunGradient {
     const float* u = kFactors ? w.u + r * w.u_row + block.i : nullptr;
     float* out = kFactors && du ? du + r * w.u_row + block.i : nullptr;
     const float v = kFactors ? w.v[r * w.v_row + o] : 0;
-    Eight total{};
+    Vec<float, kWide> total{};
     const int64_t step = block.panel();
     for (int64_t panel = 0; panel < block.panels; ++panel, sums += step) {
-#pragma GCC unroll 4
-      for (int k = 0; k < NR; k += 8) {
-        const Eight x = load<32>(sums + k);
+      if constexpr (kValues) fetch_written(to);
+#pragma GCC unroll 2
+      for (int k = 0; k < NR; k += W) {
+        const Vec<float, kWide> x = load<kWide>(sums + k);
         if constexpr (kValues) {
-          if (w.support.whole && to + 8 <= end) {
-            store<32>(to, x), to += 8, ++bits;
+          if (w.support.whole && to + W <= end) {
+            store<kWide>(to, x), to += W;
           } else {
-            const unsigned byte = *bits++;
-            gather(byte, x, to, end);
-            to += __builtin_popcount(byte);
+            gather_next<kWide>(bits, x, to, end);
           }
+          bits += W / 8;
         }
         if constexpr (kFactors) {
-          total += x * load<32>(u);
-          u += 8;
-          if (out) store<32>(out, load<32>(out) + x * v), out += 8;
+          total += x * load<kWide>(u);
+          u += W;
+          if (out) store<kWide>(out, load<kWide>(out) + x * v), out += W;
         }
       }
     }

@@ -14,6 +14,7 @@
 
 #include "gemm.h"
 #include "rank1_pairs.h"
+#include "rank1_rows.h"
 #include "support.h"
 #include "transpose.h"
 #include "vec.h"
@@ -953,134 +954,100 @@ FF_INLINE void sum_rows_and_columns(const T* g, int64_t stride, int64_t rows, in
   }
 }
 
-// The same for exactly `Rows` rows, whose sums stay in registers, and sums of columns that are added to.
-template <int Rows, class T, int B>
-FF_INLINE void sum_few_rows_and_columns(const T* g, int64_t stride, int64_t n, const Compute<T>* scale, const T* along,
-                                        Vec<T, B>* row_sums, Compute<T>* column_sums) {
-  using V = Vec<T, B>;
-  constexpr int L = kLanes<T, B>;
-  V sums[Rows], by[Rows];
-#pragma GCC unroll 4
-  for (int m = 0; m < Rows; ++m) sums[m] = row_sums[m], by[m] = V{} + scale[m];
-  int64_t j = 0;
-  for (; j + 2 * L <= n; j += 2 * L) {
-    const V a0 = load<B>(along + j), a1 = load<B>(along + j + L);
-    V c0 = load<B>(column_sums + j), c1 = load<B>(column_sums + j + L);
-#pragma GCC unroll 4
-    for (int m = 0; m < Rows; ++m) {
-      const V g0 = load<B>(g + m * stride + j), g1 = load<B>(g + m * stride + j + L);
-      sums[m] = sums[m] + g0 * a0 + g1 * a1;
-      c0 += g0 * by[m];
-      c1 += g1 * by[m];
-    }
-    store<B>(column_sums + j, c0);
-    store<B>(column_sums + j + L, c1);
-  }
-#pragma GCC unroll 4
-  for (int m = 0; m < Rows; ++m) row_sums[m] = sums[m];
-  if (j < n) {
-    sum_rows_and_columns<T, B>(g + j, stride, Rows, n - j, scale, along + j, row_sums, column_sums + j, true);
-  }
-}
-
-// Linear and kernel layouts where v is a number for each row and u runs along it. A block is four rows, or for
-// channels_last the kh sets of kw rows of one output.
+// Linear and kernel layouts where v is a number for each row and u runs along it.
 template <class T, int B>
 struct BackwardRows {
   FF_INLINE static void run(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const T* u_transposed,
                             Compute<T>* partial, int64_t begin, int64_t end) {
-    using C = Compute<T>;
+    if (!are_alike(op)) return run_sets(op, plan, chunks, u_transposed, partial, begin, end);
     if constexpr (std::is_same_v<T, BFloat16> && kMultipliesPairs<B>) {
-      if (are_alike(op) && multiplies_pairs()) return run_pairs(op, plan, chunks, u_transposed, partial, begin, end);
+      if (multiplies_pairs()) return run_blocks<PairedRows<B>>(op, plan, chunks, partial, begin, end);
     }
-    const bool in_sets = op.layout == kKernel && op.channels_last;
-    const int64_t n = plan.columns, rank = op.rank, un = plan.u_numel, vn = plan.v_numel;
-    const int64_t step = in_sets ? 1 : 4, sets = in_sets ? op.size.kh : 1, most = std::max<int64_t>(4, op.size.kw);
-    const Scratch<Vec<T, B>> sums(most);
-    const Scratch<C> scale(most);
-    // What several ranks read is converted once.
-    const bool once = !std::is_same_v<T, C> && !in_sets && rank > 1;
-    const Scratch<C> g(once ? step * n : 0), u(once ? rank * un : 0);
-    for (int64_t item = begin; item < end; ++item) {
-      const ChunkOf<T> c(op, plan, chunks, u_transposed, partial, item);
-      std::fill(c.du, c.du + rank * un, C(0));
-      if (once) copy<B>(c.u, rank * un, u.get());
-      for (int64_t m = c.first; m < c.last; m += step) {
-        const int64_t rows = in_sets ? op.size.kw : std::min(step, c.last - m), v_at = in_sets ? m * rows : m;
-        if (once) copy<B>(c.g + m * n, rows * n, g.get());
-        for (int64_t r = 0; r < rank; ++r) {
-          for (int64_t j = 0; j < rows; ++j) {
-            sums.get()[j] = Vec<T, B>{};
-            scale.get()[j] = to_compute(c.v[r * vn + v_at + j]);
-          }
-          for (int64_t set = 0; set < sets; ++set) {
-            const int64_t row = in_sets ? (m * sets + set) * rows : m, along = r * un + set * n;
-            if (rows == 4) {
-              outline<B>([&]() FF_INLINE_LAMBDA {
-                if (once) {
-                  sum_few_rows_and_columns<4, C, B>(g.get(), n, n, scale.get(), u.get() + along, sums.get(),
-                                                    c.du + along);
-                } else {
-                  sum_few_rows_and_columns<4, T, B>(c.g + row * n, n, n, scale.get(), c.u + along, sums.get(),
-                                                    c.du + along);
-                }
-              });
-              continue;
-            }
-            sum_rows_and_columns<T, B>(c.g + row * n, n, rows, n, scale.get(), c.u + along, sums.get(), c.du + along,
-                                       true);
-          }
-          for (int64_t j = 0; c.dv && j < rows; ++j) {
-            c.dv[r * vn + v_at + j] = from_compute<T>(sum_lanes(sums.get()[j]));
-          }
-        }
-      }
-    }
+    run_blocks<SingleRows<Compute<T>, B>>(op, plan, chunks, partial, begin, end);
   }
 
-  FF_INLINE static void run_pairs(const Rank1Backward& op, const Plan& plan, const Chunks& chunks,
-                                  const T* u_transposed, float* partial, int64_t begin, int64_t end) {
-    using Rows = PairedRows<B>;
+  // Rows that differ in their scale alone.
+  template <class Rows>
+  FF_INLINE static void run_blocks(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, Compute<T>* partial,
+                                   int64_t begin, int64_t end) {
+    using C = Compute<T>;
+    using E = typename Rows::T;
     constexpr int64_t kRows = Rows::kRows, kColumns = Rows::kColumns;
+    constexpr bool converts = !std::is_same_v<T, E>;
     const int64_t n = plan.columns, un = plan.u_numel, vn = plan.v_numel, rank = op.rank;
     const int64_t whole = ceil_div(n, kColumns) * kColumns;
-    const Scratch<T> none(n), g_last(kRows * kColumns), u_last(rank * kColumns), scale(rank * kRows);
+    const Scratch<E> none(n), g_last(kRows * kColumns), u_last(rank * kColumns), scale(rank * kRows);
+    const Scratch<E> g_own(converts ? kRows * n : 0), u_own(converts ? rank * un : 0);
     const auto left = Rows::lanes_left(n);
-    const Scratch<float> du(rank * whole), sums(rank * kRows + B / 4);
-    std::memset(static_cast<void*>(none.get()), 0, n * sizeof(T));
+    const Scratch<C> du(rank * whole), sums(rank * kRows + B / 4);
+    std::memset(static_cast<void*>(none.get()), 0, n * sizeof(E));
     for (int64_t item = begin; item < end; ++item) {
-      const ChunkOf<T> c(op, plan, chunks, u_transposed, partial, item);
-      Rows::copy_last(c.u, un, rank, n, left, u_last.get());
-      std::memset(du.get(), 0, rank * whole * sizeof(float));
+      const ChunkOf<T> c(op, plan, chunks, nullptr, partial, item);
+      const E* u = u_own.get();
+      if constexpr (converts) {
+        copy<B>(c.u, rank * un, u_own.get());
+      } else {
+        u = c.u;
+      }
+      Rows::copy_last(u, un, rank, n, left, u_last.get());
+      std::memset(du.get(), 0, rank * whole * sizeof(C));
       for (int64_t m = c.first; m < c.last; m += kRows) {
         const int64_t rows = std::min(kRows, c.last - m);
-        const T* g[kRows];
+        const E* from = g_own.get();
+        if constexpr (converts) {
+          copy<B>(c.g + m * n, rows * n, g_own.get());
+        } else {
+          from = c.g + m * n;
+        }
+        const E* g[kRows];
         for (int64_t j = 0; j < kRows; ++j) {
-          g[j] = j < rows ? c.g + (m + j) * n : none.get();
+          g[j] = j < rows ? from + j * n : none.get();
           Rows::copy_last(g[j], n, 1, n, left, g_last.get() + j * kColumns);
         }
         Rows::copy_scales(c.v + m, vn, rank, rows, scale.get());
         for (int64_t r = 0; r < rank;) {
           auto add = [&]<int Ranks>() FF_INLINE_LAMBDA {
             outline<B>([&]() FF_INLINE_LAMBDA {
-              Rows::template add<Ranks>(g, g_last.get(), n, c.u + r * un, un, u_last.get() + r * kColumns,
+              Rows::template add<Ranks>(g, g_last.get(), n, u + r * un, un, u_last.get() + r * kColumns,
                                         scale.get() + r * kRows, sums.get() + r * kRows, du.get() + r * whole, whole);
             });
             r += Ranks;
           };
           rank - r >= 2 ? add.template operator()<2>() : add.template operator()<1>();
         }
-        for (int64_t r = 0; c.dv && r < rank; ++r) {
-          const float* const from = sums.get() + r * kRows;
-          T* const to = c.dv + r * vn + m;
-          if (rows == kRows) {
-            store<4 * kRows>(to, load<4 * kRows>(from));
-          } else {
-            for (int64_t j = 0; j < rows; ++j) to[j] = from_compute<T>(from[j]);
+        for (int64_t r = 0; c.dv && r < rank; ++r) copy<B>(sums.get() + r * kRows, rows, c.dv + r * vn + m);
+      }
+      for (int64_t r = 0; r < rank; ++r) Rows::in_order(du.get() + r * whole, n, c.du + r * un);
+    }
+  }
+
+  // The kernel layout in channels_last: kh sets of kw rows for each output.
+  FF_INLINE static void run_sets(const Rank1Backward& op, const Plan& plan, const Chunks& chunks, const T* u_transposed,
+                                 Compute<T>* partial, int64_t begin, int64_t end) {
+    using C = Compute<T>;
+    const int64_t n = plan.columns, rank = op.rank, un = plan.u_numel, vn = plan.v_numel, sets = op.size.kh,
+                  rows = op.size.kw;
+    const Scratch<Vec<T, B>> sums(rows);
+    const Scratch<C> scale(rows);
+    for (int64_t item = begin; item < end; ++item) {
+      const ChunkOf<T> c(op, plan, chunks, u_transposed, partial, item);
+      std::fill(c.du, c.du + rank * un, C(0));
+      for (int64_t m = c.first; m < c.last; ++m) {
+        for (int64_t r = 0; r < rank; ++r) {
+          for (int64_t j = 0; j < rows; ++j) {
+            sums.get()[j] = Vec<T, B>{};
+            scale.get()[j] = to_compute(c.v[r * vn + m * rows + j]);
+          }
+          for (int64_t set = 0; set < sets; ++set) {
+            const int64_t along = r * un + set * n;
+            sum_rows_and_columns<T, B>(c.g + (m * sets + set) * rows * n, n, rows, n, scale.get(), c.u + along,
+                                       sums.get(), c.du + along, true);
+          }
+          for (int64_t j = 0; c.dv && j < rows; ++j) {
+            c.dv[r * vn + m * rows + j] = from_compute<T>(sum_lanes(sums.get()[j]));
           }
         }
       }
-      for (int64_t r = 0; r < rank; ++r) Rows::in_order(du.get() + r * whole, n, c.du + r * un);
     }
   }
 };

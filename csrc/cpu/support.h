@@ -140,6 +140,21 @@ FF_INLINE Vec<float, B> spread_next(const uint8_t* bits, const T*& from) {
   return out;
 }
 
+// As `spread_next`, but nothing is read beyond `last` + 7.
+template <int B, class T>
+FF_INLINE Vec<float, B> spread_within(const uint8_t* bits, const T*& from, const T* last) {
+  if constexpr (B == 64) {
+    if (__builtin_expect(from + 8 <= last, 1)) return spread_next<B>(bits, from);
+  }
+  Vec<float, B> out{};
+  for (int k = 0; k < B / 32; ++k) {
+    const Eight part = spread(bits[k], from, last);
+    std::memcpy(reinterpret_cast<char*>(&out) + 32 * k, &part, 32);
+    from += __builtin_popcount(bits[k]);
+  }
+  return out;
+}
+
 // The same by the lowest bits of a number.
 template <int B, class T>
 FF_INLINE Vec<float, B> spread_next(uint32_t bits, const T*& from) {
@@ -202,6 +217,19 @@ FF_INLINE void gather_halves([[maybe_unused]] const uint8_t* bits, [[maybe_unuse
 // As `gather`, a register of B bytes, and `to` moves on.
 template <int B, class T>
 FF_INLINE void gather_next(const uint8_t* bits, Vec<float, B> x, T*& to, const T* end) {
+#if defined(FF_DISPATCH) && !defined(__clang__)
+  if constexpr (B == 64) {
+    if (__builtin_expect(to + 16 <= end, 1)) {
+      uint16_t there;
+      std::memcpy(&there, bits, sizeof(there));
+      Vec<float, 64> found;
+      asm("vcompressps %1, %0%{%2%}%{z%}" : "=v"(found) : "v"(x), "Yk"(there));
+      store<64>(to, found);
+      to += __builtin_popcount(there);
+      return;
+    }
+  }
+#endif
   for (int k = 0; k < B / 32; ++k) {
     Eight part;
     std::memcpy(&part, reinterpret_cast<const char*>(&x) + 32 * k, 32);
