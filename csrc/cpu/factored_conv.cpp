@@ -9,6 +9,7 @@ namespace fastfact {
 namespace {
 
 constexpr int64_t kSecond = 1 << 19;  // bytes of the second cache for what is used again
+constexpr int64_t kSome = 64;         // channels of x
 
 // The factors and μ as the kernels read them, for all groups; made once a call.
 template <class T>
@@ -130,15 +131,21 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.s = forward_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c.i), p.x_pairs = in_pairs<T>(c, op.mu);
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.y = {static_cast<T*>(op.y), c.n, c.groups * c.o, c.oh, c.ow, c.y_channels_last};
-  p.grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, c.i * op.rank + c.o, packing_cost(c, op.rank, op.mu));
+  const double packing = packing_cost(c, op.rank, op.mu);
+  const Grid grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, c.i * op.rank + c.o, packing);
+  // The order of the sums comes from here, the threads have no say in it.
+  p.plan = make_plan(p.s, make_tilings(grid, most).whole, op.mu.count, p.x_pairs);
+  // All channels at once keep a tile of y in the caches between them, some at a time keep x there, where it is larger.
+  const int64_t outputs = grid.rows * grid.width * lanes, of_x = c.i * c.stride[0] * c.stride[1] * outputs;
+  const int64_t step = std::max(p.plan.block, kChunk);
+  p.chunk = c.i;
+  if (of_x > c.o * outputs && of_x * int64_t(sizeof(C)) >= kSecond) {
+    p.chunk = ceil_div(ceil_div(c.i, ceil_div(c.i, kSome)), step) * step;
+  }
+  p.grid = share_out(grid, p.s, most, packing, op.threads);
   p.slab = make_slab(p.s, p.grid.rows, p.grid.width, lanes);
   p.tilings = make_tilings(p.grid, most);
-  p.plan = make_plan(p.s, p.tilings.whole, op.mu.count, p.x_pairs);
   p.shares = make_shares(p.grid.units() * c.groups, c.o, lanes, op.threads);
-  // All channels at once keep a tile of y in the caches between them, few at a time keep x there, where it is large.
-  const int64_t of_x = c.i * p.slab.channel, of_y = p.shares.channels * p.grid.rows * p.grid.width * lanes;
-  p.chunk = std::max(p.plan.block, kChunk);
-  if (of_y * int64_t(sizeof(C)) > kSecond || of_x * int64_t(sizeof(C)) < kSecond) p.chunk = c.i;
   return p;
 }
 

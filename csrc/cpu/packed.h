@@ -171,12 +171,18 @@ inline Tilings make_tilings(const Grid& g, int64_t most) {
   return {make_tiling(g.rows, g.width, most), make_tiling(g.height - (g.bands - 1) * g.rows, g.width, most)};
 }
 
-// `kept`: elements that a unit keeps for each of its outputs. `packing`: what it costs to pack a register of the input
-// beside all that is computed for a register of outputs.
+// What a unit of `rows` × `columns` registers costs. `packing`: what it costs to pack a register of the input beside
+// all that is computed for a register of outputs.
+inline double unit_cost(const Geometry& s, int64_t rows, int64_t columns, int64_t most, double packing) {
+  constexpr double kTile = 3;  // registers that a tile costs beside its own
+  const double packed = ((rows - 1) * s.stride[0] + 1 + s.reach[0]) * ((columns - 1) * s.stride[1] + 1 + s.reach[1]);
+  return rows * columns + kTile * tile_rows(rows, columns, most).second + packing * packed;
+}
+
+// `kept`: elements that a unit keeps for each of its outputs. `packing`: as above.
 inline Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, int64_t most,
                       int64_t kept, double packing) {
   constexpr int64_t kKept = 1 << 20;  // elements of a unit
-  constexpr double kTile = 3;         // registers that a tile costs beside its own
   Grid g{};
   double best = 0;
   for (int64_t down = 1; down <= std::min(rows, lanes); ++down) {
@@ -188,12 +194,22 @@ inline Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t column
       int64_t band = std::clamp<int64_t>(kKept / (width * lanes * kept), 1, height);
       const int64_t bands = ceil_div(height, band);
       band = ceil_div(height, bands);
-      const double packed = ((band - 1) * s.stride[0] + 1 + s.reach[0]) * ((width - 1) * s.stride[1] + 1 + s.reach[1]);
-      const double work =
-          blocks * bands * (band * width + kTile * tile_rows(band, width, most).second + packing * packed);
+      const double work = blocks * bands * unit_cost(s, band, width, most, packing);
       if (g.lanes && work >= best) continue;
       best = work, g = {n, down, across, height, width, lanes, blocks, band, ceil_div(height, band)};
     }
+  }
+  return g;
+}
+
+// In more bands where threads would wait for others. Results that are summed over units change with it.
+inline Grid share_out(Grid g, const Geometry& s, int64_t most, double packing, int64_t threads) {
+  double least = 0;
+  for (int64_t bands = g.bands, last = std::min(g.height, g.bands + threads - 1); bands <= last; ++bands) {
+    const int64_t rows = ceil_div(g.height, bands), units = g.blocks * ceil_div(g.height, rows) * s.groups;
+    const double time = ceil_div(units, threads) * unit_cost(s, rows, g.width, most, packing);
+    if (least && time >= 0.95 * least) continue;
+    least = time, g.rows = rows, g.bands = ceil_div(g.height, rows);
   }
   return g;
 }

@@ -280,10 +280,20 @@ def test_planes_without_mu(case):
     compare(draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1)), size, how)
 
 
-def test_few_images_on_more_threads():
-    """Channels are shared out where there are fewer units than threads, and no bit depends on it."""
-    size, how = (70, 100, 3, 3), {"padding": 1}
-    t = draw(3, size, 7, 9, 1, 0.1, torch.float32)
+# Channels shared out, bands of rows, and more channels of x than are packed at once.
+THREADS = [
+    (3, (70, 100, 3, 3), 7, 9, {"padding": 1}),
+    (1, (40, 24, 3, 3), 28, 28, {"padding": 1}),
+    (8, (40, 130, 3, 3), 13, 13, {"padding": 1}),
+    (9, (24, 100, 3, 3), 15, 15, {"padding": 1, "stride": 2}),
+]
+
+
+@pytest.mark.parametrize("case", THREADS, ids=str)
+def test_few_images_on_more_threads(case):
+    """Where there are fewer units than threads outputs are shared out, and no bit depends on it."""
+    n, size, h, w, how = case
+    t = draw(n, size, h, w, 1, 0.1, torch.float32)
     compare(t, size, how)
     results = []
     threads = torch.get_num_threads()
