@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "items.h"
+#include "linear_tiles.h"
 #include "recent.h"
 #include "tiles.h"
 
@@ -1248,7 +1249,7 @@ bool factored_linear(const FactoredLinear& op, ParallelFor parallel_for) {
 bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   const bool planes = op.x.plane || op.dy.plane || (op.dx.data && op.dx.plane);
   if (!planes && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, true)) {
-    if (op.rank <= kFewRanks) return linear_in_tiles_backward(op, parallel_for);
+    if (op.rank <= kFewRanks || !are_thin(op.n, op.i, op.o)) return linear_in_tiles_backward(op, parallel_for);
     FactoredLinearBackward rest = op;
     rest.du = rest.dv = nullptr;
     if (!linear_in_tiles_backward(rest, parallel_for)) return false;

@@ -207,6 +207,16 @@ struct MultiplyTiles {
   FF_INLINE static void terms(int64_t depth, const C* b, V (&sum)[MR][2], const Left& left) {
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) sum[m][0] = sum[m][1] = V{};
+    add_terms(depth, b, sum, left);
+  }
+
+  // sum[m] += Σ_d a[d][m] · b[d]
+  FF_INLINE static void add(const C* a, const C* b, int64_t depth, V (&sum)[MR][2]) {
+    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[d * MR + m]; });
+  }
+
+  template <class Left>
+  FF_INLINE static void add_terms(int64_t depth, const C* b, V (&sum)[MR][2], const Left& left) {
     for (int64_t d = 0; d < depth; ++d) {
       const V b0 = load<B>(b + d * NR), b1 = load<B>(b + d * NR + L);
 #pragma GCC unroll 16

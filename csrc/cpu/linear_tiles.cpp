@@ -13,6 +13,7 @@
 
 #include "gemm.h"
 #include "items.h"
+#include "rank1_rows.h"
 
 namespace fastfact {
 namespace {
@@ -53,10 +54,11 @@ struct RowsProduct {
   // height] and [panel of columns][rank][its width].
   int64_t rank;
   const float *of_terms, *of_columns;
-  // Of pairs, of which tiles of x and panels of W have half as many terms, factors of all ranks stand so:
-  // [tile][rank][tile's height] of h and [panel of columns][rank][its width].
+  // Factors that are further terms of the product stand so: h = x uᵀ [tile][rank][tile's height] and [panel of
+  // columns][rank][its width], in pairs where x and W are, of which there are half as many terms then.
   bool pairs;
-  const Pair *hidden, *beside;
+  int64_t beside_rank;
+  const void *hidden, *beside;
 };
 
 // Whether y and dx are multiplied in pairs.
@@ -163,9 +165,9 @@ struct RunProduct {
         MultiplyTiles<float, B>::multiply(reinterpret_cast<const E*>(left), reinterpret_cast<const E*>(right),
                                           terms / kFactors, sum);
       }
-      if constexpr (kFactors == 2) {
-        const int64_t rank = p.w.rank;
-        if (ends) MultiplyTiles<float, B>::add(p.hidden + row / MR * MR * rank, p.beside + column * rank, rank, sum);
+      if (const int64_t rank = p.beside_rank; ends && rank) {
+        MultiplyTiles<float, B>::add(static_cast<const E*>(p.hidden) + row / MR * MR * rank,
+                                     static_cast<const E*>(p.beside) + column * rank, rank, sum);
       }
       if (d) {
 #pragma GCC unroll 16
@@ -482,6 +484,37 @@ struct RunHidden {
   }
 };
 
+// h of rows packed as [tile][depth][tile's height], u [panel of ranks][depth][its width]: [tile][rank][tile's height].
+struct HiddenFloats {
+  const float *x, *u;
+  int64_t depth, rank;
+  float* out;
+};
+
+template <class T, int B>
+struct RunHiddenFloats {
+  // Items are tiles.
+  FF_INLINE static void run(const HiddenFloats& h, int64_t begin, int64_t end) {
+    using Tiles = MultiplyTiles<float, B>;
+    constexpr int64_t MR = Tiles::MR, NR = Tiles::NR;
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t tile = begin; tile < end; ++tile) {
+        for (int64_t r = 0; r < h.rank; r += NR) {
+          alignas(64) float sums[MR * NR];
+          const float *const x = h.x + tile * h.depth * MR, *const u = h.u + r * h.depth;
+          for (int64_t d = 0; d < h.depth; d += kSlice) {
+            Tiles::accumulate(x + d * MR, u + d * NR, std::min(kSlice, h.depth - d), sums, d == 0);
+          }
+          float* const to = h.out + (tile * h.rank + r) * MR;
+          for (int64_t k = 0; k < std::min(NR, h.rank - r); ++k) {
+            for (int64_t m = 0; m < MR; ++m) to[k * MR + m] = sums[m * NR + k];
+          }
+        }
+      }
+    });
+  }
+};
+
 // What is multiplied in pairs beside x and W: h, and each number of the other factor twice.
 class Beside {
  public:
@@ -532,26 +565,32 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   const bool pairs = rows_in_pairs<T>(depth);
   const int64_t slice = slice_of(depth, (pairs ? kSliceOfPairs : kSlice) * (n <= kShort ? kLonger : 1)),
                 nr = register_bytes() / 2;
-  const int64_t rank = w.rank > kFewRanks && !pairs ? w.rank : 0;
+  // Further terms of the product where rows are few, or in pairs; otherwise added to W.
+  const int64_t beside_rank = pairs || are_thin(n, w.i, w.o) ? w.rank : 0;
+  const int64_t rank = w.rank > kFewRanks && !beside_rank ? w.rank : 0, of_floats = pairs ? 0 : beside_rank;
   const int64_t of_slice = ceil_div(slice, mr) * mr * rank;
-  const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice), of_columns(ceil_div(columns, nr) * nr * rank);
-  auto pack = [&](const float* from, int64_t row, int64_t count, int64_t width, float* to) {
-    const Operand factor{{from, 0}, steps(count, 1), steps(rank, row)};
-    dispatch<PackPanels, float>(factor, int64_t(0), int(width), to, int64_t(0), ceil_div(count, width));
+  const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice),
+      of_columns(ceil_div(columns, nr) * nr * (rank + of_floats)), of_hidden(ceil_div(of_floats, nr) * nr * depth),
+      hidden(ceil_div(std::min(n, most), mr) * mr * of_floats);
+  auto pack = [&](const float* from, int64_t row, int64_t row_step, int64_t terms, int64_t term_step, int64_t width,
+                  float* to) {
+    const Operand factor{{from, 0}, steps(row, row_step), steps(terms, term_step)};
+    dispatch<PackPanels, float>(factor, int64_t(0), int(width), to, int64_t(0), ceil_div(row, width));
   };
+  const float *const terms = turned ? w.u : w.v, *const across = turned ? w.v : w.u;
+  const int64_t terms_row = turned ? w.u_row : w.v_row, across_row = turned ? w.v_row : w.u_row;
   if (rank) {
-    const float *const terms = turned ? w.u : w.v, *const across = turned ? w.v : w.u;
-    const int64_t terms_row = turned ? w.u_row : w.v_row, across_row = turned ? w.v_row : w.u_row;
     for (int64_t d = 0; d < depth; d += slice) {
-      pack(terms + d, terms_row, std::min(slice, depth - d), mr, of_terms.get() + d / slice * of_slice);
+      pack(terms + d, std::min(slice, depth - d), 1, rank, terms_row, mr, of_terms.get() + d / slice * of_slice);
     }
-    pack(across, across_row, columns, nr, of_columns.get());
   }
+  if (of_floats) pack(terms, of_floats, terms_row, depth, 1, nr, of_hidden.get());
+  if (rank || of_floats) pack(across, columns, 1, w.rank, across_row, nr, of_columns.get());
   std::unique_ptr<const Beside> beside;
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (pairs) beside = std::make_unique<const Beside>(w, turned, std::min(n, most), depth, columns);
   }
-  const bool packs = !reads_rows<T>(register_bytes()) || columns > kNarrow;
+  const bool packs = !reads_rows<T>(register_bytes()) || columns > kNarrow || of_floats;
   const Scratch<float> packed(packs ? ceil_div(std::min(n, most), mr) * mr * depth + 16 : 0);
   for (int64_t first = 0; first < n; first += most) {
     const int64_t rows = std::min(most, n - first);
@@ -569,8 +608,15 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     }
     RowsProduct<T> p{w, turned, rows, depth, columns, slice, kGroup};
     if (rank) p.w.rank = 0, p.rank = rank, p.of_terms = of_terms.get(), p.of_columns = of_columns.get();
+    p.beside_rank = beside_rank;
+    if (of_floats) p.w.rank = 0, p.hidden = hidden.get(), p.beside = of_columns.get();
     p.packed = packs ? packed.get() : nullptr, p.bias = bias, p.x = x + first * depth, p.y = y + first * columns;
     p.pairs = pairs;
+    if (of_floats) {
+      const HiddenFloats h{packed.get(), of_hidden.get(), depth, of_floats, hidden.get()};
+      parallel(parallel_for, ceil_div(rows, mr), ceil_div(1 << 16, mr * depth * of_floats),
+               [&](int64_t begin, int64_t end) { dispatch<RunHiddenFloats, float>(h, begin, end); });
+    }
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (pairs) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
     }
@@ -594,7 +640,7 @@ struct Gradient {
   int64_t size;                                                     // of the sums of a block
   float* sums;                                                      // [block][part], null where there is one part
   T* dvalues;
-  float *du, *dv;  // [row block][rank, u_row] and [column block][rank, v_row], or null
+  float *du, *dv;  // [row block][rank, u_row] and [column block][rank, v_row], or both null
 };
 
 template <class T, int B>
@@ -602,6 +648,7 @@ struct RunGradient {
   static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
   static constexpr int kWide = std::max(B, 32), W = kWide / int(sizeof(float));  // what values are gathered from
   static constexpr int64_t kAhead = 12;  // rows of dy that are fetched before they are copied
+  using Rows = SingleRows<float, B>;
 
   struct Block {
     int64_t o, outputs, i, inputs, tiles, panels;
@@ -742,20 +789,18 @@ struct RunGradient {
       std::memset(du + r * w.u_row + block.i, 0, std::min(block.panels * NR, w.u_row - block.i) * sizeof(float));
     }
     outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t m = 0; m < block.outputs; ++m) {
-        const int64_t o = block.o + m, next = block.i + g.inputs;
-        const float* const row = sums + m * NR;
-        if (g.dvalues) {
-          T* const to = g.dvalues + w.support.start(o, block.i);
-          const T* const end = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
-          if (du && dv) {
-            take_row<true, true>(g, block, row, o, 0, du, dv, to, end);
-          } else {
-            take_row<true, false>(g, block, row, o, 0, nullptr, nullptr, to, end);
-          }
+      for (int64_t first = 0; first < block.outputs; first += Rows::kRows) {
+        const int64_t count = std::min(Rows::kRows, block.outputs - first), next = block.i + g.inputs;
+        for (int64_t o = block.o + first; g.dvalues && o < block.o + first + count; ++o) {
+          T* const end = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
+          take_values(w, block, sums + (o - block.o) * NR, o, g.dvalues + w.support.start(o, block.i), end);
         }
-        for (int64_t r = g.dvalues && du && dv ? 1 : 0; r < w.rank && (du || dv); ++r) {
-          take_row<false, true>(g, block, row, o, r, du, dv, nullptr, nullptr);
+        for (int64_t r = 0; du && r < w.rank; r += 2) {
+          if (w.rank - r >= 2) {
+            take_factors<2>(w, block, sums + first * NR, block.o + first, count, r, du, dv);
+          } else {
+            take_factors<1>(w, block, sums + first * NR, block.o + first, count, r, du, dv);
+          }
         }
       }
     });
@@ -766,38 +811,56 @@ struct RunGradient {
     __builtin_prefetch(to + 208, 1);
   }
 
-  // Of row o of a block: the gradients of the values, and what it adds to the gradients of factor r.
-  template <bool kValues, bool kFactors>
-  FF_INLINE static void take_row(const Gradient<T>& g, const Block& block, const float* sums, int64_t o, int64_t r,
-                                 float* du, float* dv, T* to, const T* end) {
-    const Weight<T>& w = g.w;
-    const uint8_t* bits = kValues ? w.support.bytes(o, block.i) : nullptr;
-    const float* u = kFactors ? w.u + r * w.u_row + block.i : nullptr;
-    float* out = kFactors && du ? du + r * w.u_row + block.i : nullptr;
-    const float v = kFactors ? w.v[r * w.v_row + o] : 0;
-    Vec<float, kWide> total{};
-    const int64_t step = block.panel();
-    for (int64_t panel = 0; panel < block.panels; ++panel, sums += step) {
-      if constexpr (kValues) fetch_written(to);
+  // The gradients of the values of row o of a block.
+  FF_INLINE static void take_values(const Weight<T>& w, const Block& block, const float* sums, int64_t o, T* to,
+                                    const T* end) {
+    const uint8_t* bits = w.support.bytes(o, block.i);
+    for (int64_t panel = 0; panel < block.panels; ++panel, sums += block.panel()) {
+      fetch_written(to);
 #pragma GCC unroll 2
       for (int k = 0; k < NR; k += W) {
         const Vec<float, kWide> x = load<kWide>(sums + k);
-        if constexpr (kValues) {
-          if (w.support.whole && to + W <= end) {
-            store<kWide>(to, x), to += W;
-          } else {
-            gather_next<kWide>(bits, x, to, end);
-          }
-          bits += W / 8;
+        if (w.support.whole && to + W <= end) {
+          store<kWide>(to, x), to += W;
+        } else {
+          gather_next<kWide>(bits, x, to, end);
         }
-        if constexpr (kFactors) {
-          total += x * load<kWide>(u);
-          u += W;
-          if (out) store<kWide>(out, load<kWide>(out) + x * v), out += W;
-        }
+        bits += W / 8;
       }
     }
-    if (kFactors && dv) dv[r * w.v_row + o] = sum_lanes(total);
+  }
+
+  // What `count` rows of a block from row o on add to the gradients of ranks from r on.
+  template <int Ranks>
+  FF_INLINE static void take_factors(const Weight<T>& w, const Block& block, const float* sums, int64_t o,
+                                     int64_t count, int64_t r, float* du, float* dv) {
+    constexpr int kRows = Rows::kRows;
+    alignas(64) static const float none[NR] = {};
+    const float* rows[kRows];
+    int64_t next[kRows];
+    Vec<float, B> lanes[Ranks][kRows]{};
+    alignas(64) float scale[Ranks * kRows], of_rows[Ranks * kRows + L];
+    for (int m = 0; m < kRows; ++m) {
+      const bool there = m < count;
+      rows[m] = there ? sums + m * NR : none, next[m] = there ? block.panel() - L : -L;
+      for (int k = 0; k < Ranks; ++k) scale[k * kRows + m] = there ? w.v[(r + k) * w.v_row + o + m] : 0;
+    }
+    const float* u = w.u + r * w.u_row + block.i;
+    du += r * w.u_row + block.i;
+    for (int64_t panel = 0; panel < block.panels; ++panel, u += NR, du += NR) {
+      Rows::template add_block<Ranks>(rows, u, w.u_row, scale, lanes, du, w.u_row);
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) rows[m] += L;
+      Rows::template add_block<Ranks>(rows, u + L, w.u_row, scale, lanes, du + L, w.u_row);
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) rows[m] += next[m];
+    }
+    auto row = [&](int k) FF_INLINE_LAMBDA { return lanes[k / kRows % Ranks][k % kRows]; };
+#pragma GCC unroll 8
+    for (int k = 0; k < Ranks * kRows; k += L) store<B>(of_rows + k, sums_of_rows<L, Vec<float, B>>(row, k));
+    for (int64_t k = 0; k < Ranks; ++k) {
+      std::memcpy(dv + (r + k) * w.v_row + o, of_rows + k * kRows, count * sizeof(float));
+    }
   }
 };
 
@@ -819,7 +882,7 @@ struct TakeParts {
   }
 };
 
-// The gradients of the values and, where they are few, of the factors, null where not asked for.
+// The gradients of the values and the factors, null where not asked for.
 template <class T>
 void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
                    ParallelFor parallel_for) {
@@ -837,10 +900,11 @@ void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dv
   g.rows = ceil_div(ceil_div(n, g.parts), kSlice) * kSlice, g.parts = ceil_div(n, g.rows);
   g.size = (ceil_div(g.outputs, mr) * mr + 1) * nr * ceil_div(g.inputs, nr);
   const Scratch<float> sums(g.parts > 1 ? blocks * g.parts * g.size : 0);
-  const Scratch<float> du_parts(du ? g.row_blocks * w.rank * w.u_row : 0);
-  const Scratch<float> dv_parts(dv ? g.column_blocks * w.rank * w.v_row : 0);
+  const bool factors = du || dv;
+  const Scratch<float> du_parts(factors ? g.row_blocks * w.rank * w.u_row : 0);
+  const Scratch<float> dv_parts(factors ? g.column_blocks * w.rank * w.v_row : 0);
   g.sums = g.parts > 1 ? sums.get() : nullptr, g.dvalues = dvalues;
-  g.du = du ? du_parts.get() : nullptr, g.dv = dv ? dv_parts.get() : nullptr;
+  if (factors) g.du = du_parts.get(), g.dv = dv_parts.get();
   parallel(parallel_for, blocks * g.parts, 1,
            [&](int64_t begin, int64_t end) { dispatch<RunGradient, T>(g, begin, end); });
   if (g.sums) {

@@ -29,6 +29,9 @@ struct Padded {
   }
 };
 
+// Whether thin products of n rows and the factors take less than what the factors take beside W or dW.
+inline bool are_thin(int64_t n, int64_t i, int64_t o) { return double(n) * double(i + o) < double(i) * double(o); }
+
 // Values of a row of W that are read next.
 template <class T>
 FF_INLINE void fetch(const T* from, int64_t count) {
