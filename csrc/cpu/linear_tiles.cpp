@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kSlice = 256;  // of the depth of a product; a multiple of 64
 constexpr int64_t kSliceOfPairs = 384;
 constexpr int64_t kLonger = 4,
-                  kShort = 64;        // slices of so few rows, for which what counts is how W is read, are longer
+                  kShort = 64;        // rows so few that what counts is how W is read: slices are longer
 constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
 constexpr int64_t kPass = 252;        // rows whose slice the second cache holds, at most
 constexpr int64_t kGroup = 128;       // columns of W made together; a multiple of 64
@@ -939,14 +939,17 @@ struct Made {
   }
 };
 
-// Of bfloat16 in pairs from more rows on tiles are faster. Otherwise high ranks cost more in them than beside few rows.
-bool are_few(int64_t n, int64_t rank, bool pairs) {
-  return n <= (pairs ? kFewInPairs : rank > kFewRanks ? 4 * kFewRows : kFewRows);
+// Up to how many rows the kernels of few rows are faster than tiles.
+int64_t few_rows(bool pairs, bool backward) {
+  if (pairs) return kFewInPairs;
+  if (register_bytes() < 64) return kFewRows;
+  return backward ? kShort : 2 * tile_rows(64);
 }
 
 // multiply(W), or few(W) where rows are few; false where the positions of μ do not ascend. `depth`: of the product.
 template <class Op, class Multiply, class Few>
-bool with_weight(const Op& op, int64_t depth, ParallelFor parallel_for, const Multiply& multiply, const Few& few) {
+bool with_weight(const Op& op, int64_t depth, bool backward, ParallelFor parallel_for, const Multiply& multiply,
+                 const Few& few) {
   bool valid = true;
   with_type(op.type, [&](auto one) {
     using T = decltype(one);
@@ -954,7 +957,7 @@ bool with_weight(const Op& op, int64_t depth, ParallelFor parallel_for, const Mu
       const auto support = find_bits(op.o, op.i, op.mu, parallel_for);
       if (!(valid = bool(support))) return;
       const Made<T> made(op, *support);
-      are_few(op.n, op.rank, rows_in_pairs<T>(depth)) ? few(made.w) : multiply(made.w);
+      op.n <= few_rows(rows_in_pairs<T>(depth), backward) ? few(made.w) : multiply(made.w);
     }
   });
   return valid;
@@ -987,7 +990,8 @@ bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
     multiply_rows(w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data.get() : nullptr,
                   static_cast<T*>(op.y.data), parallel_for);
   };
-  return with_weight(op, op.i, parallel_for, multiply, [&](const auto& w) { multiply_few(w, op, parallel_for); });
+  return with_weight(op, op.i, false, parallel_for, multiply,
+                     [&](const auto& w) { multiply_few(w, op, parallel_for); });
 }
 
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
@@ -998,7 +1002,7 @@ bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor para
     if (dvalues || du || dv) sum_gradients(w, op.n, x, dy, dvalues, du, dv, parallel_for);
   };
   auto few = [&](const auto& w) { multiply_few_backward(w, op, parallel_for); };
-  return with_weight(op, op.o, parallel_for, multiply, few);
+  return with_weight(op, op.o, true, parallel_for, multiply, few);
 }
 
 }  // namespace fastfact
