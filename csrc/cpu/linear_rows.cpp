@@ -1,19 +1,21 @@
 // The factored linear layer of few rows (linear_tiles.h): values are spread out by the bits of their support and
 // multiplied by all rows at once; what the factors add is made apart, of what is thin.
 #include "gemm.h"
+#include "items.h"
 #include "linear_tiles.h"
 
 namespace fastfact {
 namespace {
 
-constexpr int64_t kRowsOfW = 4;         // taken together
-constexpr int64_t kOfX = 1 << 15;       // numbers of x that stay in the second cache
-constexpr int64_t kMostInputs = 2048;   // taken together
-constexpr int64_t kSlack = 16;          // values read beyond the last
-constexpr int64_t kLeastOutputs = 64;   // of an item
-constexpr int64_t kLeastInputs = 256;   // of an item, backward
-constexpr int64_t kMostBackward = 512;  // inputs of an item, backward, so that x and dx stay in the first two caches
+constexpr int64_t kRowsOfW = 4;        // taken together
+constexpr int64_t kOfX = 1 << 15;      // numbers of x that stay in the second cache
+constexpr int64_t kMostInputs = 2048;  // taken together
+constexpr int64_t kSlack = 16;         // values read beyond the last
+constexpr int64_t kLeastOutputs = 64;  // of an item
 constexpr int64_t kItems = 16;
+constexpr int64_t kMostBackward = 512;   // so that x and dx stay in the first two caches
+constexpr int64_t kSummed = 64;          // columns summed together
+constexpr int64_t kLeastWork = 1 << 16;  // multiplications that are worth a thread
 
 struct Dots {
   const float *left, *right;  // [rows, left_row], [columns, right_row], padded with zeros
@@ -21,22 +23,20 @@ struct Dots {
   float* out;  // [rows, columns]
 };
 
-// out = left · rightᵀ
+// out = left · rightᵀ. Items are numbers of out.
 template <class T, int B>
 struct RunDots {
-  FF_INLINE static void run(const Dots& d) {
-    for (int64_t m = 0; m < d.rows; ++m) {
-      for (int64_t n = 0; n < d.columns; ++n) {
-        const float *a = d.left + m * d.left_row, *b = d.right + n * d.right_row;
-        Vec<float, B> sums[4]{};
-        for (int64_t k = 0; k < d.depth; k += 64) {
+  FF_INLINE static void run(const Dots& d, int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const float *a = d.left + item / d.columns * d.left_row, *b = d.right + item % d.columns * d.right_row;
+      Vec<float, B> sums[4]{};
+      for (int64_t k = 0; k < d.depth; k += 64) {
 #pragma GCC unroll 16
-          for (int64_t j = 0; j < 64; j += kLanes<float, B>) {
-            sums[j / kLanes<float, B> % 4] += load<B>(a + k + j) * load<B>(b + k + j);
-          }
+        for (int64_t j = 0; j < 64; j += kLanes<float, B>) {
+          sums[j / kLanes<float, B> % 4] += load<B>(a + k + j) * load<B>(b + k + j);
         }
-        d.out[m * d.columns + n] = sum_lanes(sums[0] + sums[1] + (sums[2] + sums[3]));
       }
+      d.out[item] = sum_lanes(sums[0] + sums[1] + (sums[2] + sums[3]));
     }
   }
 };
@@ -265,10 +265,15 @@ struct RunFew {
 template <class T>
 struct Backward {
   TiledWeight<T> w;
-  int64_t n, row, inputs;             // of x and dx; inputs of an item
-  const float *x, *dy, *grad_hidden;  // dy [o, n], [n, rank]
-  float* sums;                        // dx as float
+  int64_t n, row;                          // of x
+  int64_t inputs, chunks, outputs, parts;  // of an item, and how many there are
+  const float *x, *dy, *grad_hidden;       // dy [o, n], [n, rank]
+  float* sums;                             // what an item adds to dx, [chunk][part][n, width]
   T *dx, *dvalues;
+
+  // Not a power of two, whose rows would share few sets of the first cache.
+  int64_t width() const { return inputs + 16; }
+  float* of(int64_t chunk, int64_t part) const { return sums + (chunk * parts + part) * n * width(); }
 };
 
 template <class T, int B>
@@ -276,30 +281,31 @@ struct RunFewBackward {
   using V = Vec<float, B>;
   static constexpr int kLane = B / int(sizeof(float));
 
-  FF_INLINE static void run(const Backward<T>& g, int64_t begin, int64_t end) {
+  // Items are (chunk of the inputs, part of the outputs).
+  FF_INLINE static void run(const Backward<T>& g, const Items& items) {
     const TiledWeight<T>& w = g.w;
     const Scratch<typename Piece<T>::Last> last(1);
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t c = item * g.inputs, count = std::min(g.inputs, w.i - c), width = ceil_div(count, kLane) * kLane;
-      if (g.dx) start(g, c, width);
-      for (int64_t o = 0; o < w.o; o += kRowsOfW) {
+    for (int64_t item; (item = items.take()) < items.count();) {
+      const int64_t c = item / g.parts * g.inputs, count = std::min(g.inputs, w.i - c);
+      const int64_t width = ceil_div(count, kLane) * kLane, first = item % g.parts * g.outputs;
+      float* const sums = g.of(item / g.parts, item % g.parts);
+      if (g.dx) start(g, c, width, first == 0, sums);
+      for (int64_t o = first; o < std::min(first + g.outputs, w.o); o += kRowsOfW) {
         outline<B>([&]() FF_INLINE_LAMBDA {
-          if (g.dx && g.dvalues) add<true, true>(g, o, c, count, width, *last.get());
-          if (g.dx && !g.dvalues) add<true, false>(g, o, c, count, width, *last.get());
-          if (!g.dx) add<false, true>(g, o, c, count, width, *last.get());
+          if (g.dx && g.dvalues) add<true, true>(g, o, c, count, width, sums, *last.get());
+          if (g.dx && !g.dvalues) add<true, false>(g, o, c, count, width, sums, *last.get());
+          if (!g.dx) add<false, true>(g, o, c, count, width, sums, *last.get());
         });
       }
-      for (int64_t m = 0; g.dx && m < g.n; ++m) copy<B>(g.sums + m * g.row + c, count, g.dx + m * w.i + c);
     }
   }
 
-  // What the factors add to dx.
-  FF_INLINE static void start(const Backward<T>& g, int64_t c, int64_t width) {
+  // Zeros, or what the factors add to dx.
+  FF_INLINE static void start(const Backward<T>& g, int64_t c, int64_t width, bool factors, float* to) {
     const TiledWeight<T>& w = g.w;
-    for (int64_t m = 0; m < g.n; ++m) {
-      float* const to = g.sums + m * g.row + c;
-      std::memset(to, 0, width * sizeof(float));
-      for (int64_t r = 0; r < w.rank; ++r) {
+    for (int64_t m = 0; m < g.n; ++m, to += g.width()) {
+      std::memset(to, 0, g.width() * sizeof(float));
+      for (int64_t r = 0; factors && r < w.rank; ++r) {
         const float h = g.grad_hidden[m * w.rank + r];
         for (int64_t k = 0; k < width; ++k) to[k] += h * w.u[r * w.u_row + c + k];
       }
@@ -307,7 +313,7 @@ struct RunFewBackward {
   }
 
   template <bool kInput, bool kValues>
-  FF_INLINE static void add(const Backward<T>& g, int64_t o, int64_t c, int64_t count, int64_t width,
+  FF_INLINE static void add(const Backward<T>& g, int64_t o, int64_t c, int64_t count, int64_t width, float* sums,
                             typename Piece<T>::Last& last) {
     const TiledWeight<T>& w = g.w;
     const Piece<T> piece(w, o, c, width, last);
@@ -318,7 +324,7 @@ struct RunFewBackward {
       from[k] = piece.from[k], to[k] = there ? g.dvalues + w.support.start(o + k, c) : none;
       end[k] = to[k] + (there ? piece.count[k] : 0);
     }
-    const int64_t n = g.n, row = g.row, ahead = piece.ahead, bits_row = piece.bits_row;
+    const int64_t n = g.n, row = g.row, dx_row = g.width(), ahead = piece.ahead, bits_row = piece.bits_row;
     const float* const dy = g.dy + o * n;
     const uint8_t* bits = piece.bits;
     // Registers of which all numbers are there are read and written in place.
@@ -337,8 +343,8 @@ struct RunFewBackward {
         }
       }
       const float* x = g.x + c + j;
-      float* dx = g.sums + c + j;
-      for (int64_t m = 0; m < n; ++m, x += row, dx += row) {
+      float* dx = sums + j;
+      for (int64_t m = 0; m < n; ++m, x += row, dx += dx_row) {
         V sum{}, in{};
         if constexpr (kInput) sum = load<B>(dx);
         if constexpr (kValues) in = load<B>(x);
@@ -374,49 +380,90 @@ template <class T>
 struct Copied {
   int64_t row;
   Scratch<float> data;
-  Copied(const void* from, int64_t n, int64_t size, int64_t rows)
+  Copied(const void* from, int64_t rows, int64_t size, ParallelFor parallel_for)
       : row(ceil_div(size, 64) * 64 + 16), data(rows * row) {
-    for (int64_t m = 0; m < rows; ++m) {
-      float* const to = data.get() + m * row;
-      const int64_t there = m < n ? size : 0;
-      dispatch<CopyRow, T>(static_cast<const T*>(from) + (m < n ? m * size : 0), there, to);
-      std::fill(to + there, to + row, 0.f);
-    }
+    parallel(parallel_for, rows, ceil_div(1 << 14, row), [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m) {
+        dispatch<CopyRow, T>(static_cast<const T*>(from) + m * size, size, row, data.get() + m * row);
+      }
+    });
   }
-
- private:
-  template <class S, int B>
-  struct CopyRow {
-    FF_INLINE static void run(const S* from, int64_t n, float* to) { copy<B>(from, n, to); }
-  };
 };
 
 template <class T>
 void make_dots(const float* left, int64_t left_row, int64_t rows, const float* right, int64_t right_row,
-               int64_t columns, int64_t depth, float* out) {
-  if (columns) dispatch<RunDots, T>(Dots{left, right, left_row, right_row, rows, columns, depth, out});
+               int64_t columns, int64_t depth, float* out, ParallelFor parallel_for) {
+  const Dots d{left, right, left_row, right_row, rows, columns, depth, out};
+  parallel(parallel_for, rows * columns, ceil_div(kLeastWork, depth + 1),
+           [&](int64_t begin, int64_t end) { dispatch<RunDots, T>(d, begin, end); });
 }
 
-// out [rank, size] = hiddenᵀ rows
 template <class T>
-void sum_products(const float* hidden, int64_t n, int64_t rank, const float* rows, int64_t row, int64_t size, T* out) {
-  for (int64_t r = 0; r < rank && out; ++r) {
-    for (int64_t k = 0; k < size; ++k) {
-      float sum = 0;
-      for (int64_t m = 0; m < n; ++m) sum += hidden[m * rank + r] * rows[m * row + k];
-      out[r * size + k] = from_compute<T>(sum);
+struct Sums {
+  const float* hidden;  // [n, rank]
+  int64_t n, rank;
+  const float* rows;  // [n, row]
+  int64_t row, size;
+  T* out;
+};
+
+// out [rank, size] = hiddenᵀ rows. Items are columns of out, kSummed of them.
+template <class T, int B>
+struct RunSums {
+  FF_INLINE static void run(const Sums<T>& s, int64_t begin, int64_t end) {
+    constexpr int L = kLanes<float, B>;
+    for (int64_t first = begin * kSummed; first < std::min(end * kSummed, s.size); first += kSummed) {
+      for (int64_t r = 0; r < s.rank; ++r) {
+        Vec<float, B> sums[kSummed / L]{};
+        for (int64_t m = 0; m < s.n; ++m) {
+          const float h = s.hidden[m * s.rank + r];
+#pragma GCC unroll 16
+          for (int k = 0; k < kSummed / L; ++k) sums[k] += load<B>(s.rows + m * s.row + first + k * L) * h;
+        }
+        alignas(64) float found[kSummed];
+#pragma GCC unroll 16
+        for (int k = 0; k < kSummed / L; ++k) store<B>(found + k * L, sums[k]);
+        copy<B>(found, std::min(kSummed, s.size - first), s.out + r * s.size + first);
+      }
     }
   }
+};
+
+template <class T>
+void sum_products(const Sums<T>& s, ParallelFor parallel_for) {
+  parallel(parallel_for, s.out ? ceil_div(s.size, kSummed) : 0, ceil_div(kLeastWork, s.n * s.rank * kSummed + 1),
+           [&](int64_t begin, int64_t end) { dispatch<RunSums, T>(s, begin, end); });
 }
+
+// dx = what the parts of the outputs add to it. Items are rows.
+template <class T, int B>
+struct SumParts {
+  FF_INLINE static void run(const Backward<T>& g, int64_t begin, int64_t end) {
+    const Scratch<float> sum(g.width());
+    for (int64_t m = begin; m < end; ++m) {
+      for (int64_t c = 0, chunk = 0; c < g.w.i; c += g.inputs, ++chunk) {
+        const float* from = g.of(chunk, 0) + m * g.width();
+        std::memcpy(sum.get(), from, g.width() * sizeof(float));
+        for (int64_t part = 1; part < g.parts; ++part) {
+          from = g.of(chunk, part) + m * g.width();
+          for (int64_t k = 0; k < g.width(); k += kLanes<float, B>) {
+            store<B>(sum.get() + k, load<B>(sum.get() + k) + load<B>(from + k));
+          }
+        }
+        copy<B>(sum.get(), std::min(g.inputs, g.w.i - c), g.dx + m * g.w.i + c);
+      }
+    }
+  }
+};
 
 }  // namespace
 
 template <class T>
 void multiply_few(const TiledWeight<T>& w, const FactoredLinear& op, ParallelFor parallel_for) {
-  const Copied<T> x(op.x.data, op.n, w.i, op.n);
+  const Copied<T> x(op.x.data, op.n, w.i, parallel_for);
   const Padded<T> bias(op.bias, op.bias ? 1 : 0, w.o);
   const Scratch<float> hidden(op.n * w.rank);
-  make_dots<T>(x.data.get(), x.row, op.n, w.u, w.u_row, w.rank, w.i, hidden.get());
+  make_dots<T>(x.data.get(), x.row, op.n, w.u, w.u_row, w.rank, w.i, hidden.get(), parallel_for);
   Forward<T> f{w, op.n, x.row};
   f.chunk = std::clamp<int64_t>(kOfX / op.n, 512, kMostInputs) / 64 * 64;
   f.outputs = std::max(ceil_div(ceil_div(w.o, kItems), kRowsOfW) * kRowsOfW, kLeastOutputs);
@@ -429,26 +476,39 @@ void multiply_few(const TiledWeight<T>& w, const FactoredLinear& op, ParallelFor
 template <class T>
 void multiply_few_backward(const TiledWeight<T>& w, const FactoredLinearBackward& op, ParallelFor parallel_for) {
   const int64_t n = op.n;
-  const Copied<T> x(op.x.data, n, w.i, n), dy(op.dy.data, n, w.o, n);
-  const Scratch<float> turned(ceil_div(w.o, kRowsOfW) * kRowsOfW * n), sums(op.dx.data ? n * x.row : 0);
+  const Copied<T> x(op.x.data, n, w.i, parallel_for), dy(op.dy.data, n, w.o, parallel_for);
+  const Scratch<float> turned(ceil_div(w.o, kRowsOfW) * kRowsOfW * n);
   const Scratch<float> hidden(n * w.rank), grad_hidden(n * w.rank);
-  for (int64_t o = 0; o < ceil_div(w.o, kRowsOfW) * kRowsOfW; ++o) {
-    for (int64_t m = 0; m < n; ++m) turned.get()[o * n + m] = o < w.o ? dy.data.get()[m * dy.row + o] : 0;
-  }
+  parallel(parallel_for, ceil_div(w.o, kSummed), ceil_div(kLeastWork, n * kSummed), [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * kSummed, last = first; first < end * kSummed; first = last) {
+      last = std::min(first + kSummed, ceil_div(w.o, kRowsOfW) * kRowsOfW);
+      if (last <= first) return;
+      for (int64_t m = 0; m < n; ++m) {
+        for (int64_t o = first; o < last; ++o) turned.get()[o * n + m] = o < w.o ? dy.data.get()[m * dy.row + o] : 0;
+      }
+    }
+  });
   if (op.dx.data || op.du) {
-    make_dots<T>(dy.data.get(), dy.row, n, w.v, w.v_row, w.rank, w.o, grad_hidden.get());
+    make_dots<T>(dy.data.get(), dy.row, n, w.v, w.v_row, w.rank, w.o, grad_hidden.get(), parallel_for);
   }
-  if (op.dv) make_dots<T>(x.data.get(), x.row, n, w.u, w.u_row, w.rank, w.i, hidden.get());
+  if (op.dv) make_dots<T>(x.data.get(), x.row, n, w.u, w.u_row, w.rank, w.i, hidden.get(), parallel_for);
   Backward<T> g{w, n, x.row};
-  g.inputs = std::clamp(ceil_div(ceil_div(w.i, kItems), 64) * 64, kLeastInputs, kMostBackward);
+  // The sums depend on the number of parts, so it depends on the shape only.
+  g.chunks = ceil_div(w.i, kMostBackward), g.inputs = ceil_div(ceil_div(w.i, g.chunks), 64) * 64;
+  g.chunks = ceil_div(w.i, g.inputs);
+  g.outputs = std::max(ceil_div(ceil_div(w.o, ceil_div(kItems / 2, g.chunks)), kRowsOfW) * kRowsOfW, kLeastOutputs);
+  g.parts = ceil_div(w.o, g.outputs);
+  const Scratch<float> sums(op.dx.data ? g.chunks * g.parts * n * g.width() : 0);
   g.x = x.data.get(), g.dy = turned.get(), g.grad_hidden = grad_hidden.get(), g.sums = sums.get();
   g.dx = static_cast<T*>(op.dx.data), g.dvalues = static_cast<T*>(op.dvalues);
   if (g.dx || g.dvalues) {
-    parallel(parallel_for, ceil_div(w.i, g.inputs), 1,
-             [&](int64_t begin, int64_t end) { dispatch<RunFewBackward, T>(g, begin, end); });
+    const Items items(g.chunks * g.parts);
+    parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunFewBackward, T>(g, items); });
   }
-  sum_products(grad_hidden.get(), n, w.rank, x.data.get(), x.row, w.i, static_cast<T*>(op.du));
-  sum_products(hidden.get(), n, w.rank, dy.data.get(), dy.row, w.o, static_cast<T*>(op.dv));
+  parallel(parallel_for, g.dx ? n : 0, ceil_div(kLeastWork, g.parts * w.i + 1),
+           [&](int64_t begin, int64_t end) { dispatch<SumParts, T>(g, begin, end); });
+  sum_products(Sums<T>{grad_hidden.get(), n, w.rank, x.data.get(), x.row, w.i, static_cast<T*>(op.du)}, parallel_for);
+  sum_products(Sums<T>{hidden.get(), n, w.rank, dy.data.get(), dy.row, w.o, static_cast<T*>(op.dv)}, parallel_for);
 }
 
 template void multiply_few(const TiledWeight<float>&, const FactoredLinear&, ParallelFor);

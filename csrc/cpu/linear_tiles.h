@@ -15,6 +15,15 @@ struct TiledWeight {
   const T *u_in_memory, *v_in_memory;  // u [rank, i], v [rank, o]
 };
 
+// n numbers as float, zeros behind them up to `row`.
+template <class T, int B>
+struct CopyRow {
+  FF_INLINE static void run(const T* from, int64_t n, int64_t row, float* to) {
+    copy<B>(from, n, to);
+    std::fill(to + n, to + row, 0.f);
+  }
+};
+
 // Rows [rank, size] as float, each padded with zeros to a multiple of 64 numbers.
 template <class T>
 struct Padded {
@@ -22,9 +31,7 @@ struct Padded {
   Scratch<float> data;
   Padded(const void* from, int64_t rows, int64_t size) : row(ceil_div(size, 64) * 64), data(rows * row) {
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t k = 0; k < row; ++k) {
-        data.get()[r * row + k] = k < size ? to_compute(static_cast<const T*>(from)[r * size + k]) : 0;
-      }
+      dispatch<CopyRow, T>(static_cast<const T*>(from) + r * size, size, row, data.get() + r * row);
     }
   }
 };
