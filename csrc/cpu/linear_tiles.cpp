@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kSlice = 256;  // of the depth of a product; a multiple of 64
 constexpr int64_t kSliceOfPairs = 384;
 constexpr int64_t kLonger = 4,
-                  kShort = 64;        // rows so few that what counts is how W is read: slices are longer
+                  kShort = 64;        // slices of so few rows, for which what counts is how W is read, are longer
 constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
 constexpr int64_t kPass = 252;        // rows whose slice the second cache holds, at most
 constexpr int64_t kGroup = 128;       // columns of W made together; a multiple of 64
@@ -943,7 +943,7 @@ struct Made {
 int64_t few_rows(bool pairs, bool backward) {
   if (pairs) return kFewInPairs;
   if (register_bytes() < 64) return kFewRows;
-  return backward ? kShort : 2 * tile_rows(64);
+  return (backward ? 4 : 2) * tile_rows(64);
 }
 
 // multiply(W), or few(W) where rows are few; false where the positions of μ do not ascend. `depth`: of the product.
