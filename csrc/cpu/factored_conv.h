@@ -116,7 +116,7 @@ bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool ba
 inline bool takes_dense(Type type, int64_t n, int64_t i, int64_t o, bool backward) {
   return !n || in_tiles(type, n, i, o, o * i, backward);
 }
-constexpr int64_t kFewRanks = 4;  // up to which du and dv are summed from tiles of dW
+constexpr int64_t kFewRanks = 4;  // up to which factors are worth no product of their own
 bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for);
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for);
 

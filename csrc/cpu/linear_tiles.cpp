@@ -5,8 +5,8 @@
 // memory. Rows of x (dy) are packed in panels of a tile's height. dW = dyᵀ x is summed a block at a time, and the
 // gradients of the values are gathered from the block, those of the factors summed from it.
 //
-// bfloat16 is multiplied in pairs where the machine can. W is μ alone then, and factors are further terms of the
-// product: h = x uᵀ beside x, as the sum of two numbers of bfloat16, and v beside μ.
+// Where rows are few W is μ alone, and factors are further terms of the product: h = x uᵀ beside x, and v beside μ. So
+// it is where bfloat16 is multiplied in pairs, h being the sum of two numbers of bfloat16.
 #include "linear_tiles.h"
 
 #include <memory>

@@ -101,6 +101,12 @@ CASES = [
     ((17,), (2, 6), 5, 0.6),
     ((4,), (70, 900), 2, 0.4),
     ((13,), (130, 66), 20, 0.5),
+    # Factors as terms of the product, of more ranks than a panel has, and gradients of theirs from blocks of dW.
+    ((70,), (300, 500), 9, 0.6),
+    ((90,), (400, 700), 37, 0.5),
+    ((300,), (50, 70), 17, 0.6),
+    # Few rows whose inputs and outputs are shared out, backward.
+    ((45,), (300, 1100), 6, 0.5),
 ]
 
 
@@ -180,14 +186,15 @@ def test_gradients_of_parts_only():
         assert torch.allclose(leaf.grad, whole[1][name].grad), name
 
 
+@pytest.mark.parametrize(("rows", "size"), [(2100, (70, 90)), (45, (300, 1100)), (100, (300, 500))])
 @pytest.mark.parametrize("density", [0.1, 0.6])
-def test_results_repeat(density):
-    t = draw((2100,), (70, 90), 3, density, torch.float32)
+def test_results_repeat(rows, size, density):
+    t = draw((rows,), size, 3, density, torch.float32)
     results = []
     for threads in (1, 2):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        y, leaves = ours(t, (70, 90))
+        y, leaves = ours(t, size)
         y.sum().backward()
         torch.set_num_threads(before)
         results.append((y, *(leaf.grad for leaf in leaves.values())))
