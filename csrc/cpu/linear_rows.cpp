@@ -13,7 +13,7 @@ constexpr int64_t kMostInputs = 2048;  // taken together
 constexpr int64_t kSlack = 16;         // values read beyond the last
 constexpr int64_t kLeastOutputs = 64;  // of an item
 constexpr int64_t kItems = 16;
-constexpr int64_t kMostBackward = 512;   // so that x and dx stay in the first two caches
+constexpr int64_t kMostBackward = 512;   // inputs of an item, backward, so that x and dx stay in the first two caches
 constexpr int64_t kSummed = 64;          // columns summed together
 constexpr int64_t kLeastWork = 1 << 16;  // multiplications that are worth a thread
 
