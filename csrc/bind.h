@@ -12,9 +12,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "cpu/pages.h"
 
 namespace fastfact::bind {
 
@@ -105,19 +103,6 @@ inline bool fills_memory(const Tensor& t) {
   return true;
 }
 
-// Where memory is so large that malloc maps it anew, a page at a time, half of the time that it takes to fill it goes
-// into the faults.
-inline void map_by_large_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = 2 << 20;
-  constexpr int64_t kLeast = 4 << 20;
-  if (bytes < kLeast) return;
-  const auto at = reinterpret_cast<uintptr_t>(data), first = (at + kPage - 1) / kPage * kPage,
-             last = (at + bytes) / kPage * kPage;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
-
 // An uninitialised tensor on the CPU, of the type of `like`, dense with its axes in this order.
 inline Tensor empty(const Tensor& like, const Shape& sizes, const Shape& order) {
   Shape strides(sizes.size());
@@ -132,7 +117,9 @@ inline Tensor empty(const Tensor& like, const Shape& sizes, const Shape& order) 
                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
                                aoti_torch_device_type_cpu(), 0, &out));
   const Tensor made(out);
-  map_by_large_pages(made.mutable_data_ptr(), made.numel() * made.element_size());
+  constexpr int64_t kLeast = 2 * kLargePage;  // what malloc may map anew each time
+  const int64_t bytes = made.numel() * made.element_size();
+  if (bytes >= kLeast) map_by_large_pages(made.mutable_data_ptr(), bytes);
   return made;
 }
 

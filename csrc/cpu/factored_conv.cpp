@@ -9,7 +9,7 @@ namespace fastfact {
 namespace {
 
 constexpr int64_t kSecond = 1 << 19;  // bytes of the second cache for what is used again
-constexpr int64_t kSome = 64;         // channels of x
+constexpr int64_t kTogether = 64;     // channels of x that are packed together where x is larger than y
 
 // The factors and μ as the kernels read them, for all groups; made once a call.
 template <class T>
@@ -140,7 +140,7 @@ Prepared<T> prepare(const FactoredConv& op) {
   const int64_t step = std::max(p.plan.block, kChunk);
   p.chunk = c.i;
   if (of_x > c.o * outputs && of_x * int64_t(sizeof(C)) >= kSecond) {
-    p.chunk = ceil_div(ceil_div(c.i, ceil_div(c.i, kSome)), step) * step;
+    p.chunk = ceil_div(ceil_div(c.i, ceil_div(c.i, kTogether)), step) * step;
   }
   p.grid = share_out(grid, p.s, most, packing, op.threads);
   p.slab = make_slab(p.s, p.grid.rows, p.grid.width, lanes);

@@ -855,9 +855,7 @@ struct RunGradient {
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) rows[m] += next[m];
     }
-    auto row = [&](int k) FF_INLINE_LAMBDA { return lanes[k / kRows % Ranks][k % kRows]; };
-#pragma GCC unroll 8
-    for (int k = 0; k < Ranks * kRows; k += L) store<B>(of_rows + k, sums_of_rows<L, Vec<float, B>>(row, k));
+    Rows::sum_lanes_of(lanes, of_rows);
     for (int64_t k = 0; k < Ranks; ++k) {
       std::memcpy(dv + (r + k) * w.v_row + o, of_rows + k * kRows, count * sizeof(float));
     }

@@ -77,6 +77,12 @@ struct SingleRows {
       for (int m = 0; m < kRows; ++m) rows[m] = g_last + m * kColumns;
       add_block<Ranks>(rows, u_last, kColumns, scale, dv, du + j, du_stride);
     }
+    sum_lanes_of(dv, sums);
+  }
+
+  // The sums over the lanes of dv, with a register more of `sums` than there are.
+  template <int Ranks>
+  FF_INLINE static void sum_lanes_of(const V (&dv)[Ranks][kRows], C* sums) {
     auto row = [&](int k) FF_INLINE_LAMBDA { return dv[k / kRows % Ranks][k % kRows]; };
 #pragma GCC unroll 8
     for (int first = 0; first < Ranks * kRows; first += L) store<B>(sums + first, sums_of_rows<L, V>(row, first));

@@ -5,10 +5,7 @@
 #include <cstring>
 #include <new>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
+#include "pages.h"
 #include "vec.h"
 
 namespace fastfact {
@@ -16,7 +13,6 @@ namespace {
 
 constexpr std::align_val_t kLine{64};
 constexpr int64_t kMost = 16 << 20;  // bytes that a thread keeps
-constexpr int64_t kPage = 2 << 20;   // of memory that is mapped by large pages
 constexpr int64_t kSmall = 4 << 10;  // less is left to malloc, which keeps it, and more than kMost / 2
 
 // A thread's blocks, one after the other as on a stack. What does not fit is memory of its own, and the next time that
@@ -53,15 +49,13 @@ class Stack {
  private:
   void grow() {
     std::free(data_);
-    size_ = (needed_ + kPage - 1) / kPage * kPage;
-    data_ = static_cast<char*>(std::aligned_alloc(kPage, size_));
+    size_ = (needed_ + kLargePage - 1) / kLargePage * kLargePage;
+    data_ = static_cast<char*>(std::aligned_alloc(kLargePage, size_));
     if (!data_) {
       size_ = needed_ = 0;
       return;
     }
-#if defined(MADV_HUGEPAGE)
-    madvise(data_, size_, MADV_HUGEPAGE);
-#endif
+    map_by_large_pages(data_, size_);
   }
 
   char* data_ = nullptr;

@@ -108,6 +108,18 @@ inline constexpr std::array<std::array<uint64_t, 2>, 9> kLater = [] {
   return table;
 }();
 
+// As `spread`, a register of B bytes, eight numbers after the other; last(from) is what `spread` takes for each.
+template <int B, class T, class Last>
+FF_INLINE Vec<float, B> spread_bytes(const uint8_t* bits, const T*& from, const Last& last) {
+  Vec<float, B> out{};
+  for (int k = 0; k < B / 32; ++k) {
+    const Eight part = spread(bits[k], from, last(from));
+    std::memcpy(reinterpret_cast<char*>(&out) + 32 * k, &part, 32);
+    from += __builtin_popcount(bits[k]);
+  }
+  return out;
+}
+
 // As `spread`, a register of B bytes, of which all are read, and `from` moves on to the values that come next.
 // (VEXPANDPS takes a fifth longer on Zen 5.)
 #if defined(FF_DISPATCH) && !defined(__clang__)
@@ -131,13 +143,7 @@ FF_INLINE Vec<float, B> spread_next(const uint8_t* bits, const T*& from) {
 #if defined(FF_DISPATCH) && !defined(__clang__)
   if constexpr (B == 64) return spread_sixteen(bits[0], bits[1], from);
 #endif
-  Vec<float, B> out{};
-  for (int k = 0; k < B / 32; ++k) {
-    const Eight part = spread(bits[k], from, from);
-    std::memcpy(reinterpret_cast<char*>(&out) + 32 * k, &part, 32);
-    from += __builtin_popcount(bits[k]);
-  }
-  return out;
+  return spread_bytes<B>(bits, from, [](const T* at) FF_INLINE_LAMBDA { return at; });
 }
 
 // As `spread_next`, but nothing is read beyond `last` + 7.
@@ -146,13 +152,7 @@ FF_INLINE Vec<float, B> spread_within(const uint8_t* bits, const T*& from, const
   if constexpr (B == 64) {
     if (__builtin_expect(from + 8 <= last, 1)) return spread_next<B>(bits, from);
   }
-  Vec<float, B> out{};
-  for (int k = 0; k < B / 32; ++k) {
-    const Eight part = spread(bits[k], from, last);
-    std::memcpy(reinterpret_cast<char*>(&out) + 32 * k, &part, 32);
-    from += __builtin_popcount(bits[k]);
-  }
-  return out;
+  return spread_bytes<B>(bits, from, [last](const T*) FF_INLINE_LAMBDA { return last; });
 }
 
 // The same by the lowest bits of a number.
