@@ -78,8 +78,9 @@ def test_an_op_by_the_five_steps(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", "kernels", "_cuda*.so")
     shutil.copytree(ROOT / "fastfact", tmp_path / "fastfact", ignore=ignored)
     (tmp_path / "csrc" / "cpu").mkdir(parents=True)
-    for name in ("bind.h", "cpu/kernels.h"):
-        shutil.copy(ROOT / "csrc" / name, tmp_path / "csrc" / name)
+    for folder in ("csrc", "csrc/cpu"):
+        for header in (ROOT / folder).glob("*.h"):
+            shutil.copy(header, tmp_path / folder)
 
     def add(file, text):
         with open(tmp_path / file, "a") as end:
