@@ -428,7 +428,8 @@ Tensor factored_linear(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTen
                                         of.v.part(k),
                                         bias.part(k),
                                         of.mu.part(k),
-                                        {part(y, k), of.o, 0}},
+                                        {part(y, k), of.o, 0},
+                                        torch::stable::get_num_threads()},
                                        parallel_for));
   }
   return y;
@@ -458,7 +459,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad,
                                                  {wants[0] ? part(dx, k) : nullptr, of.i, 0},
                                                  wants[1] ? part(du, k) : nullptr,
                                                  wants[2] ? part(dv, k) : nullptr,
-                                                 wants[3] ? of.mu.of(dvalues, k) : nullptr},
+                                                 wants[3] ? of.mu.of(dvalues, k) : nullptr,
+                                                 torch::stable::get_num_threads()},
                                                 parallel_for));
   }
   return {dx, du, dv, dvalues};

@@ -95,6 +95,7 @@ struct FactoredLinear {
   const void *u, *v, *bias;  // u [rank, i], v [rank, o], bias [o] or null
   Sparse mu;                 // [o, i]
   Matrix<void> y;
+  int64_t threads = 1;  // how many `parallel_for` has; no number depends on it
 };
 
 struct FactoredLinearBackward {
@@ -105,6 +106,7 @@ struct FactoredLinearBackward {
   Sparse mu;
   Matrix<void> dx;  // null where not asked for, as those below
   void *du, *dv, *dvalues;
+  int64_t threads = 1;  // as above
 };
 
 // These two return false, without a result, where the nonzeros are not ascending positions in μ.

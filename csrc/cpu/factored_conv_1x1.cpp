@@ -70,7 +70,7 @@ bool factored_conv_1x1(const FactoredConv& op, ParallelFor parallel_for) {
   const Conv& c = op.conv;
   if (is_linear(c, op.rank)) {
     factored_linear({op.type, c.n * c.h * c.w, c.i, c.o, 0, pixels_of(op.x, c, c.i, c.x_channels_last), nullptr,
-                     nullptr, op.bias, op.mu, pixels_of(op.y, c, c.o, c.y_channels_last)},
+                     nullptr, op.bias, op.mu, pixels_of(op.y, c, c.o, c.y_channels_last), op.threads},
                     parallel_for);
     return true;
   }
@@ -90,7 +90,7 @@ bool factored_conv_backward_1x1(const FactoredConvBackward& op, ParallelFor para
   if (is_linear(c, op.rank)) {
     factored_linear_backward({op.type, c.n * c.h * c.w, c.i, c.o, 0, pixels_of(op.x, c, c.i, c.x_channels_last),
                               pixels_of(op.dy, c, c.o, c.y_channels_last), nullptr, nullptr, op.mu,
-                              pixels_of(op.dx, c, c.i, op.dx_channels_last), nullptr, nullptr, op.dvalues},
+                              pixels_of(op.dx, c, c.i, op.dx_channels_last), nullptr, nullptr, op.dvalues, op.threads},
                              parallel_for);
     return true;
   }

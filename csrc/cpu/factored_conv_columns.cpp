@@ -251,7 +251,7 @@ bool forward(const FactoredConv& op, ParallelFor parallel_for) {
   work.taps_first = op.mu.channels_last;
   turn(work, parallel_for);
   if (!factored_linear(
-          {op.type, of.pixels, of.row, c.o, 0, {rows.get(), of.row, 0}, nullptr, nullptr, op.bias, op.mu, {y, c.o, 0}},
+          {op.type, of.pixels, of.row, c.o, 0, {rows.get(), of.row, 0}, nullptr, nullptr, op.bias, op.mu, {y, c.o, 0}, op.threads},
           parallel_for)) {
     return false;
   }
@@ -298,7 +298,8 @@ bool backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
                                                           {op.dx ? drows.get() : nullptr, of.row, 0},
                                                           nullptr,
                                                           nullptr,
-                                                          op.dvalues},
+                                                          op.dvalues,
+                                                          op.threads},
                                                          parallel_for)) {
     return false;
   }

@@ -24,13 +24,13 @@ constexpr int64_t kLonger = 4,
                   kShort = 64;        // slices of so few rows, for which what counts is how W is read, are longer
 constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
 constexpr int64_t kPass = 252;        // rows whose slice the second cache holds, at most
-constexpr int64_t kGroup = 128;       // columns of W made together; a multiple of 64
+constexpr int64_t kGroup = 128;       // columns of W made together, at most; a multiple of 64
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
 constexpr int64_t kItems = 16;        // wanted of work, for the threads
 constexpr int64_t kNarrow = 384;      // columns of W so few that rows read again for each panel need no packing
-constexpr int64_t kLeastRows = 2 * kPass;
-constexpr int64_t kOutputs = 252, kInputs = 768, kLeastOutputs = 96;  // of a block of dW
+constexpr int64_t kOutputs = 252, kInputs = 768;         // of a block of dW, at most
+constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
 constexpr int64_t kLeastSum = 4 * kSlice;                             // rows of a part of dW
 
 int64_t slice_of(int64_t depth, int64_t most) {
@@ -557,11 +557,35 @@ class Beside {
   const Scratch<Pair> hidden_, factors_;
 };
 
+// Items of a product of rows and W, of whole tiles and panels. No number depends on them.
+struct Cut {
+  int64_t range, group;  // rows, columns
+};
+
+Cut share_out(int64_t rows, int64_t columns, int64_t most, int64_t threads) {
+  constexpr double kMade = 24;  // rows that take as long to be multiplied as W to be made
+  const int64_t tile = tile_rows(register_bytes()), width = register_bytes() / 2;
+  const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width), fewest = ceil_div(columns, most);
+  Cut out{};
+  double least = 0;
+  for (int64_t groups = fewest; groups <= std::min(panels, fewest + threads - 1); ++groups) {
+    for (int64_t ranges = 1; ranges <= tiles && (ranges == 1 || (ranges - 1) * groups < 2 * threads); ++ranges) {
+      const int64_t range = ceil_div(tiles, ranges), group = ceil_div(panels, groups);
+      const int64_t items = ceil_div(tiles, range) * ceil_div(panels, group);
+      // Of smaller items fewer are left over where a thread is held up.
+      const double time = (ceil_div(items, threads) + 0.05 * (threads > 1)) * group * (range * tile + kMade);
+      if (least && time > 0.98 * least) continue;
+      least = time, out = {range * tile, group * width};
+    }
+  }
+  return out;
+}
+
 template <class T>
-void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y,
+void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y, int64_t threads,
                    ParallelFor parallel_for) {
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
-  const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / kLeastRows, 1) * kLeastRows;
+  const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / (2 * kPass), 1) * 2 * kPass;
   const bool pairs = rows_in_pairs<T>(depth);
   const int64_t slice = slice_of(depth, (pairs ? kSliceOfPairs : kSlice) * (n <= kShort ? kLonger : 1)),
                 nr = register_bytes() / 2;
@@ -606,7 +630,7 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
         dispatch<PackPanels, T>(from, 0, int(mr), packed.get(), begin, end);
       });
     }
-    RowsProduct<T> p{w, turned, rows, depth, columns, slice, kGroup};
+    RowsProduct<T> p{w, turned, rows, depth, columns, slice};
     if (rank) p.w.rank = 0, p.rank = rank, p.of_terms = of_terms.get(), p.of_columns = of_columns.get();
     p.beside_rank = beside_rank;
     if (of_floats) p.w.rank = 0, p.hidden = hidden.get(), p.beside = of_columns.get();
@@ -620,11 +644,10 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (pairs) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
     }
-    if (rows > kPass) p.group = std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, kGroup);
-    p.groups = ceil_div(columns, p.group);
-    const int64_t ranges = std::clamp<int64_t>(ceil_div(kItems, p.groups), 1, ceil_div(rows, kLeastRows));
-    const auto even = [&](int64_t rows, int64_t parts) { return ceil_div(ceil_div(rows, parts), mr) * mr; };
-    p.range = even(rows, ranges), p.pass = even(p.range, ceil_div(p.range, kPass));
+    const Cut cut = share_out(
+        rows, columns, rows > kPass ? std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, kGroup) : kGroup, threads);
+    p.range = cut.range, p.group = cut.group, p.groups = ceil_div(columns, p.group);
+    p.pass = ceil_div(ceil_div(p.range, ceil_div(p.range, kPass)), mr) * mr;
     const Items items(p.groups * ceil_div(rows, p.range));
     parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunProduct, T>(p, items); });
   }
@@ -666,14 +689,14 @@ struct RunGradient {
   };
 
   // Items are (block, part).
-  FF_INLINE static void run(const Gradient<T>& g, int64_t begin, int64_t end) {
+  FF_INLINE static void run(const Gradient<T>& g, const Items& items) {
     const int64_t most_tiles = ceil_div(g.outputs, MR);
     // A store of a register runs over the end of a row of a tile.
     const bool pairs = in_pairs<T>(kSlice);
     const int64_t step = kSlice / (pairs ? 2 : 1) * MR + L;
     const Scratch<float> left(most_tiles * step), right(kSlice * NR);
     const Scratch<float> own(g.sums ? 0 : g.size);
-    for (int64_t item = begin; item < end; ++item) {
+    for (int64_t item; (item = items.take()) < items.count();) {
       const Block block(g, item / g.parts);
       float* const sums = g.sums ? g.sums + item * g.size : own.get();
       const int64_t first = item % g.parts * g.rows, last = std::min(g.n, first + g.rows);
@@ -880,22 +903,40 @@ struct TakeParts {
   }
 };
 
+// Blocks of dW [outputs, inputs], each in so many parts, by which few threads, however many, end together or nearly.
+// The sums of the factors' gradients depend on them.
+template <class T>
+void cut_into_blocks(Gradient<T>& g, int64_t outputs, int64_t inputs, int64_t parts) {
+  const int64_t tile = tile_rows(register_bytes());
+  const auto least_of = [](int64_t size, int64_t most) { return std::max<int64_t>(1, ceil_div(size, most)); };
+  double least = 0;
+  for (int64_t across = least_of(inputs, kInputs); across <= least_of(inputs, kLeastInputs); ++across) {
+    const int64_t width = ceil_div(ceil_div(inputs, across), 64) * 64;
+    for (int64_t down = least_of(outputs, kOutputs); down <= least_of(outputs, kLeastOutputs); ++down) {
+      const int64_t height = ceil_div(ceil_div(outputs, down), tile) * tile;
+      const int64_t items = ceil_div(outputs, height) * ceil_div(inputs, width) * parts;
+      double time = 0;
+      for (int64_t threads : {2, 4, 8}) time += ceil_div(items, threads) * threads;
+      // Rows of dy and x are copied for each block.
+      time *= double(height * width + 4 * (height + width)) / double(parts);
+      if (least && time >= 0.98 * least) continue;
+      least = time, g.outputs = height, g.inputs = width;
+    }
+  }
+  g.row_blocks = ceil_div(outputs, g.outputs), g.column_blocks = ceil_div(inputs, g.inputs);
+}
+
 // The gradients of the values and the factors, null where not asked for.
 template <class T>
 void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
                    ParallelFor parallel_for) {
   const int64_t mr = tile_rows(register_bytes()), nr = register_bytes() / 2;
   Gradient<T> g{w, n, x, dy};
-  g.column_blocks = ceil_div(w.i, kInputs);
-  g.inputs = ceil_div(ceil_div(w.i, g.column_blocks), 64) * 64, g.column_blocks = ceil_div(w.i, g.inputs);
-  // Items of work are parts of the rows or, where these are few, smaller blocks.
-  const int64_t wanted = kItems / 2, parts = std::clamp<int64_t>(n / kLeastSum, 1, wanted);
-  const int64_t most = ceil_div(w.o, kOutputs), least = std::max(ceil_div(w.o, kLeastOutputs), most);
-  g.row_blocks = std::clamp<int64_t>(ceil_div(wanted, g.column_blocks * parts), most, least);
-  g.outputs = ceil_div(ceil_div(w.o, g.row_blocks), mr) * mr, g.row_blocks = ceil_div(w.o, g.outputs);
-  const int64_t blocks = g.row_blocks * g.column_blocks;
-  g.parts = std::min(parts, ceil_div(wanted, blocks));
+  const int64_t parts = std::clamp<int64_t>(n / kLeastSum, 1, kItems / 2);
+  cut_into_blocks(g, w.o, w.i, parts);
+  g.parts = std::min(parts, ceil_div(kItems / 2, g.row_blocks * g.column_blocks));
   g.rows = ceil_div(ceil_div(n, g.parts), kSlice) * kSlice, g.parts = ceil_div(n, g.rows);
+  const int64_t blocks = g.row_blocks * g.column_blocks;
   g.size = (ceil_div(g.outputs, mr) * mr + 1) * nr * ceil_div(g.inputs, nr);
   const Scratch<float> sums(g.parts > 1 ? blocks * g.parts * g.size : 0);
   const bool factors = du || dv;
@@ -903,8 +944,8 @@ void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dv
   const Scratch<float> dv_parts(factors ? g.column_blocks * w.rank * w.v_row : 0);
   g.sums = g.parts > 1 ? sums.get() : nullptr, g.dvalues = dvalues;
   if (factors) g.du = du_parts.get(), g.dv = dv_parts.get();
-  parallel(parallel_for, blocks * g.parts, 1,
-           [&](int64_t begin, int64_t end) { dispatch<RunGradient, T>(g, begin, end); });
+  const Items items(blocks * g.parts);
+  parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunGradient, T>(g, items); });
   if (g.sums) {
     parallel(parallel_for, blocks, 1, [&](int64_t begin, int64_t end) { dispatch<TakeParts, T>(g, begin, end); });
   }
@@ -986,7 +1027,7 @@ bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
   auto multiply = [&]<class T>(const Weight<T>& w) {
     const Padded<T> bias(op.bias, op.bias ? 1 : 0, op.o);
     multiply_rows(w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data.get() : nullptr,
-                  static_cast<T*>(op.y.data), parallel_for);
+                  static_cast<T*>(op.y.data), op.threads, parallel_for);
   };
   return with_weight(op, op.i, false, parallel_for, multiply,
                      [&](const auto& w) { multiply_few(w, op, parallel_for); });
@@ -995,7 +1036,7 @@ bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   auto multiply = [&]<class T>(const Weight<T>& w) {
     const T *x = static_cast<const T*>(op.x.data), *dy = static_cast<const T*>(op.dy.data);
-    if (op.dx.data) multiply_rows(w, false, op.n, dy, nullptr, static_cast<T*>(op.dx.data), parallel_for);
+    if (op.dx.data) multiply_rows(w, false, op.n, dy, nullptr, static_cast<T*>(op.dx.data), op.threads, parallel_for);
     T *const dvalues = static_cast<T*>(op.dvalues), *const du = static_cast<T*>(op.du), *dv = static_cast<T*>(op.dv);
     if (dvalues || du || dv) sum_gradients(w, op.n, x, dy, dvalues, du, dv, parallel_for);
   };

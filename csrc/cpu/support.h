@@ -22,8 +22,11 @@ struct Bits {
   const uint8_t* bytes(int64_t row, int64_t column) const {
     return reinterpret_cast<const uint8_t*>(bits + row * words) + column / 8;
   }
-  // The nonzeros before a column that is a multiple of 64.
-  int64_t start(int64_t row, int64_t column) const { return before[row * words + column / 64]; }
+  // The nonzeros before a column that is a multiple of 8.
+  int64_t start(int64_t row, int64_t column) const {
+    const int64_t at = row * words + column / 64, word = before[at];
+    return column % 64 ? word + __builtin_popcountll(bits[at] & ((uint64_t(1) << column % 64) - 1)) : word;
+  }
   // Of rows without a gap between them, the nonzeros before a position, and whether one is there.
   int64_t before_position(int64_t at) const {
     const int64_t word = before[at / 64];
