@@ -10,9 +10,10 @@
 // In bfloat16 panels of x and dy are in halves where the machine multiplies pairs, and nonzeros are taken by two.
 // So nothing of the size of W is made. Forward the nonzeros are taken in their own order; backward they are sorted by
 // inputs first, unless there are so few rows that this would take longer than the rest: then dy of an output is kept.
-// Panels that the second cache does not hold are taken in blocks. Where there are few units each is split by outputs,
-// backward by inputs.
+// Panels that the second cache does not hold are taken in blocks. The threads end together: units are shared out by
+// outputs, backward by inputs, where one has a part of them, and each thread makes the panels that it reads.
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -26,9 +27,12 @@ namespace {
 
 constexpr int64_t kRegisters = 8;        // of rows of a unit
 constexpr int64_t kItems = 16;           // wanted of work, for the threads
-constexpr int64_t kLeastWork = 1 << 16;  // multiplications of an item
+constexpr int64_t kLeastWork = 1 << 17;  // multiplications of an item
 constexpr int64_t kSorted = 64;          // more rows repay nonzeros that are sorted
 constexpr int64_t kOutputs = 96;         // outputs computed before they are written
+constexpr int64_t kOfBlocks = 512;       // the same where the inputs are taken in blocks
+constexpr int64_t kTurned = 128;         // channels of an item that turns few rows
+constexpr double kTurning = 6;           // what it takes to turn a channel of a register, in nonzeros
 constexpr int64_t kFewRows = 16;         // up to these, factors are read where they lie
 constexpr int64_t kSummed = 512;         // rows of a part of du and dv, at least
 constexpr int64_t kAhead = 8;            // rows that are fetched before they are copied
@@ -89,15 +93,70 @@ struct Work {
   // By outputs: bounds [o][blocks + 1], the first nonzero of each block of inputs. By inputs: the nonzeros sorted by
   // block of outputs, then inputs; bounds [blocks][i] and one more, the first of each input; and their outputs.
   bool by_inputs;
-  int64_t splits, block, blocks;  // of a unit; inputs (outputs) of a block, blocks
+  int64_t block, blocks;  // inputs (outputs) of a block, blocks
   const int32_t *index, *bounds, *outputs;
   const C* values;
   Factor u_rows, u_columns, v_rows, v_columns;  // u [rank, i], uᵀ, v [rank, o], vᵀ
-  int64_t unit_of(int64_t item) const { return item / splits; }
-  int64_t first_output(int64_t split) const { return split * o / splits; }
-  int64_t first_input(int64_t split) const { return split * i / splits; }
   int64_t rows_of_dy() const { return o + pairs; }  // the last of zeros
 };
+
+// Channels [first, last) of the units of a part.
+struct Piece {
+  int64_t part, first, last;
+};
+
+// What the items of a call do.
+struct Pieces {
+  std::vector<Piece> all;
+  std::vector<int64_t> starts{0};  // of the items, and the end
+  int64_t count() const { return int64_t(starts.size()) - 1; }
+};
+
+// `count` items of equal work. Each piece of a part takes weights[part] · (before + work(last) - work(first)), work(c)
+// being that of channels [0, c).
+template <class F>
+Pieces cut(const std::vector<double>& weights, int64_t channels, double before, const F& work, int64_t count) {
+  const int64_t step = channels < 128 ? 4 : 16;  // whole lines of memory
+  double total = 0;
+  for (double weight : weights) total += weight * (before + work(channels));
+  for (bool again = false;; again = true) {
+    Pieces out;
+    int64_t part = 0, channel = 0;
+    double repeated = 0;
+    for (int64_t item = 0; item < count; ++item) {
+      double left = item + 1 < count ? total / double(count) : std::numeric_limits<double>::infinity();
+      while (part < int64_t(weights.size())) {
+        const auto time = [&](int64_t last) { return weights[part] * (before + work(last) - work(channel)); };
+        int64_t last = channels;
+        if (time(channels) > left) {
+          int64_t low = channel / step, high = ceil_div(channels, step);
+          while (high - low > 1) {
+            const int64_t middle = (low + high) / 2;
+            (time(middle * step) <= left ? low : high) = middle;
+          }
+          last = low * step;
+          if (channels - last < channels / 16) last = channels;
+          if (last - channel <= channels / 16) break;
+        }
+        out.all.push_back({part, channel, last});
+        left -= time(last);
+        if (channel) repeated += weights[part] * before;
+        channel = last;
+        if (channel < channels) break;
+        ++part, channel = 0;
+      }
+      out.starts.push_back(int64_t(out.all.size()));
+    }
+    if (again || repeated == 0) return out;
+    total += repeated;
+  }
+}
+
+// Items for so many threads, of parts of the rows.
+int64_t items_for(int64_t threads, int64_t parts, double multiplications) {
+  const int64_t most = int64_t(multiplications / double(kLeastWork));
+  return threads < 2 ? 1 : std::clamp<int64_t>(threads * std::clamp<int64_t>(parts / (8 * threads), 1, 4), 1, std::max<int64_t>(most, 1));
+}
 
 // Whether positions ascend and are in [0, size).
 bool ascending(const Sparse& mu, int64_t size, ParallelFor parallel_for) {
@@ -284,22 +343,23 @@ struct Panels {
     }
   }
 
+  // From rows that are `row` elements apart.
   template <class T>
-  FF_INLINE static void from_rows(const T* from, int64_t rows, int64_t channels, C* panel) {
-    for (int64_t p = 0; p < rows; p += kBlock, from += kBlock * channels) {
+  FF_INLINE static void from_rows(const T* from, int64_t row, int64_t rows, int64_t channels, C* panel) {
+    for (int64_t p = 0; p < rows; p += kBlock, from += kBlock * row) {
       const int64_t count = std::min(kBlock, rows - p);
       int64_t c = 0;
       for (; c + kBlock <= channels && count == kBlock; c += kBlock) {
-        fetch_rows(from + kBlock * channels + c, channels, p + kBlock, rows, false);
+        fetch_rows(from + kBlock * row + c, row, p + kBlock, rows, false);
         Vec<C, B> lines[kBlock];
 #pragma GCC unroll 16
-        for (int64_t l = 0; l < kBlock; ++l) lines[l] = load<B>(from + l * channels + c);
+        for (int64_t l = 0; l < kBlock; ++l) lines[l] = load<B>(from + l * row + c);
         transpose_from<1, kBlock>(lines);
 #pragma GCC unroll 16
         for (int64_t l = 0; l < kBlock; ++l) store<B>(panel + (c + l) * P + p, lines[l]);
       }
       for (; c < channels; ++c) {
-        for (int64_t l = 0; l < count; ++l) panel[c * P + p + l] = to_compute(from[l * channels + c]);
+        for (int64_t l = 0; l < count; ++l) panel[c * P + p + l] = to_compute(from[l * row + c]);
       }
     }
   }
@@ -330,7 +390,7 @@ struct Panels {
   }
 
   // Halves of a panel of rows: squares of 2 kBlock rows, which are joined two by two and turned as numbers of 32 bits.
-  FF_INLINE static void halves_from_rows(const BFloat16* from, int64_t rows, int64_t channels, C* panel) {
+  FF_INLINE static void halves_from_rows(const BFloat16* from, int64_t step, int64_t rows, int64_t channels, C* panel) {
     constexpr int64_t kSquare = 2 * kBlock;
     using Line = Operands<Pair, B>;
     for (int64_t c = 0; c < channels; c += kSquare) {
@@ -340,7 +400,7 @@ struct Panels {
         auto line = [&](int64_t row) FF_INLINE_LAMBDA {
           Line out{};
           if (row >= rows) return out;
-          const BFloat16* const at = from + row * channels + first;
+          const BFloat16* const at = from + row * step + first;
           if (c + kSquare < channels) __builtin_prefetch(at + kSquare, 0, 2);
           if (count == kSquare) return load_operands<B>(reinterpret_cast<const Pair*>(at));
           std::memcpy(&out, at, count * sizeof(BFloat16));
@@ -369,7 +429,7 @@ struct Panels {
   FF_INLINE static void read_halves(const Rows<const BFloat16>& m, const Unit& unit, int64_t channels, C* panel) {
     if (!m.plane) {
       return outline<B>(
-          [&]() FF_INLINE_LAMBDA { halves_from_rows(m.data + unit.first * channels, unit.rows, channels, panel); });
+          [&]() FF_INLINE_LAMBDA { halves_from_rows(m.data + unit.first * m.channels, m.channels, unit.rows, channels, panel); });
     }
     outline<B>([&]() FF_INLINE_LAMBDA {
       each_image(m, unit, [&](int64_t done, const BFloat16* from, int64_t count) FF_INLINE_LAMBDA {
@@ -400,7 +460,7 @@ struct Panels {
         });
       });
     } else {
-      outline<B>([&]() FF_INLINE_LAMBDA { from_rows(m.data + unit.first * m.channels, unit.rows, channels, panel); });
+      outline<B>([&]() FF_INLINE_LAMBDA { from_rows(m.data + unit.first * m.channels, m.channels, unit.rows, channels, panel); });
     }
     if (unit.rows == P) return;
     for (int64_t c = 0; c < channels; ++c) std::fill(panel + c * P + unit.rows, panel + (c + 1) * P, C(0));
@@ -577,7 +637,7 @@ struct Panels {
   FF_INLINE static void add_gradients_by_inputs(const Work<C>& w, int64_t b, int64_t first, int64_t last, const C* x,
                                                 const C* dy, C* dx, C* grads) {
     outline<B>([&]() FF_INLINE_LAMBDA {
-      alignas(64) C lanes[L * L];
+      alignas(64) C lanes[L * L] = {};
       auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<W>(lanes + n * L); };
       const int32_t *const bounds = w.bounds + b * w.i, *const outputs = w.outputs;  // in registers
       const C *const values = w.values, *const from = dy;
@@ -616,7 +676,10 @@ struct Panels {
           for (int p = 0; p < N; ++p) store<W>(dx + i * P + p * L, sums[p]);
         }
       }
-      for (int n = 0; n < held; ++n) grads[nz - held + n] += sum_lanes(waiting(n));
+      // As above, so that no sum depends on where the inputs are cut.
+      alignas(64) C rest[L];
+      if (kValues && held) store<W>(rest, sums_of_rows<L, V>(waiting, 0));
+      for (int n = 0; n < held; ++n) grads[nz - held + n] += rest[n];
     });
   }
 
@@ -625,7 +688,7 @@ struct Panels {
   FF_INLINE static void add_gradients_of_halves(const Work<C>& w, const BFloat16* values, int64_t b, int64_t first,
                                                 int64_t last, const C* x, const C* dy, C* dx, C* grads) {
     outline<B>([&]() FF_INLINE_LAMBDA {
-      alignas(64) C lanes[L * L / 2];  // of two nonzeros, whose sums alternate
+      alignas(64) C lanes[L * L / 2] = {};  // of two nonzeros, whose sums alternate
       auto waiting = [&](int n) FF_INLINE_LAMBDA { return load<W>(lanes + n / 2 * L); };
       const int32_t *const bounds = w.bounds + b * w.i, *const outputs = w.outputs;
       const BFloat16* const of = values;  // in registers
@@ -671,9 +734,9 @@ struct Panels {
 #pragma GCC unroll 8
         for (int p = 0; p < N && kInput; ++p) store<W>(dx + i * P + p * L, sums[p]);
       }
-      for (int n = 0; n < held; ++n) {
-        for (int l = 0; l < L; ++l) grads[nz - 2 * (held - n) + l % 2] += lanes[n * L + l];
-      }
+      alignas(64) C rest[L];
+      if (kValues && held) store<W>(rest, sums_of_rows<L, V, 2>(waiting, 0));
+      for (int n = 0; n < 2 * held; ++n) grads[nz - 2 * held + n] += rest[n];
     });
   }
 
@@ -735,8 +798,7 @@ struct Forward : Work<Compute<T>> {
   Rows<T> y;
   const C* bias;  // a register for each output
   const T* own_values;
-  C *panels, *hidden;  // x and u x of all units, where they are split; else null
-  bool turns;          // makes these, and nothing else
+  Pieces pieces;  // of units, by outputs
 };
 
 template <class T, int B>
@@ -744,37 +806,34 @@ struct RunForward {
   using C = Compute<T>;
   static constexpr int64_t kSlack = B / sizeof(C);
 
-  // Items are (unit, split); to make panels, units.
   FF_INLINE static void run(const Forward<T>& w, const Items& items) {
-    const bool split = w.panels;
-    const int64_t most = ceil_div(w.o, w.splits), together = w.blocks == 1 ? std::min(kOutputs, most) : most;
-    const Scratch<C> own(split ? 0 : w.i * w.half), own_hidden(split ? 0 : w.rank * w.row);
-    const Scratch<C> y(w.turns ? 0 : together * w.row + kSlack);
+    const int64_t together = std::min(w.blocks == 1 ? kOutputs : kOfBlocks, w.o);
+    const Scratch<C> x(w.i * w.half), h(w.rank * w.row), y(together * w.row + kSlack);
+    int64_t made = -1;  // the unit that x and h are of
     for (int64_t item; (item = items.take()) < items.count();) {
-      const int64_t n = w.turns ? item : w.unit_of(item), k = item % w.splits;
-      const Unit& unit = w.units[n];
-      C* const x = split ? w.panels + n * w.i * w.half : own.get();
-      C* const h = split ? w.hidden + n * w.rank * w.row : own_hidden.get();
-      with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
-        using P = Panels<C, B, W, N>;
-        if (w.turns || !split) {
-          P::read(w, w.x, unit, w.i, x);
-          if (w.rank) P::multiply(w.u_rows, w.rank, x, w.i, nullptr, h);
-        }
-        if (w.turns) return;
-        for (int64_t o = w.first_output(k); o < w.first_output(k + 1); o += together) {
-          const int64_t last = std::min(o + together, w.first_output(k + 1));
-          const C* const start = w.bias ? w.bias + o * kSlack : nullptr;
-          if (w.rank) {
-            P::multiply({w.v_columns.data + o * w.v_columns.row, w.v_columns.row, w.v_columns.step}, last - o, h,
-                        w.rank, start, y.get());
+      for (int64_t n = w.pieces.starts[item]; n < w.pieces.starts[item + 1]; ++n) {
+        const Piece& piece = w.pieces.all[n];
+        const Unit& unit = w.units[piece.part];
+        with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
+          using P = Panels<C, B, W, N>;
+          if (std::exchange(made, piece.part) != piece.part) {
+            P::read(w, w.x, unit, w.i, x.get());
+            if (w.rank) P::multiply(w.u_rows, w.rank, x.get(), w.i, nullptr, h.get());
           }
-          for (int64_t b = 0; b < w.blocks; ++b) {
-            P::add_products(w, w.own_values, b, o, last, x, !w.rank && b == 0, w.bias, y.get());
+          for (int64_t o = piece.first; o < piece.last; o += together) {
+            const int64_t last = std::min(o + together, piece.last);
+            const C* const start = w.bias ? w.bias + o * kSlack : nullptr;
+            if (w.rank) {
+              P::multiply({w.v_columns.data + o * w.v_columns.row, w.v_columns.row, w.v_columns.step}, last - o,
+                          h.get(), w.rank, start, y.get());
+            }
+            for (int64_t b = 0; b < w.blocks; ++b) {
+              P::add_products(w, w.own_values, b, o, last, x.get(), !w.rank && b == 0, w.bias, y.get());
+            }
+            P::write(y.get(), unit, last - o, w.y.from_channel(o));
           }
-          P::write(y.get(), unit, last - o, w.y.from_channel(o));
-        }
-      });
+        });
+      }
     }
   }
 };
@@ -789,8 +848,8 @@ struct Backward : Work<Compute<T>> {
   int64_t parts;
   C* grads;  // of the values, [parts][count]; null where not asked for
   int64_t count;
-  C *panels, *gradients, *inputs;  // x, dy and the parts of dx [unit][split], where units are split; else null
-  enum Step { kTurn, kMultiply, kSum } step;
+  Pieces pieces;  // of parts, by inputs
+  int64_t first_unit(int64_t part) const { return part * int64_t(this->units.size()) / parts; }
 };
 
 template <class T, int B>
@@ -798,95 +857,141 @@ struct RunBackward {
   using C = Compute<T>;
   static constexpr int64_t kSlack = B / sizeof(C);
 
-  // Items are (part, split); to make panels and to sum the parts of dx, units.
   FF_INLINE static void run(const Backward<T>& w, const Items& items) {
-    const bool split = w.gradients;
-    const int64_t copies = w.by_inputs ? 1 : w.splits;  // of dx: by inputs each split has its own part of one
-    const Scratch<C> x(split ? 0 : w.i * w.half), dy(split ? 0 : w.rows_of_dy() * w.half),
-        dx(split ? 0 : w.i * w.row + kSlack);
-    const Scratch<C> h(w.rank * w.row + kSlack);
+    const Scratch<C> x(w.i * w.half), dy(w.rows_of_dy() * w.half), dx(w.dx.data ? w.i * w.row + kSlack : 0),
+        dh(w.rank * w.row);
     for (int64_t item; (item = items.take()) < items.count();) {
-      if (split && w.step != Backward<T>::kMultiply) {
-        const Unit& unit = w.units[item];
-        C *const from = w.panels + item * w.i * w.half, *const out = w.gradients + item * w.rows_of_dy() * w.half;
-        C* const in = w.inputs + item * copies * w.i * w.row;
-        if (w.step == Backward<T>::kTurn) {
-          turn(w, item, from, out, h.get(), in);
-        } else {
-          sum(w, unit, copies, in);
+      for (int64_t k = w.pieces.starts[item]; k < w.pieces.starts[item + 1]; ++k) {
+        const Piece& piece = w.pieces.all[k];
+        for (int64_t n = w.first_unit(piece.part); n < w.first_unit(piece.part + 1); ++n) {
+          with_panel<C, B>(w.units[n].rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
+            add<W, N>(w, n, piece, x.get(), dy.get(), dx.get(), dh.get());
+          });
         }
-        continue;
-      }
-      const int64_t part = item / w.splits, k = item % w.splits, units = w.units.size();
-      C* const grads = w.grads ? w.grads + part * w.count : nullptr;
-      for (int64_t n = part * units / w.parts; n < (part + 1) * units / w.parts; ++n) {
-        const Unit& unit = w.units[n];
-        C* const from = split ? w.panels + n * w.i * w.half : x.get();
-        C* const out = split ? w.gradients + n * w.rows_of_dy() * w.half : dy.get();
-        C* const in = split ? w.inputs + (n * copies + k % copies) * w.i * w.row : dx.get();
-        if (!split) turn(w, n, from, out, h.get(), in);
-        with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
-          using P = Panels<C, B, W, N>;
-          if (w.dx.data && k % copies) std::fill(in, in + w.i * P::P, C(0));
-          auto add = [&]<bool kInput, bool kValues>() FF_INLINE_LAMBDA {
-            for (int64_t b = 0; b < w.blocks; ++b) {
-              if (w.by_inputs) {
-                if constexpr (P::template kPairs<T>) {
-                  if (w.pairs) {
-                    P::template add_gradients_of_halves<kInput, kValues>(w, w.own_values, b, w.first_input(k),
-                                                                         w.first_input(k + 1), from, out, in, grads);
-                    continue;
-                  }
-                }
-                if constexpr (N <= (B == 64 ? 8 : 4)) {
-                  P::template add_gradients_by_inputs<kInput, kValues>(w, b, w.first_input(k), w.first_input(k + 1),
-                                                                       from, out, in, grads);
-                }
-              } else {
-                P::template add_gradients<kInput, kValues>(w, b, w.first_output(k), w.first_output(k + 1), from, out,
-                                                           in, grads);
-              }
-            }
-          };
-          if (w.dx.data && grads) add.template operator()<true, true>();
-          if (w.dx.data && !grads) add.template operator()<true, false>();
-          if (!w.dx.data && grads) add.template operator()<false, true>();
-          if (w.dx.data && !split) P::write(in, unit, w.i, w.dx);
-        });
       }
     }
   }
 
-  // The panels of a unit, h, dh, and what the factors give to dx.
-  FF_INLINE static void turn(const Backward<T>& w, int64_t n, C* x, C* dy, C* own, C* dx) {
+  // What the inputs of a piece have of unit n.
+  template <int W, int N>
+  FF_INLINE static void add(const Backward<T>& w, int64_t n, const Piece& piece, C* x, C* dy, C* dx, C* own) {
+    using P = Panels<C, B, W, N>;
     const Unit& unit = w.units[n];
-    C* const dh = w.dh ? w.dh + n * w.rank * w.row : own;
-    with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
-      using P = Panels<C, B, W, N>;
-      if (w.grads || w.h) P::read(w, w.x, unit, w.i, x);
-      if (w.h) P::multiply(w.u_rows, w.rank, x, w.i, nullptr, w.h + n * w.rank * w.row);
-      P::read(w, w.dy, unit, w.o, dy);
-      if (w.pairs) std::fill(dy + w.o * P::kHalf, dy + (w.o + 1) * P::kHalf, C(0));
-      if (w.rank && (w.dx.data || w.dh)) P::multiply(w.v_rows, w.rank, dy, w.o, nullptr, dh);
-      if (!w.dx.data) return;
-      if (w.rank) {
-        P::multiply(w.u_columns, w.i, dh, w.rank, nullptr, dx);
-      } else {
-        std::fill(dx, dx + w.i * P::P, C(0));
+    const int64_t first = piece.first, last = piece.last, hidden = n * w.rank * w.row;
+    C* const grads = w.grads ? w.grads + piece.part * w.count : nullptr;
+    // One piece makes h and dh of the unit.
+    const bool makes = first == 0;
+    if (makes && w.h) {
+      P::read(w, w.x, unit, w.i, x);
+      P::multiply(w.u_rows, w.rank, x, w.i, nullptr, w.h + hidden);
+    } else if (grads) {
+      P::read(w, w.x.from_channel(first), unit, last - first, x + first * (w.pairs ? P::kHalf : P::P));
+    }
+    if (!w.dx.data && !grads && !(makes && w.dh)) return;
+    P::read(w, w.dy, unit, w.o, dy);
+    if (w.pairs) std::fill(dy + w.o * P::kHalf, dy + (w.o + 1) * P::kHalf, C(0));
+    C* const dh = makes && w.dh ? w.dh + hidden : own;
+    if (w.rank && (w.dx.data || (makes && w.dh))) P::multiply(w.v_rows, w.rank, dy, w.o, nullptr, dh);
+    if (w.dx.data && w.rank) {
+      P::multiply({w.u_columns.data + first * w.u_columns.row, w.u_columns.row, w.u_columns.step}, last - first, dh,
+                  w.rank, nullptr, dx + first * P::P);
+    } else if (w.dx.data) {
+      std::fill(dx + first * P::P, dx + last * P::P, C(0));
+    }
+    auto add_nonzeros = [&]<bool kInput, bool kValues>() FF_INLINE_LAMBDA {
+      for (int64_t b = 0; b < w.blocks; ++b) {
+        if constexpr (P::template kPairs<T>) {
+          if (w.pairs) {
+            P::template add_gradients_of_halves<kInput, kValues>(w, w.own_values, b, first, last, x, dy, dx, grads);
+            continue;
+          }
+        }
+        if constexpr (N <= (B == 64 ? 8 : 4)) {
+          P::template add_gradients_by_inputs<kInput, kValues>(w, b, first, last, x, dy, dx, grads);
+        }
       }
-    });
+    };
+    if (w.dx.data && grads) add_nonzeros.template operator()<true, true>();
+    if (w.dx.data && !grads) add_nonzeros.template operator()<true, false>();
+    if (!w.dx.data && grads) add_nonzeros.template operator()<false, true>();
+    if (w.dx.data) P::write(dx + first * P::P, unit, last - first, w.dx.from_channel(first));
+  }
+};
+
+// The same of few rows, step after step. The nonzeros are taken by outputs, in so many splits.
+template <class T>
+struct FewBackward {
+  using C = Compute<T>;
+  const Backward<T>& w;
+  int64_t splits, turned;   // channels of an item of the first and the last step
+  C *x, *dy, *dh, *inputs;  // panels of each unit, dh, and the parts of dx [unit][split]
+  enum Step { kTurn, kMultiplyFactors, kMultiply, kSum } step;
+  int64_t of_x() const { return ceil_div(w.i, turned); }
+  int64_t items(Step at) const {
+    return int64_t(w.units.size()) *
+           (at == kTurn ? of_x() + ceil_div(w.o, turned) : at == kSum ? of_x() : at == kMultiply ? splits : 2);
+  }
+};
+
+template <class T, int B>
+struct RunFewBackward {
+  using C = Compute<T>;
+  using Few = FewBackward<T>;
+  static constexpr int64_t kSlack = B / sizeof(C);
+
+  FF_INLINE static void run(const Few& few, const Items& items) {
+    const Backward<T>& w = few.w;
+    const int64_t each = few.items(few.step) / int64_t(w.units.size());
+    const Scratch<C> sums(few.step == Few::kSum ? std::min(few.turned, w.i) * w.row + kSlack : 0);
+    for (int64_t item; (item = items.take()) < items.count();) {
+      const int64_t n = item / each, k = item % each;
+      with_panel<C, B>(w.units[n].rows, false, [&]<int W, int N>() FF_INLINE_LAMBDA { at<W, N>(few, n, k, sums.get()); });
+    }
   }
 
-  // dx from its parts.
-  FF_INLINE static void sum(const Backward<T>& w, const Unit& unit, int64_t count, C* parts) {
-    with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
-      using P = Panels<C, B, W, N>;
-      for (int64_t k = 1; k < count; ++k) {
-        const C* from = parts + k * w.i * w.row;
-        for (int64_t j = 0; j < w.i * P::P; ++j) parts[j] += from[j];
+  template <int W, int N>
+  FF_INLINE static void at(const Few& few, int64_t n, int64_t k, C* sums) {
+    using P = Panels<C, B, W, N>;
+    const Backward<T>& w = few.w;
+    const Unit& unit = w.units[n];
+    C *const x = few.x + n * w.i * w.row, *const dy = few.dy + n * w.o * w.row, *const dh = few.dh + n * w.rank * w.row;
+    C* const inputs = few.inputs + n * few.splits * w.i * w.row;
+    const auto turn = [&](const Rows<const T>& from, int64_t channels, int64_t piece, C* panel) FF_INLINE_LAMBDA {
+      const int64_t first = piece * few.turned;
+      P::read(w, from.from_channel(first), unit, std::min(few.turned, channels - first), panel + first * P::P);
+    };
+    if (few.step == Few::kTurn) {
+      k < few.of_x() ? turn(w.x, w.i, k, x) : turn(w.dy, w.o, k - few.of_x(), dy);
+    } else if (few.step == Few::kMultiplyFactors) {
+      if (k == 0 && w.h) P::multiply(w.u_rows, w.rank, x, w.i, nullptr, w.h + n * w.rank * w.row);
+      if (k == 1 && (w.dx.data || w.dh)) P::multiply(w.v_rows, w.rank, dy, w.o, nullptr, dh);
+    } else if (few.step == Few::kMultiply) {
+      C* const grads = w.grads ? w.grads + n * w.count : nullptr;
+      C* const dx = inputs + k * w.i * w.row;
+      if (w.dx.data) std::fill(dx, dx + w.i * P::P, C(0));
+      auto add = [&]<bool kInput, bool kValues>() FF_INLINE_LAMBDA {
+        for (int64_t b = 0; b < w.blocks; ++b) {
+          P::template add_gradients<kInput, kValues>(w, b, k * w.o / few.splits, (k + 1) * w.o / few.splits, x, dy, dx,
+                                                     grads);
+        }
+      };
+      if (w.dx.data && grads) add.template operator()<true, true>();
+      if (w.dx.data && !grads) add.template operator()<true, false>();
+      if (!w.dx.data && grads) add.template operator()<false, true>();
+    } else {
+      const int64_t first = k * few.turned, count = std::min(few.turned, w.i - first);
+      if (w.rank) {
+        P::multiply({w.u_columns.data + first * w.u_columns.row, w.u_columns.row, w.u_columns.step}, count, dh, w.rank,
+                    nullptr, sums);
+      } else {
+        std::fill(sums, sums + count * P::P, C(0));
       }
-      P::write(parts, unit, w.i, w.dx);
-    });
+      for (int64_t split = 0; split < few.splits; ++split) {
+        const C* const from = inputs + split * w.i * w.row + first * P::P;
+        for (int64_t j = 0; j < count * P::P; ++j) sums[j] += from[j];
+      }
+      P::write(sums, unit, count, w.dx.from_channel(first));
+    }
   }
 };
 
@@ -1079,9 +1184,6 @@ struct Prepared {
     w.units = make_units(op.n, lanes, w.by_inputs ? fewer : kRegisters);
     const int64_t registers = ceil_div(w.units[0].rows, lanes);
     w.row = (registers > 4 ? 8 : registers > 2 ? 4 : registers) * lanes, w.half = w.pairs ? w.row / 2 : w.row;
-    const int64_t units = w.units.size(), work = (op.mu.count + op.rank * op.o) * op.n;
-    w.splits = std::clamp<int64_t>(std::min(work / (units * kLeastWork), ceil_div(kItems, units)), 1,
-                                   std::max<int64_t>(op.o, 1));
     // Of halves a block of dy has half of the cache, for x and dx pass through it as well.
     const int64_t kept = w.pairs && w.by_inputs ? second_cache() / 2 : second_cache();
     w.block = std::max<int64_t>(32, kept / int64_t(w.half * sizeof(C)));
@@ -1118,30 +1220,59 @@ struct Prepared {
   }
 };
 
+// What each unit takes beside another.
+template <class C>
+std::vector<double> weights_of(const Work<C>& w, int64_t lanes) {
+  std::vector<double> out;
+  for (const Unit& unit : w.units) out.push_back(double(ceil_div(unit.rows, lanes)));
+  return out;
+}
+
 template <class T>
 bool forward(const FactoredLinear& op, ParallelFor parallel_for) {
   using C = Compute<T>;
   Prepared<T, Forward<T>> prepared(op, parallel_for);
   if (!prepared.order) return false;
   Forward<T>& w = prepared.w;
-  const int64_t lanes = register_bytes() / sizeof(C), units = w.units.size(), shared = w.splits > 1 ? units * w.row : 0;
-  const Scratch<C> bias(op.bias ? op.o * lanes : 0), panels(shared * op.i), hidden(shared * op.rank);
+  const int64_t lanes = register_bytes() / sizeof(C);
+  const Scratch<C> bias(op.bias ? op.o * lanes : 0);
   for (int64_t k = 0; k < op.o * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
   w.own_values = static_cast<const T*>(op.mu.values);
   w.x = rows_of<T>(op.x), w.y = rows_of<T>(op.y), w.bias = op.bias ? bias.get() : nullptr;
-  auto work = [&](int64_t count) {
-    const Items items(count);
-    parallel(parallel_for, count, 1, [&](int64_t, int64_t) { dispatch<RunForward, T>(w, items); });
-  };
-  if (shared) {
-    w.panels = panels.get(), w.hidden = hidden.get(), w.turns = true;
-    work(units);
-    w.turns = false;
-  }
-  work(units * w.splits);
+  const double of_channel = kTurning + double(op.rank);
+  const auto nonzeros = [&](int64_t o) { return o < w.o ? double(w.bounds[o * (w.blocks + 1)]) : double(op.mu.count); };
+  w.pieces = cut(
+      weights_of(w, lanes), w.o, of_channel * double(w.i),
+      [&](int64_t o) { return nonzeros(o) + of_channel * double(o); },
+      items_for(op.threads, w.units.size(), double(op.n) * double(op.mu.count + op.rank * op.o)));
+  const Items items(w.pieces.count());
+  parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunForward, T>(w, items); });
   return true;
+}
+
+template <class T>
+void run_few_backward(const Backward<T>& w, int64_t n, ParallelFor parallel_for) {
+  using C = Compute<T>;
+  const int64_t units = w.units.size();
+  FewBackward<T> few{w};
+  // The number of splits depends on the shape only, so that results repeat.
+  const int64_t work = (w.count + w.rank * w.o) * n;
+  few.splits = std::clamp<int64_t>(std::min(work / (units * kLeastWork / 2), ceil_div(kItems, units)), 1,
+                                   std::max<int64_t>(w.o, 1));
+  few.turned = few.splits > 1 ? kTurned : std::max({w.i, w.o, int64_t(1)});
+  const Scratch<C> x(units * w.i * w.row), dy(units * w.o * w.row), dh(w.dh ? 0 : units * w.rank * w.row),
+      inputs(w.dx.data ? units * few.splits * w.i * w.row : 0);
+  few.x = x.get(), few.dy = dy.get(), few.dh = w.dh ? w.dh : dh.get(), few.inputs = inputs.get();
+  for (auto step : {few.kTurn, few.kMultiplyFactors, few.kMultiply, few.kSum}) {
+    if (step == few.kMultiplyFactors && !w.rank) continue;
+    if (step == few.kSum && !w.dx.data) continue;
+    few.step = step;
+    const Items items(few.items(step));
+    const auto body = [&](int64_t, int64_t) { dispatch<RunFewBackward, T>(few, items); };
+    few.splits > 1 ? parallel(parallel_for, items.count(), 1, body) : body(0, 0);
+  }
 }
 
 template <class T>
@@ -1150,14 +1281,11 @@ bool backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   Prepared<T, Backward<T>> prepared(op, parallel_for);
   if (!prepared.order) return false;
   Backward<T>& w = prepared.w;
-  const int64_t units = w.units.size(), count = w.by_inputs ? prepared.order->sorted() : op.mu.count,
-                shared = w.splits > 1 ? units * w.row : 0;
+  const int64_t units = w.units.size(), count = w.by_inputs ? prepared.order->sorted() : op.mu.count;
   // The number of partial sums depends on the shape only, so that results repeat.
   w.parts = std::min(units, op.dvalues ? std::clamp<int64_t>((1 << 20) / (count + 1), 8, 64) : INT64_MAX);
   const bool in_place = std::is_same_v<T, C> && w.parts == 1 && !w.by_inputs;
   const Scratch<C> grads(op.dvalues && !in_place ? w.parts * count : 0);
-  const Scratch<C> panels(shared * op.i), gradients(shared * w.rows_of_dy()),
-      inputs(op.dx.data ? shared * op.i * (w.by_inputs ? 1 : w.splits) + 16 : 0);
   w.count = count, w.x = rows_of<T>(op.x), w.dy = rows_of<T>(op.dy), w.dx = rows_of<T>(op.dx);
   const int64_t hidden = units * op.rank * w.row;
   const Scratch<C> h(op.dv ? hidden : 0), dh(op.du ? hidden : 0);
@@ -1168,17 +1296,28 @@ bool backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
       std::memset(static_cast<void*>(w.grads + begin), 0, (end - begin) * sizeof(C));
     });
   }
-  auto work = [&](int64_t count, typename Backward<T>::Step step) {
-    const Items items(count);
-    w.step = step;
-    parallel(parallel_for, count, 1, [&](int64_t, int64_t) { dispatch<RunBackward, T>(w, items); });
-  };
-  if (shared) {
-    w.panels = panels.get(), w.gradients = gradients.get(), w.inputs = inputs.get();
-    work(units, Backward<T>::kTurn);
+  if (w.by_inputs) {
+    const auto of_units = weights_of(w, register_bytes() / int64_t(sizeof(C)));
+    std::vector<double> weights(w.parts);
+    for (int64_t n = 0, part = 0; n < units; ++n) {
+      while (n >= w.first_unit(part + 1)) ++part;
+      weights[part] += of_units[n];
+    }
+    const double of_dy = kTurning + double(op.rank), of_x = op.dv ? 0.5 * of_dy : 0;
+    const auto nonzeros = [&](int64_t i) {
+      int64_t out = 0;
+      for (int64_t b = 0; b < w.blocks; ++b) out += w.bounds[b * w.i + i] - w.bounds[b * w.i];
+      return double(out);
+    };
+    w.pieces = cut(
+        weights, w.i, of_dy * double(w.o) + of_x * double(w.i),
+        [&](int64_t i) { return 2 * nonzeros(i) + 2 * of_dy * double(i); },
+        items_for(op.threads, w.parts, 2. * double(op.n) * double(count + op.rank * op.o)));
+    const Items items(w.pieces.count());
+    parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunBackward, T>(w, items); });
+  } else {
+    run_few_backward(w, op.n, parallel_for);
   }
-  work(w.parts * w.splits, Backward<T>::kMultiply);
-  if (shared && op.dx.data) work(units, Backward<T>::kSum);
   sum_factors<T>(op, w.units, w.row, w.pairs, h.get(), dh.get(), parallel_for);
   if (!op.dvalues || in_place) return true;
   const int32_t* const places = prepared.order->places.get();
