@@ -13,6 +13,7 @@
 // Panels that the second cache does not hold are taken in blocks. The threads end together: units are shared out by
 // outputs, backward by inputs, where one has a part of them, and each thread makes the panels that it reads.
 #include <atomic>
+#include <bit>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -1167,6 +1168,7 @@ struct Factors {
 template <class T, class W>
 struct Prepared {
   using C = Compute<T>;
+  static constexpr bool is_backward = std::is_same_v<W, Backward<T>>;
   W w;
   Factors<T> u, v;
   Scratch<C> values;
@@ -1175,7 +1177,6 @@ struct Prepared {
   template <class Op>
   static W plan(const Op& op) {
     W w{};
-    constexpr bool is_backward = std::is_same_v<W, Backward<T>>;
     const int64_t lanes = register_bytes() / sizeof(C);
     w.i = op.i, w.o = op.o, w.rank = op.rank;
     w.by_inputs = is_backward && op.n > std::min(kRegisters * lanes, kSorted);
@@ -1196,8 +1197,8 @@ struct Prepared {
   template <class Op>
   Prepared(const Op& op, ParallelFor parallel_for)
       : w(plan(op)),
-        u(op.u, op.rank, op.i, op.n > kFewRows, parallel_for),
-        v(op.v, op.rank, op.o, op.n > kFewRows, parallel_for),
+        u(op.u, op.rank, op.i, is_backward && op.n > kFewRows, parallel_for),
+        v(op.v, op.rank, op.o, !is_backward && op.n > kFewRows, parallel_for),
         values(converts(w) ? op.mu.count : 0),
         order(find_order(w, op.mu, parallel_for)) {
     if (!order) return;
@@ -1224,7 +1225,10 @@ struct Prepared {
 template <class C>
 std::vector<double> weights_of(const Work<C>& w, int64_t lanes) {
   std::vector<double> out;
-  for (const Unit& unit : w.units) out.push_back(double(ceil_div(unit.rows, lanes)));
+  for (const Unit& unit : w.units) {
+    const int64_t registers = std::bit_ceil(uint64_t(ceil_div(unit.rows, lanes)));
+    out.push_back(double(registers) + 2);  // what a nonzero takes beside them
+  }
   return out;
 }
 
@@ -1236,8 +1240,8 @@ bool forward(const FactoredLinear& op, ParallelFor parallel_for) {
   Forward<T>& w = prepared.w;
   const int64_t lanes = register_bytes() / sizeof(C);
   const Scratch<C> bias(op.bias ? op.o * lanes : 0);
-  for (int64_t k = 0; k < op.o * lanes && op.bias; ++k) {
-    bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
+  for (int64_t o = 0; o < op.o && op.bias; ++o) {
+    std::fill_n(bias.get() + o * lanes, lanes, to_compute(static_cast<const T*>(op.bias)[o]));
   }
   w.own_values = static_cast<const T*>(op.mu.values);
   w.x = rows_of<T>(op.x), w.y = rows_of<T>(op.y), w.bias = op.bias ? bias.get() : nullptr;
