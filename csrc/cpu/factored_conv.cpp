@@ -46,12 +46,13 @@ struct Run {
     const bool sparse = p.nonzeros || p.values;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, registers = p.tilings.whole.registers();
     const int64_t factors = p.pairs ? 2 : 1;
-    const Scratch<C> slabs(p.chunk * slab.channel), t(p.chunk * Ops::kMost * L), y(p.shares.channels * registers * L);
+    const Scratch<C> slabs(p.chunk * slab.channel), t(p.chunk * Ops::kMost * L),
+        y(p.shares.most() * registers * L);
     const Scratch<C> single(p.pairs ? p.chunk * Ops::kMost * L : 0);
     typename Pack::Source source(p.x, g, slab, s.i);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t unit = item / p.shares.count / s.groups, group = item / p.shares.count % s.groups;
-      const int64_t o = item % p.shares.count * p.shares.channels, outputs = std::min(p.shares.channels, s.o - o);
+      const int64_t share = item % p.shares.count, o = p.shares.first(share), outputs = p.shares.size(share);
       const Tiling& tiling = p.tilings.of(unit, g);
       const C* start = p.bias ? p.bias + (group * s.o + o) * L : nullptr;
       const Ahead next = ahead(p.x, g, s.groups, unit + 1, s.stride[0]), out = ahead(p.y, g, s.groups, unit, 1);
@@ -145,7 +146,7 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.grid = share_out(grid, p.s, most, packing, op.threads);
   p.slab = make_slab(p.s, p.grid.rows, p.grid.width, lanes);
   p.tilings = make_tilings(p.grid, most);
-  p.shares = make_shares(p.grid.units() * c.groups, c.o, lanes, op.threads);
+  p.shares = make_shares(p.grid.units() * c.groups, c.o, lanes, 0.2, op.threads);
   return p;
 }
 
@@ -182,7 +183,7 @@ template <class T>
 std::vector<int64_t> numbers_of(const Prepared<T>& p, int64_t taps) {
   std::vector<int64_t> out = {p.s.groups, p.s.i,          p.s.o,        p.rank,        p.pairs,     p.x_pairs,
                               taps,       p.slab.channel, p.plan.block, p.plan.blocks, p.plan.keys, p.plan.count};
-  if (p.rank) out.push_back(p.shares.channels);
+  if (p.rank) out.push_back(p.shares.count);
   const auto &tap = p.s.phases[0].tap, &offset = p.slab.offset[0];
   out.insert(out.end(), tap.begin(), tap.end()), out.insert(out.end(), offset.begin(), offset.end());
   return out;
@@ -209,7 +210,7 @@ std::shared_ptr<const Weights<T>> weights_of(const Prepared<T>& p, const Factore
   const auto out = std::make_shared<W>(std::move(plan), key, count, p.x_pairs, factors);
   if (factors) {
     pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, out->v.get(),
-           parallel_for, p.shares.channels);
+           parallel_for, p.shares);
   }
   auto sort = [&](const KeptOrder& order) {
     if (p.x_pairs) return sort_nonzeros<T>(p.plan, p.s, op.mu, taps, order, out->values.get(), parallel_for);

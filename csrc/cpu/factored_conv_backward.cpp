@@ -48,7 +48,7 @@ struct Run {
     const Geometry& s = p.s;
     const Grid& g = p.grid;
     const Slab &x_slab = p.x_slab, &y_slab = p.y_slab;
-    const int64_t taps = s.phases[0].tap.size(), phases = p.back.phases.size(), most = p.shares.channels;
+    const int64_t taps = s.phases[0].tap.size(), phases = p.back.phases.size(), most = p.shares.most();
     const int64_t registers = p.tilings.whole.registers(), dx_phase = most * registers * L;
     const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_offsets;
     const bool needs_s = p.rank && (p.needs_x || p.needs_u);
@@ -67,7 +67,7 @@ struct Run {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t part = item % p.parts, share = item / p.parts % p.shares.count;
       const int64_t group = item / p.parts / p.shares.count;
-      const int64_t i0 = share * most, count = std::min(most, s.i - i0), depth = p.rank * count;
+      const int64_t i0 = p.shares.first(share), count = p.shares.size(share), depth = p.rank * count;
       const int64_t first_unit = part * g.units() / p.parts, last_unit = (part + 1) * g.units() / p.parts;
       C* dv = p.needs_v ? p.dv + (part * s.groups + group) * p.dv_size() + i0 : nullptr;
       C* dvalues = p.dvalues ? p.dvalues + part * p.plan.count : nullptr;
@@ -259,7 +259,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   // The number of partial sums depends on the shape only, so that results repeat.
   const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + count + 1), 8, 64);
   p.parts = std::min(p.needs_u || p.needs_v || count ? most : INT64_MAX, g.units());
-  p.shares = op.rank > 1 ? Shares{1, c.i} : make_shares(p.parts * c.groups, c.i, p.chunk, op.threads);
+  p.shares = op.rank > 1 ? Shares{1, c.i, p.chunk} : make_shares(p.parts * c.groups, c.i, p.chunk, 0.1, op.threads);
   p.chunks = ceil_div(c.i, p.chunk);
 
   const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * count);
@@ -295,7 +295,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   }
   for (int64_t r = 0; r < op.rank; ++r) {
     pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, kProductRows, false,
-           v.get() + r * outputs * c.i, parallel_for, p.shares.channels);
+           v.get() + r * outputs * c.i, parallel_for, p.shares);
   }
   p.taps = static_cast<const T*>(op.u), p.u = u.get(), p.v = v.get();
   p.du = du_parts.get(), p.dv = dv_parts.get(), p.dvalues = count ? values.get() : nullptr;

@@ -353,7 +353,8 @@ void forward(const FactoredConv& op, ParallelFor parallel_for) {
   for (int64_t k = 0; k < outputs * lanes && op.bias; ++k) {
     bias.get()[k] = to_compute(static_cast<const T*>(op.bias)[k / lanes]);
   }
-  pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, v.get(), parallel_for);
+  pack_v(static_cast<const T*>(op.v), c.groups, c.i, c.o, op.rank, false, kProductRows, p.pairs, v.get(), parallel_for,
+         Shares{1, c.o});
   parallel(parallel_for, c.n * p.bands, 1, [&](int64_t begin, int64_t end) { dispatch<RunForward, T>(p, begin, end); });
 }
 
@@ -514,7 +515,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   }
   for (int64_t r = 0; r < op.rank && (p.dx || p.needs_u || p.few); ++r) {
     pack_v(static_cast<const T*>(op.v) + r * outputs * c.i, c.groups, c.o, c.i, 1, true, p.few ? c.i : kProductRows,
-           false, v.get() + r * outputs * c.i, parallel_for);
+           false, v.get() + r * outputs * c.i, parallel_for, Shares{1, c.i});
   }
   p.u = u.get(), p.back_u = back_u.get(), p.v = v.get(), p.du = du_parts.get(), p.dv = dv_parts.get();
   parallel(parallel_for, c.groups * p.parts, 1,

@@ -572,19 +572,29 @@ inline double packing_cost(const Conv& c, int64_t rank, const Sparse& mu) {
 
 // The channels of a group, shared out among items of work where there are few units; each item then packs for itself.
 struct Shares {
-  int64_t count, channels;  // of a share
+  int64_t count = 1, channels = 0, step = 1;  // all channels; of which a share begins at a multiple of `step`
+  int64_t first(int64_t share) const {
+    return share == count ? channels : (2 * share * channels + count * step) / (2 * count * step) * step;
+  }
+  int64_t size(int64_t share) const { return first(share + 1) - first(share); }
+  // Channels of the largest share.
+  int64_t most() const {
+    int64_t out = 1;
+    for (int64_t share = 0; share < count; ++share) out = std::max(out, size(share));
+    return out;
+  }
 };
 
-// For `items` items of all channels; shares are multiples of `step` channels.
-inline Shares make_shares(int64_t items, int64_t channels, int64_t step, int64_t threads) {
-  constexpr double kPacking = 0.2;  // of an item's time
+// For `items` items of all channels, each of which takes the part `packing` of its time to pack.
+inline Shares make_shares(int64_t items, int64_t channels, int64_t step, double packing, int64_t threads) {
   threads = std::max<int64_t>(threads, 1);
-  Shares best{1, std::max<int64_t>(channels, 1)};
+  Shares best{1, channels, step};
   double least = ceil_div(items, threads);
-  for (int64_t count = 2; count <= threads && (count - 1) * step < channels; ++count) {
-    const int64_t share = ceil_div(ceil_div(channels, count), step) * step, shares = ceil_div(channels, share);
-    const double time = ceil_div(items * shares, threads) * (kPacking + (1 - kPacking) * share / channels);
-    if (time < 0.95 * least) least = time, best = {shares, share};
+  for (int64_t count = 2; count <= threads && count * step < channels + step; ++count) {
+    const Shares shares{count, channels, step};
+    const double time =
+        ceil_div(items * count, threads) * (packing + (1 - packing) * double(shares.most()) / double(channels));
+    if (time < 0.95 * least) least = time, best = shares;
   }
   return best;
 }
@@ -822,19 +832,19 @@ void sort_nonzeros(const Plan& plan, const Geometry& s, const Sparse& mu, int64_
 }
 
 // v [rank, groups·o, i] for Tiles::multiply, from `inputs` to `outputs` channels: [group][outputs / width][rank ·
-// inputs][width], the last block narrower, as that of each `share` outputs. With `swapped`, from the output channels of
+// inputs][width], the last block narrower, as that of each of the `shares` of the outputs. With `swapped`, from the output channels of
 // v to its input channels. Of pairs, a block has half as many.
 template <class T>
 void pack_v(const T* v, int64_t groups, int64_t inputs, int64_t outputs, int64_t rank, bool swapped, int64_t width,
-            bool pairs, Compute<T>* to, ParallelFor parallel_for, int64_t share = INT64_MAX) {
+            bool pairs, Compute<T>* to, ParallelFor parallel_for, const Shares& shares) {
   const int64_t rows = swapped ? inputs : outputs, columns = swapped ? outputs : inputs;
-  share = std::min(share, outputs);
-  const int64_t in_share = ceil_div(share, width), blocks = ceil_div(outputs, share) * in_share, depth = rank * inputs;
+  const int64_t in_share = ceil_div(shares.most(), width), blocks = shares.count * in_share, depth = rank * inputs;
   parallel(parallel_for, groups * blocks, ceil_div(16384, width * depth), [&](int64_t begin, int64_t end) {
     const Scratch<Compute<T>> single(pairs ? width * depth : 0);
     for (int64_t block = begin; block < end; ++block) {
-      const int64_t group = block / blocks, first = block % blocks / in_share * share;
-      const int64_t o = first + block % in_share * width, m = std::min(width, std::min(first + share, outputs) - o);
+      const int64_t group = block / blocks, share = block % blocks / in_share;
+      const int64_t o = shares.first(share) + block % in_share * width,
+                    m = std::min(width, shares.first(share + 1) - o);
       if (m <= 0) continue;
       Compute<T>* const packed = to + (group * outputs + o) * depth / (pairs ? 2 : 1);
       Compute<T>* next = pairs ? single.get() : packed;
