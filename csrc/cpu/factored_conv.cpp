@@ -146,7 +146,13 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.grid = share_out(grid, p.s, most, packing, op.threads);
   p.slab = make_slab(p.s, p.grid.rows, p.grid.width, lanes);
   p.tilings = make_tilings(p.grid, most);
-  p.shares = make_shares(p.grid.units() * c.groups, c.o, lanes, 0.2, op.threads);
+  p.shares = make_shares(c.o, lanes, op.threads, [&](const Shares& shares) {
+    std::vector<double> times;
+    for (int64_t item = 0; item < p.grid.units() * c.groups * shares.count; ++item) {
+      times.push_back(p.grid.own(item / shares.count / c.groups) * time_of(shares, item % shares.count, 0.2));
+    }
+    return times;
+  });
   return p;
 }
 

@@ -259,7 +259,17 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   // The number of partial sums depends on the shape only, so that results repeat.
   const int64_t most = std::clamp<int64_t>((1 << 19) / (p.dv_size() * c.groups + count + 1), 8, 64);
   p.parts = std::min(p.needs_u || p.needs_v || count ? most : INT64_MAX, g.units());
-  p.shares = op.rank > 1 ? Shares{1, c.i, p.chunk} : make_shares(p.parts * c.groups, c.i, p.chunk, 0.1, op.threads);
+  const auto times = [&](const Shares& shares) {
+    std::vector<double> out(c.groups * shares.count * p.parts);
+    for (int64_t item = 0; item < int64_t(out.size()); ++item) {
+      const int64_t part = item % p.parts;
+      for (int64_t unit = part * g.units() / p.parts; unit < (part + 1) * g.units() / p.parts; ++unit) {
+        out[item] += g.own(unit) * time_of(shares, item / p.parts % shares.count, 0.1);
+      }
+    }
+    return out;
+  };
+  p.shares = op.rank > 1 ? Shares{1, c.i, p.chunk} : make_shares(c.i, p.chunk, op.threads, times);
   p.chunks = ceil_div(c.i, p.chunk);
 
   const Scratch<C> u(op.rank * taps), back_u(op.rank * taps), v(outputs * depth), values(p.parts * count);

@@ -585,18 +585,28 @@ struct Shares {
   }
 };
 
-// For `items` items of all channels, each of which takes the part `packing` of its time to pack.
-inline Shares make_shares(int64_t items, int64_t channels, int64_t step, double packing, int64_t threads) {
-  threads = std::max<int64_t>(threads, 1);
+// Shares by which threads end together, or nearly. times(shares): of all items, one thread taking those of a stretch.
+template <class F>
+Shares make_shares(int64_t channels, int64_t step, int64_t threads, const F& times) {
+  const auto longest = [&](const Shares& shares) {
+    const std::vector<double> items = times(shares);
+    const int64_t stretch = ceil_div(int64_t(items.size()), threads);
+    double most = 0, sum = 0;
+    for (int64_t k = 0; k < int64_t(items.size()); ++k) most = std::max(most, sum = (k % stretch ? sum : 0) + items[k]);
+    return std::pair{most, int64_t(items.size())};
+  };
   Shares best{1, channels, step};
-  double least = ceil_div(items, threads);
-  for (int64_t count = 2; count <= threads && count * step < channels + step; ++count) {
+  auto [least, whole] = threads > 1 ? longest(best) : std::pair{0., INT64_MAX / 2};
+  for (int64_t count = 2; count <= threads && count * step < channels + step && whole * (count - 1) < 4 * threads; ++count) {
     const Shares shares{count, channels, step};
-    const double time =
-        ceil_div(items * count, threads) * (packing + (1 - packing) * double(shares.most()) / double(channels));
-    if (time < 0.95 * least) least = time, best = shares;
+    if (const double time = longest(shares).first; time < 0.95 * least) least = time, best = shares;
   }
   return best;
+}
+
+// What a share of them takes of the time of all channels, of which a part is that for packing.
+inline double time_of(const Shares& shares, int64_t share, double packing) {
+  return packing + (1 - packing) * double(shares.size(share)) / double(std::max<int64_t>(shares.channels, 1));
 }
 
 // Bytes of the first cache.
