@@ -172,76 +172,91 @@ struct MultiplyTiles {
   using V = Vec<T, B>;
   static constexpr int L = kLanes<T, B>, MR = tile_rows(B), NR = 2 * L;
 
-  // sum[m] = Σ_d a[d][m] · b[d]
-  FF_INLINE static void multiply(const C* a, const C* b, int64_t depth, V (&sum)[MR][2]) {
-    terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[d * MR + m]; });
-  }
-
-  // The same of pairs, `depth` of them.
-  FF_INLINE static void multiply(const Pair* a, const Pair* b, int64_t depth, V (&sum)[MR][2]) {
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) sum[m][0] = sum[m][1] = V{};
+  // sum[m] = Σ_d a[d][m] · b[d], for the first W registers of a panel's columns.
+  template <int W>
+  FF_INLINE static void multiply(const C* a, const C* b, int64_t depth, V (&sum)[MR][W]) {
+    clear(sum);
     add(a, b, depth, sum);
   }
 
-  FF_INLINE static void add(const Pair* a, const Pair* b, int64_t depth, V (&sum)[MR][2]) {
+  // The same of pairs, `depth` of them.
+  template <int W>
+  FF_INLINE static void multiply(const Pair* a, const Pair* b, int64_t depth, V (&sum)[MR][W]) {
+    clear(sum);
+    add(a, b, depth, sum);
+  }
+
+  template <int W>
+  FF_INLINE static void add(const Pair* a, const Pair* b, int64_t depth, V (&sum)[MR][W]) {
     for (int64_t d = 0; d < depth; ++d) {
-      const auto b0 = load_operands<B>(b + d * NR), b1 = load_operands<B>(b + d * NR + L);
+      Operands<Pair, B> right[W];
+#pragma GCC unroll 2
+      for (int p = 0; p < W; ++p) right[p] = load_operands<B>(b + d * NR + p * L);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; ++m) {
         const V of_row = as_number(a + d * MR + m) - V{};
-        V first = sum[m][0], second = sum[m][1];
-        add_product<Pair, B>(first, bit_cast<Operands<Pair, B>>(of_row), b0);
-        add_product<Pair, B>(second, bit_cast<Operands<Pair, B>>(of_row), b1);
-        sum[m][0] = first, sum[m][1] = second;
+#pragma GCC unroll 2
+        for (int p = 0; p < W; ++p) {
+          V total = sum[m][p];
+          add_product<Pair, B>(total, bit_cast<Operands<Pair, B>>(of_row), right[p]);
+          sum[m][p] = total;
+        }
       }
     }
   }
 
   // sum[m] = Σ_d a[m][d] · b[d]
-  FF_INLINE static void multiply_rows(const C* const (&a)[MR], const C* b, int64_t depth, V (&sum)[MR][2]) {
-    terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[m][d]; });
+  template <int W>
+  FF_INLINE static void multiply_rows(const C* const (&a)[MR], const C* b, int64_t depth, V (&sum)[MR][W]) {
+    clear(sum);
+    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[m][d]; });
   }
 
-  template <class Left>
-  FF_INLINE static void terms(int64_t depth, const C* b, V (&sum)[MR][2], const Left& left) {
+  template <int W>
+  FF_INLINE static void clear(V (&sum)[MR][W]) {
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) sum[m][0] = sum[m][1] = V{};
-    add_terms(depth, b, sum, left);
+    for (int m = 0; m < MR; ++m) {
+#pragma GCC unroll 2
+      for (int p = 0; p < W; ++p) sum[m][p] = V{};
+    }
   }
 
   // sum[m] += Σ_d a[d][m] · b[d]
-  FF_INLINE static void add(const C* a, const C* b, int64_t depth, V (&sum)[MR][2]) {
+  template <int W>
+  FF_INLINE static void add(const C* a, const C* b, int64_t depth, V (&sum)[MR][W]) {
     add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[d * MR + m]; });
   }
 
-  template <class Left>
-  FF_INLINE static void add_terms(int64_t depth, const C* b, V (&sum)[MR][2], const Left& left) {
+  template <int W, class Left>
+  FF_INLINE static void add_terms(int64_t depth, const C* b, V (&sum)[MR][W], const Left& left) {
     for (int64_t d = 0; d < depth; ++d) {
-      const V b0 = load<B>(b + d * NR), b1 = load<B>(b + d * NR + L);
+      V right[W];
+#pragma GCC unroll 2
+      for (int p = 0; p < W; ++p) right[p] = load<B>(b + d * NR + p * L);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; ++m) {
         const C a = left(d, m);
-        sum[m][0] += b0 * a;
-        sum[m][1] += b1 * a;
+#pragma GCC unroll 2
+        for (int p = 0; p < W; ++p) sum[m][p] += right[p] * a;
       }
     }
   }
 
-  // tile += Σ_d a[d] ⊗ b[d]; with `fresh` it is that.
-  template <class E>
+  // tile += Σ_d a[d] ⊗ b[d]; with `fresh` it is that. Columns beyond W registers are zeros.
+  template <int W = 2, class E>
   FF_INLINE static void accumulate(const E* a, const E* b, int64_t depth, C* tile, bool fresh = false) {
-    V sum[MR][2];
+    V sum[MR][W];
     multiply(a, b, depth, sum);
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) {
-      if (fresh) {
-        store<B>(tile + m * NR, sum[m][0]);
-        store<B>(tile + m * NR + L, sum[m][1]);
-        continue;
+    for (int m = 0; m < MR; ++m, tile += NR) {
+#pragma GCC unroll 2
+      for (int p = 0; p < 2; ++p) {
+        if (p >= W) {
+          if (fresh) store<B>(tile + p * L, V{});
+        } else {
+          store<B>(tile + p * L, fresh ? sum[m][p % W] : load<B>(tile + p * L) + sum[m][p % W]);
+        }
       }
-      store<B>(tile + m * NR, load<B>(tile + m * NR) + sum[m][0]);
-      store<B>(tile + m * NR + L, load<B>(tile + m * NR + L) + sum[m][1]);
     }
   }
 

@@ -109,10 +109,14 @@ struct RunProduct {
           for (int64_t panel = 0; panel < panels; ++panel) {
             with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
               using E = decltype(operand);
-              outline<B>([&]() FF_INLINE_LAMBDA {
-                multiply<E>(p, row, rows, column + panel * NR, d, terms, right + panel * (terms / factors) * NR,
-                            kept.get() + panel * tiles * MR * NR);
-              });
+              const int64_t first = column + panel * NR;
+              auto by = [&]<int N>() FF_INLINE_LAMBDA {
+                outline<B>([&]() FF_INLINE_LAMBDA {
+                  multiply<E, N>(p, row, rows, first, d, terms, right + panel * (terms / factors) * NR,
+                                 kept.get() + panel * tiles * MR * NR);
+                });
+              };
+              p.columns - first > L ? by.template operator()<2>() : by.template operator()<1>();
             });
           }
         }
@@ -140,19 +144,20 @@ struct RunProduct {
     }
   }
 
-  // A panel of W times a slice of some rows: sums to `kept`, [tile][row][column], and of the last slice to y.
-  template <class E>
+  // A panel of W, or its first N registers of columns, times a slice of some rows: sums to `kept`, [tile][row][column],
+  // and of the last slice to y.
+  template <class E, int N>
   FF_INLINE static void multiply(const RowsProduct<T>& p, int64_t row, int64_t rows, int64_t column, int64_t d,
                                  int64_t terms, const float* right, float* kept) {
     constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
     const int64_t last = row + rows, count = std::min<int64_t>(NR, p.columns - column), step = p.depth / kFactors * MR;
     const float* left = p.packed ? p.packed + row / MR * step + d / kFactors * MR : nullptr;
     const bool ends = d + terms == p.depth;
-    V bias[2]{};
-    if (ends && p.bias) bias[0] = load<B>(p.bias + column), bias[1] = load<B>(p.bias + column + L);
+    V bias[N]{};
+    for (int k = 0; k < N && ends && p.bias; ++k) bias[k] = load<B>(p.bias + column + k * L);
     T* y = p.y + row * p.columns + column;
     for (; row < last; row += MR, left += step, kept += MR * NR, y += MR * p.columns) {
-      V sum[MR][2];
+      V sum[MR][N];
       if constexpr (reads_rows<T>(B)) {
         if (!p.packed) {
           const T* rows_of_x[MR];
@@ -171,21 +176,24 @@ struct RunProduct {
       }
       if (d) {
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m) sum[m][0] += load<B>(kept + m * NR), sum[m][1] += load<B>(kept + m * NR + L);
+        for (int m = 0; m < MR; ++m) {
+#pragma GCC unroll 2
+          for (int k = 0; k < N; ++k) sum[m][k] += load<B>(kept + m * NR + k * L);
+        }
       }
-      if (ends && count == NR && row + MR <= last) {
+      const bool whole = ends && count == N * L && row + MR <= last;
+      const auto put = [&](auto* to, int64_t step) FF_INLINE_LAMBDA {
 #pragma GCC unroll 16
         for (int m = 0; m < MR; ++m) {
-          store<B>(y + m * p.columns, sum[m][0] + bias[0]);
-          store<B>(y + m * p.columns + L, sum[m][1] + bias[1]);
+#pragma GCC unroll 2
+          for (int k = 0; k < N; ++k) store<B>(to + m * step + k * L, sum[m][k] + bias[k]);
         }
+      };
+      if (whole) {
+        put(y, p.columns);
         continue;
       }
-#pragma GCC unroll 16
-      for (int m = 0; m < MR; ++m) {
-        store<B>(kept + m * NR, sum[m][0] + bias[0]);
-        store<B>(kept + m * NR + L, sum[m][1] + bias[1]);
-      }
+      put(kept, NR);
       for (int64_t m = 0; ends && m < std::min<int64_t>(MR, last - row); ++m) {
         for (int64_t k = 0; k < count; ++k) y[m * p.columns + k] = from_compute<T>(kept[m * NR + k]);
       }
@@ -743,11 +751,14 @@ struct RunGradient {
         } else {
           copy_columns(from, g.w.i, terms, count, right);
         }
-        for (int64_t tile = 0; tile < block.tiles; ++tile) {
-          MultiplyTiles<float, B>::accumulate(reinterpret_cast<const E*>(left + tile * step),
-                                              reinterpret_cast<const E*>(right), ceil_div(terms, kFactors),
-                                              sums + panel * block.panel() + tile * MR * NR, fresh);
-        }
+        auto multiply = [&]<int N>() FF_INLINE_LAMBDA {
+          for (int64_t tile = 0; tile < block.tiles; ++tile) {
+            MultiplyTiles<float, B>::template accumulate<N>(
+                reinterpret_cast<const E*>(left + tile * step), reinterpret_cast<const E*>(right),
+                ceil_div(terms, kFactors), sums + panel * block.panel() + tile * MR * NR, fresh);
+          }
+        };
+        count > L ? multiply.template operator()<2>() : multiply.template operator()<1>();
       });
     }
   }
