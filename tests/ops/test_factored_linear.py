@@ -107,6 +107,13 @@ CASES = [
     ((300,), (50, 70), 17, 0.6),
     # Few rows whose inputs and outputs are shared out, backward.
     ((45,), (300, 1100), 6, 0.5),
+    # Nonzeros whose units are shared out by outputs and inputs, or turned and summed in shared steps.
+    ((119,), (258, 410), 3, 0.1),
+    ((613,), (180, 50), 1, 0.2),
+    ((60,), (190, 700), 5, 0.08),
+    # Last panels of half a width, each way.
+    ((70,), (40, 300), 2, 0.6),
+    ((70,), (300, 80), 0, 0.7),
 ]
 
 
@@ -186,19 +193,27 @@ def test_gradients_of_parts_only():
         assert torch.allclose(leaf.grad, whole[1][name].grad), name
 
 
-@pytest.mark.parametrize(("rows", "size"), [(2100, (70, 90)), (45, (300, 1100)), (100, (300, 500))])
+# Rows of one unit and of several, few outputs, last panels of half a width: what threads share out differently.
+@pytest.mark.parametrize(
+    ("rows", "size"),
+    [(2100, (70, 90)), (45, (300, 1100)), (100, (300, 500)), (119, (258, 410)), (300, (40, 333)), (613, (180, 50))],
+)
 @pytest.mark.parametrize("density", [0.1, 0.6])
-def test_results_repeat(rows, size, density):
-    t = draw((rows,), size, 3, density, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_repeat(rows, size, density, dtype):
+    t = draw((rows,), size, 3, density, dtype)
     results = []
-    for threads in (1, 2):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        y, leaves = ours(t, size)
-        y.sum().backward()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            y, leaves = ours(t, size)
+            y.float().sin().sum().backward()
+            results.append((y.detach(), *(leaf.grad for leaf in leaves.values())))
+    finally:
         torch.set_num_threads(before)
-        results.append((y, *(leaf.grad for leaf in leaves.values())))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
 
 
 @pytest.mark.parametrize(
