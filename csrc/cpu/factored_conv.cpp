@@ -46,8 +46,7 @@ struct Run {
     const bool sparse = p.nonzeros || p.values;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, registers = p.tilings.whole.registers();
     const int64_t factors = p.pairs ? 2 : 1;
-    const Scratch<C> slabs(p.chunk * slab.channel), t(p.chunk * Ops::kMost * L),
-        y(p.shares.most() * registers * L);
+    const Scratch<C> slabs(p.chunk * slab.channel), t(p.chunk * Ops::kMost * L), y(p.shares.most() * registers * L);
     const Scratch<C> single(p.pairs ? p.chunk * Ops::kMost * L : 0);
     typename Pack::Source source(p.x, g, slab, s.i);
     for (int64_t item = begin; item < end; ++item) {

@@ -250,9 +250,19 @@ bool forward(const FactoredConv& op, ParallelFor parallel_for) {
   Work<T> work{of, op.rank, offsets.data(), x.data, u.get(), rows.get(), t.get()};
   work.taps_first = op.mu.channels_last;
   turn(work, parallel_for);
-  if (!factored_linear(
-          {op.type, of.pixels, of.row, c.o, 0, {rows.get(), of.row, 0}, nullptr, nullptr, op.bias, op.mu, {y, c.o, 0}, op.threads},
-          parallel_for)) {
+  if (!factored_linear({op.type,
+                        of.pixels,
+                        of.row,
+                        c.o,
+                        0,
+                        {rows.get(), of.row, 0},
+                        nullptr,
+                        nullptr,
+                        op.bias,
+                        op.mu,
+                        {y, c.o, 0},
+                        op.threads},
+                       parallel_for)) {
     return false;
   }
   if (op.rank) {

@@ -97,7 +97,7 @@ struct Work {
   int64_t block, blocks;  // inputs (outputs) of a block, blocks
   const int32_t *index, *bounds, *outputs;
   const C* values;
-  Factor u_rows, u_columns, v_rows, v_columns;  // u [rank, i], uᵀ, v [rank, o], vᵀ
+  Factor u_rows, u_columns, v_rows, v_columns;      // u [rank, i], uᵀ, v [rank, o], vᵀ
   int64_t rows_of_dy() const { return o + pairs; }  // the last of zeros
 };
 
@@ -156,7 +156,9 @@ Pieces cut(const std::vector<double>& weights, int64_t channels, double before, 
 // Items for so many threads, of parts of the rows.
 int64_t items_for(int64_t threads, int64_t parts, double multiplications) {
   const int64_t most = int64_t(multiplications / double(kLeastWork));
-  return threads < 2 ? 1 : std::clamp<int64_t>(threads * std::clamp<int64_t>(parts / (8 * threads), 1, 4), 1, std::max<int64_t>(most, 1));
+  return threads < 2 ? 1
+                     : std::clamp<int64_t>(threads * std::clamp<int64_t>(parts / (8 * threads), 1, 4), 1,
+                                           std::max<int64_t>(most, 1));
 }
 
 // Whether positions ascend and are in [0, size).
@@ -429,8 +431,9 @@ struct Panels {
   // Halves of a panel. Rows of a plane lie one after the other and are put in fours.
   FF_INLINE static void read_halves(const Rows<const BFloat16>& m, const Unit& unit, int64_t channels, C* panel) {
     if (!m.plane) {
-      return outline<B>(
-          [&]() FF_INLINE_LAMBDA { halves_from_rows(m.data + unit.first * m.channels, m.channels, unit.rows, channels, panel); });
+      return outline<B>([&]() FF_INLINE_LAMBDA {
+        halves_from_rows(m.data + unit.first * m.channels, m.channels, unit.rows, channels, panel);
+      });
     }
     outline<B>([&]() FF_INLINE_LAMBDA {
       each_image(m, unit, [&](int64_t done, const BFloat16* from, int64_t count) FF_INLINE_LAMBDA {
@@ -461,7 +464,9 @@ struct Panels {
         });
       });
     } else {
-      outline<B>([&]() FF_INLINE_LAMBDA { from_rows(m.data + unit.first * m.channels, m.channels, unit.rows, channels, panel); });
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        from_rows(m.data + unit.first * m.channels, m.channels, unit.rows, channels, panel);
+      });
     }
     if (unit.rows == P) return;
     for (int64_t c = 0; c < channels; ++c) std::fill(panel + c * P + unit.rows, panel + (c + 1) * P, C(0));
@@ -929,8 +934,10 @@ struct FewBackward {
   enum Step { kTurn, kMultiplyFactors, kMultiply, kSum } step;
   int64_t of_x() const { return ceil_div(w.i, turned); }
   int64_t items(Step at) const {
-    return int64_t(w.units.size()) *
-           (at == kTurn ? of_x() + ceil_div(w.o, turned) : at == kSum ? of_x() : at == kMultiply ? splits : 2);
+    return int64_t(w.units.size()) * (at == kTurn       ? of_x() + ceil_div(w.o, turned)
+                                      : at == kSum      ? of_x()
+                                      : at == kMultiply ? splits
+                                                        : 2);
   }
 };
 
@@ -946,7 +953,8 @@ struct RunFewBackward {
     const Scratch<C> sums(few.step == Few::kSum ? std::min(few.turned, w.i) * w.row + kSlack : 0);
     for (int64_t item; (item = items.take()) < items.count();) {
       const int64_t n = item / each, k = item % each;
-      with_panel<C, B>(w.units[n].rows, false, [&]<int W, int N>() FF_INLINE_LAMBDA { at<W, N>(few, n, k, sums.get()); });
+      with_panel<C, B>(w.units[n].rows, false,
+                       [&]<int W, int N>() FF_INLINE_LAMBDA { at<W, N>(few, n, k, sums.get()); });
     }
   }
 

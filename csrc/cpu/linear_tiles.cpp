@@ -29,9 +29,9 @@ constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
 constexpr int64_t kItems = 16;        // wanted of work, for the threads
 constexpr int64_t kNarrow = 384;      // columns of W so few that rows read again for each panel need no packing
-constexpr int64_t kOutputs = 252, kInputs = 768;         // of a block of dW, at most
+constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
 constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
-constexpr int64_t kLeastSum = 4 * kSlice;                             // rows of a part of dW
+constexpr int64_t kLeastSum = 4 * kSlice;                  // rows of a part of dW
 
 int64_t slice_of(int64_t depth, int64_t most) {
   const int64_t slices = ceil_div(std::max<int64_t>(depth, 1), most);

@@ -597,7 +597,8 @@ Shares make_shares(int64_t channels, int64_t step, int64_t threads, const F& tim
   };
   Shares best{1, channels, step};
   auto [least, whole] = threads > 1 ? longest(best) : std::pair{0., INT64_MAX / 2};
-  for (int64_t count = 2; count <= threads && count * step < channels + step && whole * (count - 1) < 4 * threads; ++count) {
+  for (int64_t count = 2; count <= threads && count * step < channels + step && whole * (count - 1) < 4 * threads;
+       ++count) {
     const Shares shares{count, channels, step};
     if (const double time = longest(shares).first; time < 0.95 * least) least = time, best = shares;
   }
@@ -842,8 +843,8 @@ void sort_nonzeros(const Plan& plan, const Geometry& s, const Sparse& mu, int64_
 }
 
 // v [rank, groups·o, i] for Tiles::multiply, from `inputs` to `outputs` channels: [group][outputs / width][rank ·
-// inputs][width], the last block narrower, as that of each of the `shares` of the outputs. With `swapped`, from the output channels of
-// v to its input channels. Of pairs, a block has half as many.
+// inputs][width], the last block narrower, as that of each of the `shares` of the outputs. With `swapped`, from the
+// output channels of v to its input channels. Of pairs, a block has half as many.
 template <class T>
 void pack_v(const T* v, int64_t groups, int64_t inputs, int64_t outputs, int64_t rank, bool swapped, int64_t width,
             bool pairs, Compute<T>* to, ParallelFor parallel_for, const Shares& shares) {
