@@ -13,7 +13,6 @@
 // Panels that the second cache does not hold are taken in blocks. The threads end together: units are shared out by
 // outputs, backward by inputs, where one has a part of them, and each thread makes the panels that it reads.
 #include <atomic>
-#include <bit>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -1234,7 +1233,8 @@ template <class C>
 std::vector<double> weights_of(const Work<C>& w, int64_t lanes) {
   std::vector<double> out;
   for (const Unit& unit : w.units) {
-    const int64_t registers = std::bit_ceil(uint64_t(ceil_div(unit.rows, lanes)));
+    int64_t registers = 1;
+    while (registers * lanes < unit.rows) registers *= 2;
     out.push_back(double(registers) + 2);  // what a nonzero takes beside them
   }
   return out;
