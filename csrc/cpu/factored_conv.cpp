@@ -44,7 +44,10 @@ struct Run {
     const Grid& g = p.grid;
     const Slab& slab = p.slab;
     const bool sparse = p.nonzeros || p.values;
-    const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i, registers = p.tilings.whole.registers();
+    const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i;
+    // A tile is written while the caches have it; contiguous images, by rows, are written when all is done.
+    const bool by_tile = p.y.channels_last && p.chunk >= s.i;
+    const int64_t registers = by_tile ? Ops::kMost : p.tilings.whole.registers();
     const int64_t factors = p.pairs ? 2 : 1;
     const Scratch<C> slabs(p.chunk * slab.channel), t(p.chunk * Ops::kMost * L), y(p.shares.most() * registers * L);
     const Scratch<C> single(p.pairs ? p.chunk * Ops::kMost * L : 0);
@@ -63,7 +66,8 @@ struct Run {
         const int64_t n = tile.registers();
         const bool last = first + count == s.i;
         const C* const x = slabs.get() + tile.row * slab.row + tile.column * L;
-        C* const to = y.get() + tile.first * outputs * L;
+        const Tile part = tiling.part(tile, by_tile);
+        C* const to = y.get() + (tile.first - part.first) * outputs * L;
         const Panels panels = Ops::panels(count / factors, n);
         for (int64_t r = 0; r < p.rank; ++r) {
           auto depthwise = [&](C* to, Panels ts) FF_INLINE_LAMBDA {
@@ -111,13 +115,15 @@ struct Run {
             }
           });
         }
+        if (last && tile.ends(part)) {
+          Pack::unpack(s, g, tiling, part, unit, y.get(), 0, outputs, group * s.o + o, p.y);
+        }
       };
       for (int64_t first = 0; first < s.i; first += p.chunk) {
         const int64_t count = std::min(p.chunk, s.i - first);
         source.pack(first, count, slabs.get(), p.x_pairs);
         for (int64_t k = 0; k < tiles; ++k) add_channels(k, first, count);
       }
-      Pack::unpack(s, g, tiling, unit, y.get(), 0, outputs, group * s.o + o, p.y);
     }
   }
 };

@@ -49,7 +49,9 @@ struct Run {
     const Grid& g = p.grid;
     const Slab &x_slab = p.x_slab, &y_slab = p.y_slab;
     const int64_t taps = s.phases[0].tap.size(), phases = p.back.phases.size(), most = p.shares.most();
-    const int64_t registers = p.tilings.whole.registers(), dx_phase = most * registers * L;
+    const int64_t registers = p.tilings.whole.registers();
+    const bool by_tile = p.dx.channels_last;
+    const int64_t dx_phase = most * (by_tile ? Ops::kMost : registers) * L;
     const bool needs_weights = p.needs_u || p.needs_v || p.dvalues, sparse_dx = p.needs_x && p.back_offsets;
     const bool needs_s = p.rank && (p.needs_x || p.needs_u);
     const bool needs_dy = needs_s || p.needs_v || !p.pairs, needs_pairs = p.pairs && (sparse_dx || p.dvalues);
@@ -165,25 +167,22 @@ struct Run {
           }
         }
         if (!p.needs_x) continue;
-        for (int64_t phase = 0; phase < phases && needs_s; ++phase) {
-          const std::vector<int64_t>& offsets = y_slab.offset[phase];
-          for (const Tile& tile : tiling.tiles) {
+        for (const Tile& tile : tiling.tiles) {
+          const Tile written = tiling.part(tile, by_tile);
+          const int64_t at = tile.row * y_slab.row + tile.column * L;
+          for (int64_t phase = 0; phase < phases; ++phase) {
+            C* const to = dx.get() + phase * dx_phase + (tile.first - written.first) * count * L;
+            const std::vector<int64_t>& offsets = y_slab.offset[phase];
             for (int64_t r = 0; r < p.rank; ++r) {
-              Ops::depthwise(tile, back.get() + r * count * y_slab.channel + tile.row * y_slab.row + tile.column * L,
-                             y_slab.channel, y_slab.row, count, offsets.data(), p.back_u[phase] + r * offsets.size(),
-                             offsets.size(), r > 0, dx.get() + phase * dx_phase + tile.first * count * L,
+              Ops::depthwise(tile, back.get() + r * count * y_slab.channel + at, y_slab.channel, y_slab.row, count,
+                             offsets.data(), p.back_u[phase] + r * offsets.size(), offsets.size(), r > 0, to,
                              Ops::rows(tile.registers() * L));
             }
-          }
-        }
-        if (!needs_s) std::memset(static_cast<void*>(dx.get()), 0, phases * dx_phase * sizeof(C));
-        for (int64_t phase = 0; phase < phases && sparse_dx; ++phase) {
-          for (const Tile& tile : tiling.tiles) {
-            for (int64_t o = 0; o < s.o; o += p.back_plan.block) {
+            if (!p.rank) std::memset(static_cast<void*>(to), 0, count * tile.registers() * L * sizeof(C));
+            for (int64_t o = 0; o < s.o && sparse_dx; o += p.back_plan.block) {
               const int32_t* starts = p.back_plan.start(phase, group, o / p.back_plan.block) + i0;
               auto sparse = [&](auto nonzeros) FF_INLINE_LAMBDA {
-                Ops::sparse(tile, of_nonzeros + o * y_slab.channel + tile.row * y_slab.row + tile.column * L,
-                            y_slab.row, nonzeros, starts, count, dx.get() + phase * dx_phase + tile.first * count * L);
+                Ops::sparse(tile, of_nonzeros + o * y_slab.channel + at, y_slab.row, nonzeros, starts, count, to);
               };
               with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
                 if constexpr (std::is_same_v<decltype(operand), Pair>) {
@@ -194,8 +193,10 @@ struct Run {
               });
             }
           }
+          if (tile.ends(written)) {
+            Pack::unpack(p.back, g, tiling, written, unit, dx.get(), dx_phase, count, group * s.i + i0, p.dx);
+          }
         }
-        Pack::unpack(p.back, g, tiling, unit, dx.get(), dx_phase, count, group * s.i + i0, p.dx);
       }
       C* du = p.du + ((part * s.groups + group) * p.chunks + i0 / p.chunk) * p.rank * taps;
       for (int64_t k = 0; k < ceil_div(count, p.chunk) * p.rank * taps && p.needs_u; ++k) {

@@ -115,6 +115,10 @@ struct Grid {
 struct Tile {
   int64_t rows, columns, row, column, first;
   int64_t registers() const { return rows * columns; }
+  // Whether it is the last one of a part.
+  bool ends(const Tile& part) const {
+    return row + rows == part.row + part.rows && column + columns == part.column + part.columns;
+  }
 };
 
 constexpr int64_t kTileColumns = 10;
@@ -140,6 +144,8 @@ struct Tiling {
   std::vector<Tile> tiles;
   std::vector<Place> places;  // [row][column]
   int64_t registers() const { return rows * columns; }
+  // What is written to the images at once: a tile, or all of them.
+  Tile part(const Tile& tile, bool by_tile) const { return by_tile ? tile : Tile{rows, columns, 0, 0, 0}; }
 };
 
 inline Tiling make_tiling(int64_t rows, int64_t columns, int64_t most) {
@@ -589,13 +595,18 @@ struct Packing {
     int64_t first_ = 0, last_ = 0;   // what is read of the first channel
   };
 
-  // Writes `channels` channels of a unit, [phase][tile][channel][registers of the tile], to the images y from channel
-  // `channel` on.
-  FF_INLINE static void unpack(const Geometry& s, const Grid& g, const Tiling& tiling, int64_t unit, const C* from,
-                               int64_t phase_step, int64_t channels, int64_t channel, const Images<T>& y) {
+  // Writes `channels` channels of a part of a unit, [phase][tile][channel][registers of the tile], to the images y from
+  // channel `channel` on.
+  FF_INLINE static void unpack(const Geometry& s, const Grid& g, const Tiling& tiling, const Tile& part, int64_t unit,
+                               const C* from, int64_t phase_step, int64_t channels, int64_t channel,
+                               const Images<T>& y) {
     Grid::Segment segments[L];
-    for (int lane = 0; lane < L; ++lane) segments[lane] = g.segment(unit, lane);
-    for (int64_t row = 0; row < tiling.rows; ++row) {
+    for (int lane = 0; lane < L; ++lane) {
+      segments[lane] = g.segment(unit, lane);
+      segments[lane].column += part.column;
+    }
+    from -= part.first * channels * L;
+    for (int64_t row = part.row; row < part.row + part.rows; ++row) {
       for (int64_t phase = 0; phase < s.step[0]; ++phase) {
         int64_t lines[L];  // of y, −1: none
         for (int lane = 0; lane < L; ++lane) {
@@ -604,11 +615,11 @@ struct Packing {
         }
         outline<B>([&]() FF_INLINE_LAMBDA {
           const C* first = from + phase * s.step[1] * phase_step;
-          const Tiling::Place* places = tiling.places.data() + row * tiling.columns;
+          const Tiling::Place* places = tiling.places.data() + row * tiling.columns + part.column;
           if (y.channels_last) {
-            unpack_pixels(s, segments, lines, places, tiling.columns, first, phase_step, channels, channel, y);
+            unpack_pixels(s, segments, lines, places, part.columns, first, phase_step, channels, channel, y);
           } else {
-            unpack_row(s, segments, lines, places, tiling.columns, first, phase_step, channels, channel, y);
+            unpack_row(s, segments, lines, places, part.columns, first, phase_step, channels, channel, y);
           }
         });
       }
