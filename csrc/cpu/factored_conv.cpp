@@ -22,6 +22,7 @@ struct Prepared {
   Plan plan;
   Shares shares;        // of the outputs
   int64_t rank, chunk;  // input channels packed at a time
+  bool by_tile;         // whether outputs are written so, all channels of x packed
   Images<const T> x;
   Images<T> y;
   bool pairs, x_pairs;    // products in pairs; x and the nonzeros
@@ -45,9 +46,7 @@ struct Run {
     const Slab& slab = p.slab;
     const bool sparse = p.nonzeros || p.values;
     const int64_t taps = s.phases[0].tap.size(), depth = p.rank * s.i;
-    // A tile is written while the caches have it; contiguous images, by rows, are written when all is done.
-    const bool by_tile = p.y.channels_last && p.chunk >= s.i;
-    const int64_t registers = by_tile ? Ops::kMost : p.tilings.whole.registers();
+    const int64_t registers = p.by_tile ? Ops::kMost : p.tilings.whole.registers();
     const int64_t factors = p.pairs ? 2 : 1;
     const Scratch<C> slabs(p.chunk * slab.channel), t(p.chunk * Ops::kMost * L), y(p.shares.most() * registers * L);
     const Scratch<C> single(p.pairs ? p.chunk * Ops::kMost * L : 0);
@@ -66,7 +65,7 @@ struct Run {
         const int64_t n = tile.registers();
         const bool last = first + count == s.i;
         const C* const x = slabs.get() + tile.row * slab.row + tile.column * L;
-        const Tile part = tiling.part(tile, by_tile);
+        const Tile part = tiling.part(tile, p.by_tile);
         C* const to = y.get() + (tile.first - part.first) * outputs * L;
         const Panels panels = Ops::panels(count / factors, n);
         for (int64_t r = 0; r < p.rank; ++r) {
@@ -138,14 +137,20 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.y = {static_cast<T*>(op.y), c.n, c.groups * c.o, c.oh, c.ow, c.y_channels_last};
   const double packing = packing_cost(c, op.rank, op.mu);
-  const Grid grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, c.i * op.rank + c.o, packing);
+  p.by_tile = c.y_channels_last && c.stride[0] * c.stride[1] == 1;
+  const auto kept = [&](int64_t rows, int64_t columns) {
+    if (p.by_tile) return packed(p.s, rows, columns) * c.i * bytes;
+    return double(rows) * columns * (c.i * op.rank + c.o) * bytes;
+  };
+  const int64_t limit = p.by_tile ? 640 << 10 : 4 << 20;
+  const Grid grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, kept, limit, packing, 0);
   // The order of the sums comes from here, the threads have no say in it.
   p.plan = make_plan(p.s, make_tilings(grid, most).whole, op.mu.count, p.x_pairs);
   // All channels at once keep a tile of y in the caches between them, some at a time keep x there, where it is larger.
   const int64_t outputs = grid.rows * grid.width * lanes, of_x = c.i * c.stride[0] * c.stride[1] * outputs;
   const int64_t step = std::max(p.plan.block, kChunk);
   p.chunk = c.i;
-  if (of_x > c.o * outputs && of_x * int64_t(sizeof(C)) >= kSecond) {
+  if (!p.by_tile && of_x > c.o * outputs && of_x * int64_t(sizeof(C)) >= kSecond) {
     p.chunk = ceil_div(ceil_div(c.i, ceil_div(c.i, kTogether)), step) * step;
   }
   p.grid = share_out(grid, p.s, most, packing, op.threads);

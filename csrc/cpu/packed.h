@@ -177,18 +177,23 @@ inline Tilings make_tilings(const Grid& g, int64_t most) {
   return {make_tiling(g.rows, g.width, most), make_tiling(g.height - (g.bands - 1) * g.rows, g.width, most)};
 }
 
+// Registers of a channel that `rows` × `columns` outputs read.
+inline double packed(const Geometry& s, int64_t rows, int64_t columns) {
+  return double((rows - 1) * s.stride[0] + 1 + s.reach[0]) * ((columns - 1) * s.stride[1] + 1 + s.reach[1]);
+}
+
 // What a unit of `rows` × `columns` registers costs. `packing`: what it costs to pack a register of the input beside
 // all that is computed for a register of outputs.
 inline double unit_cost(const Geometry& s, int64_t rows, int64_t columns, int64_t most, double packing) {
   constexpr double kTile = 3;  // registers that a tile costs beside its own
-  const double packed = ((rows - 1) * s.stride[0] + 1 + s.reach[0]) * ((columns - 1) * s.stride[1] + 1 + s.reach[1]);
-  return rows * columns + kTile * tile_rows(rows, columns, most).second + packing * packed;
+  return rows * columns + kTile * tile_rows(rows, columns, most).second + packing * packed(s, rows, columns);
 }
 
-// `kept`: elements that a unit keeps for each of its outputs. `packing`: as above.
-inline Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, int64_t most,
-                      int64_t kept, double packing) {
-  constexpr int64_t kKept = 1 << 20;  // elements of a unit
+// kept(rows, columns): bytes of a unit that are read more than once, at most `limit` of them if a tile has no more.
+// `packing`: as above. `again`: what it costs beside a register of outputs that a band has one of another's.
+template <class Kept>
+Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, int64_t most,
+               const Kept& kept, int64_t limit, double packing, double again) {
   Grid g{};
   double best = 0;
   for (int64_t down = 1; down <= std::min(rows, lanes); ++down) {
@@ -197,12 +202,18 @@ inline Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t column
     for (int64_t across = 1; down * across <= lanes && across <= columns; ++across) {
       const int64_t width = ceil_div(columns, across), blocks = ceil_div(n * down * across, lanes);
       if ((across - 1) * width >= columns) continue;
-      int64_t band = std::clamp<int64_t>(kKept / (width * lanes * kept), 1, height);
-      const int64_t bands = ceil_div(height, band);
-      band = ceil_div(height, bands);
-      const double work = blocks * bands * unit_cost(s, band, width, most, packing);
-      if (g.lanes && work >= best) continue;
-      best = work, g = {n, down, across, height, width, lanes, blocks, band, ceil_div(height, band)};
+      int64_t bands = 1;
+      for (int64_t band = height; bands < height && band * width > most && kept(band, width) > limit;) {
+        band = ceil_div(height, ++bands);
+      }
+      for (int64_t end = bands > 1 ? std::min(height, bands + 2) : 1; bands <= end; ++bands) {
+        const int64_t band = ceil_div(height, bands), whole = height / band, rest = height % band;
+        double work = whole * unit_cost(s, band, width, most, packing);
+        if (rest) work += unit_cost(s, rest, width, most, packing);
+        work = blocks * (work + (whole + (rest > 0) - 1) * s.reach[0] * width * again);
+        if (g.lanes && work >= best) continue;
+        best = work, g = {n, down, across, height, width, lanes, blocks, band, ceil_div(height, band)};
+      }
     }
   }
   return g;
