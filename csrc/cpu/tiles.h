@@ -638,10 +638,11 @@ inline Plan make_plan(const Geometry& s, const Tiling& tiling, int64_t count, bo
   Plan plan{s.o, s.groups, 0, 0, 0, count, nullptr};
   if (!count) return plan;
   constexpr int64_t kMost = 81920;
-  const double nonzeros = pairs ? 16 : 8;
-  const Tile& tile = tiling.tiles[0];
-  const int64_t registers = rows_read(s.phases, &Taps::row, s.stride[0], tile.rows).size() *
-                            rows_read(s.phases, &Taps::column, s.stride[1], tile.columns).size();
+  const double nonzeros = pairs ? 24 : 12;
+  int64_t columns = 0;  // of the widest tile
+  for (const Tile& tile : tiling.tiles) columns = std::max(columns, tile.columns);
+  const int64_t registers = rows_read(s.phases, &Taps::row, s.stride[0], tiling.tiles[0].rows).size() *
+                            rows_read(s.phases, &Taps::column, s.stride[1], columns).size();
   const int64_t bytes = std::max<int64_t>(registers, 1) * register_bytes();
   const double per_channel = double(count) / (s.phases.size() * s.groups * s.o * s.i);
   const int64_t wanted = std::max<int64_t>(
