@@ -9,7 +9,9 @@ namespace fastfact {
 namespace {
 
 constexpr int64_t kSecond = 1 << 19;  // bytes of the second cache for what is used again
-constexpr int64_t kTogether = 64;     // channels of x that are packed together where x is larger than y
+constexpr int64_t kSlab = 640 << 10;  // bytes of packed x that are read by tile, and of a unit that is kept whole
+constexpr int64_t kUnit = 4 << 20;
+constexpr int64_t kTogether = 64;  // channels of x that are packed together where x is larger than y
 
 // The factors and μ as the kernels read them, for all groups; made once a call.
 template <class T>
@@ -137,13 +139,16 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.y = {static_cast<T*>(op.y), c.n, c.groups * c.o, c.oh, c.ow, c.y_channels_last};
   const double packing = packing_cost(c, op.rank, op.mu);
-  p.by_tile = c.y_channels_last && c.stride[0] * c.stride[1] == 1;
-  const auto kept = [&](int64_t rows, int64_t columns) {
-    if (p.by_tile) return packed(p.s, rows, columns) * c.i * bytes;
+  const auto grid_of = [&](const auto& kept, int64_t limit) {
+    return make_grid(p.s, c.n, c.oh, c.ow, lanes, most, kept, limit, packing, 0);
+  };
+  const auto of_slab = [&](int64_t rows, int64_t columns) { return packed(p.s, rows, columns) * c.i * bytes; };
+  const auto of_all = [&](int64_t rows, int64_t columns) {
     return double(rows) * columns * (c.i * op.rank + c.o) * bytes;
   };
-  const int64_t limit = p.by_tile ? 640 << 10 : 4 << 20;
-  const Grid grid = make_grid(p.s, c.n, c.oh, c.ow, lanes, most, kept, limit, packing, 0);
+  Grid grid = grid_of(of_slab, kSlab);
+  p.by_tile = c.y_channels_last && of_slab(grid.rows, grid.width) <= kSlab;
+  if (!p.by_tile) grid = grid_of(of_all, kUnit);
   // The order of the sums comes from here, the threads have no say in it.
   p.plan = make_plan(p.s, make_tilings(grid, most).whole, op.mu.count, p.x_pairs);
   // All channels at once keep a tile of y in the caches between them, some at a time keep x there, where it is larger.
