@@ -280,7 +280,8 @@ def test_planes_without_mu(case):
     compare(draw(n, size, h, w, rank, density, torch.float32, how.get("groups", 1)), size, how)
 
 
-# Channels shared out, bands of rows, and more channels of x than are packed at once.
+# Channels shared out, bands of rows, and more channels of x than are packed at once: of images in channels_last where
+# the second cache does not have what a tile reads of them.
 THREADS = [
     (3, (70, 100, 3, 3), 7, 9, {"padding": 1}),
     (1, (40, 24, 3, 3), 28, 28, {"padding": 1}),
@@ -288,14 +289,20 @@ THREADS = [
     (9, (24, 100, 3, 3), 15, 15, {"padding": 1, "stride": 2}),
     (2, (36, 37, 5, 5), 14, 14, {"padding": 2}),
     (6, (150, 41, 3, 3), 9, 9, {"padding": 1}),
+    (17, (20, 64, 3, 3), 25, 23, {"padding": 1}),
+    (5, (21, 40, 5, 5), 35, 90, {"padding": (2, 0), "stride": (2, 3)}),
+    (16, (20, 200, 3, 3), 14, 14, {"padding": 1, "stride": 2}),
 ]
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", THREADS, ids=str)
-def test_few_images_on_more_threads(case):
+def test_few_images_on_more_threads(case, channels_last):
     """Where there are fewer units than threads outputs are shared out, and no bit depends on it."""
     n, size, h, w, how = case
     t = draw(n, size, h, w, 1, 0.1, torch.float32)
+    if channels_last:
+        t["x"] = t["x"].contiguous(memory_format=torch.channels_last)
     compare(t, size, how)
     results = []
     threads = torch.get_num_threads()
