@@ -9,9 +9,8 @@ namespace fastfact {
 namespace {
 
 constexpr int64_t kSecond = 1 << 19;  // bytes of the second cache for what is used again
-constexpr int64_t kSlab = 640 << 10;  // bytes of packed x that are read by tile, and of a unit that is kept whole
-constexpr int64_t kUnit = 4 << 20;
-constexpr int64_t kTogether = 64;  // channels of x that are packed together where x is larger than y
+constexpr int64_t kSlab = 640 << 10;  // bytes of packed x, at most, where outputs are written by tile
+constexpr int64_t kTogether = 64;     // channels of x that are packed together where x is larger than y
 
 // The factors and μ as the kernels read them, for all groups; made once a call.
 template <class T>
@@ -146,8 +145,11 @@ Prepared<T> prepare(const FactoredConv& op) {
   const auto of_all = [&](int64_t rows, int64_t columns) {
     return double(rows) * columns * (c.i * op.rank + c.o) * bytes;
   };
-  Grid grid = grid_of(of_slab, kSlab);
-  p.by_tile = c.y_channels_last && of_slab(grid.rows, grid.width) <= kSlab;
+  Grid grid{};
+  if (c.y_channels_last) {
+    grid = grid_of(of_slab, kSlab);
+    p.by_tile = of_slab(grid.rows, grid.width) <= kSlab;
+  }
   if (!p.by_tile) grid = grid_of(of_all, kUnit);
   // The order of the sums comes from here, the threads have no say in it.
   p.plan = make_plan(p.s, make_tilings(grid, most).whole, op.mu.count, p.x_pairs);

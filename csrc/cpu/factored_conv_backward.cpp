@@ -238,15 +238,15 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   if (p.needs_x) reads = p.back;
   reads.phases.push_back({{0}, {reads.origin[0]}, {reads.origin[1]}});
   const double nonzeros = double(op.mu.count) / (c.groups * c.i);
-  // Bands of a segment compute s = v^T dy anew around what they have of their own, one of two products.
+  // Bands of a segment compute s = vᵀ dy anew around what they have of their own, one of two products.
   const double again = op.rank * c.o / (op.rank * (2. * c.o + 3 * taps) + 2 * nonzeros + 1);
-  const int64_t written = p.needs_x && !c.x_channels_last ? c.i * phases : 0;
+  const int64_t of_dx = p.needs_x && !op.dx_channels_last ? c.i * phases : 0;
   const auto kept = [&](int64_t rows, int64_t columns) {
-    return (packed(reads, rows, columns) * (c.o + depth) + double(rows) * columns * (depth + written)) * bytes;
+    return (packed(reads, rows, columns) * (c.o + depth) + double(rows) * columns * (depth + of_dx)) * bytes;
   };
   p.grid =
       make_grid(reads, c.n, p.needs_x ? std::max(c.oh, p.back.oh) : c.oh, p.needs_x ? std::max(c.ow, p.back.ow) : c.ow,
-                lanes, most_registers, kept, 4 << 20, packing_cost(c, op.rank, op.mu), again);
+                lanes, most_registers, kept, kUnit, packing_cost(c, op.rank, op.mu), again);
   const Grid& g = p.grid;
   p.x_slab = make_slab(p.s, g.rows, g.width, lanes);
   p.y_slab = make_slab(reads, g.rows, g.width, lanes);

@@ -189,6 +189,8 @@ inline double unit_cost(const Geometry& s, int64_t rows, int64_t columns, int64_
   return rows * columns + kTile * tile_rows(rows, columns, most).second + packing * packed(s, rows, columns);
 }
 
+constexpr int64_t kUnit = 4 << 20;  // bytes of a unit that keeps its outputs, or its gradients
+
 // kept(rows, columns): bytes of a unit that are read more than once, at most `limit` of them if a tile has no more.
 // `packing`: as above. `again`: what it costs beside a register of outputs that a band has one of another's.
 template <class Kept>
