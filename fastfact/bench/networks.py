@@ -9,7 +9,8 @@ timed. `paths` counts the layers by the path they take; choices are measured bef
 
 step        training mode: forward, cross-entropy, backward, SGD with momentum (ours: `ff.optim.ProxSGD`)
 evaluation  forward in evaluation mode
-memory      the most that a process of its own holds in such steps, in MiB beyond what it held before the model
+memory      the most that a process of its own holds in such steps, in MiB beyond what it held before the model; on a
+            GPU the most that PyTorch has allocated there
 """
 
 import contextlib
@@ -54,6 +55,7 @@ NETWORKS = {
 OTHERS = {"swin_t": Network(8, 8), "vit_b_32": Network(8, 16), "vit_l_16": Network(8, 16)}
 DENSITIES = (0.0, 0.05, 0.1, 0.3, 0.6, 1.0)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEVICES = ("cpu", "cuda")
 SECTIONS = ("step", "evaluation", "memory")
 CLASSES, SIDE = 1000, 112
 
@@ -124,8 +126,20 @@ def pair(name: str, density: float, side: int, form: str = "channels_last") -> d
     return {"ours": ours, "dense": dense}
 
 
-def images(batch: int, side: int, form: str = "channels_last", dtype: str = "float32") -> Tensor:
-    return torch.randn(batch, 3, side, side).to(DTYPES[dtype], memory_format=FORMATS[form])
+def images(batch: int, side: int, form: str = "channels_last", dtype: str = "float32", device: str = "cpu") -> Tensor:
+    return torch.randn(batch, 3, side, side).to(device, DTYPES[dtype], memory_format=FORMATS[form])
+
+
+def waiting(run: Callable[[], object], device: str) -> Callable[[], object]:
+    """`run` until the device has done it."""
+    if device == "cpu":
+        return run
+
+    def wait() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return wait
 
 
 def step(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
@@ -163,15 +177,17 @@ def paths(model: nn.Module, x: Tensor) -> dict[str, int]:
 def timed(row: dict[str, Any], rounds: int, rivals: bool) -> dict:
     """Milliseconds of each side, dense / ours, and the paths."""
     name, op, density, side, form, dtype = (row[key] for key in ("shape", "op", "density", "side", "format", "dtype"))
-    sides, x = pair(name, density, side, form), images(row["batch"], side, form, dtype)
-    exact = copy.deepcopy(sides["dense"]).eval()
-    check({key: model.to(DTYPES[dtype]).eval() for key, model in sides.items()}, x[:2], (name, density), exact)
+    device = row["device"]
+    sides, x = pair(name, density, side, form), images(row["batch"], side, form, dtype, device)
+    exact = copy.deepcopy(sides["dense"]).to(device).eval()
+    check({key: model.to(device, DTYPES[dtype]).eval() for key, model in sides.items()}, x[:2], (name, density), exact)
     if rivals:
         torch._dynamo.reset()
         sides |= {f"{key}_compiled": torch.compile(copy.deepcopy(model)) for key, model in sides.items()}
-    y = torch.randint(CLASSES, (len(x),))
+    y = torch.randint(CLASSES, (len(x),), device=device)
     training = op == "step"
     runs = {key: step(model, x, y) if training else evaluation(model, x) for key, model in sides.items()}
+    runs = {key: waiting(run, device) for key, run in runs.items()}
     times = interleaved(runs, rounds, warmup=2, clock=row["clock"])
     with torch.set_grad_enabled(training):
         taken = paths(sides["ours"].train(training), x)
@@ -195,12 +211,16 @@ def memory(row: dict[str, Any]) -> dict[str, float]:
 def _peak(row: dict[str, Any], which: str) -> float:
     torch.set_num_threads(row["threads"])
     before = _status("VmRSS")
-    side, form, dtype = row["side"], row["format"], row["dtype"]
-    model = pair(row["shape"], row["density"], side, form)[which].to(DTYPES[dtype])
-    x = images(row["batch"], side, form, dtype)
-    run = step(model, x, torch.randint(CLASSES, (len(x),)))
+    side, form, dtype, device = row["side"], row["format"], row["dtype"], row["device"]
+    model = pair(row["shape"], row["density"], side, form)[which].to(device, DTYPES[dtype])
+    x = images(row["batch"], side, form, dtype, device)
+    run = step(model, x, torch.randint(CLASSES, (len(x),), device=device))
     run()
     run()
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() / (1 << 20)
     Path("/proc/self/clear_refs").write_text("5")
     run()
     return (_status("VmHWM") - before) / 1024
@@ -222,6 +242,7 @@ def run(
     rivals: bool = True,
     form: str = "channels_last",
     dtype: str = "float32",
+    device: str = "cpu",
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(network, its rows), and last ("all", the geometric means over the networks where there are several).
 
@@ -230,9 +251,11 @@ def run(
     `FORMATS`, dtype: of `DTYPES`, of networks and images. A row whose network cannot be measured so has a `reason`.
     Raises ValueError for what there is not.
     """
-    for what, asked_for, known in (("clock", clock, CLOCKS), ("format", form, FORMATS), ("dtype", dtype, DTYPES)):
+    for what, asked_for, known in (("clock", clock, CLOCKS), ("format", form, FORMATS), ("dtype", dtype, DTYPES), ("device", device, DEVICES)):
         if asked_for not in known:
             raise ValueError(f"{what}={asked_for!r}: must be one of {', '.join(known)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': PyTorch sees no CUDA device here")
     names = ("mobilenet_v3_small",) if quick else tuple(NETWORKS)
     names = names if only is None else tuple(only.split(","))
     asked = {name: about(name) for name in names}
@@ -245,7 +268,7 @@ def run(
     for name, how in asked.items():
         images_at_once = batch or (2 if quick else how.batch)
         common = {"shape": name, "batch": images_at_once, "side": side, "rank": how.linear_rank, "dtype": dtype}
-        common |= {"format": form, "threads": torch.get_num_threads(), "clock": clock}
+        common |= {"format": form, "threads": torch.get_num_threads(), "clock": clock, "device": device}
         rows = []
         for fraction, op in itertools.product(densities, ops):
             row = common | {"op": op, "density": fraction}
@@ -258,6 +281,7 @@ def run(
         yield name, rows
     if len(asked) > 1:
         alike = {"threads": torch.get_num_threads(), "clock": clock, "side": side, "format": form, "dtype": dtype}
+        alike["device"] = device
         cells = {(op, fraction): [] for op, fraction in itertools.product(ops, densities)}
         for row in found:
             if "ratio" in row:

@@ -434,6 +434,7 @@ def bench_networks(
     rivals: Annotated[bool, typer.Option(help="torch.compile of both networks, too.")] = True,
     form: Annotated[str, typer.Option("--format", help="Memory format: channels_last or nchw.")] = "channels_last",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     clock: Clock = "wall",
 ) -> None:
     """Whole networks with factorized layers against dense ones; milliseconds, ratio = dense / ours."""
@@ -443,7 +444,7 @@ def bench_networks(
     keep_freed()
     _use(threads)
     _in_parts(
-        networks.run(quick, only, sections, density, batch, side, clock, rounds, rivals, form, dtype),
+        networks.run(quick, only, sections, density, batch, side, clock, rounds, rivals, form, dtype, device),
         lambda name: f"{name}: milliseconds, MiB; ratio = dense / ours",
         json_file,
         lambda rows, path: None,

@@ -351,8 +351,10 @@ class FactorizedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, on the path that is asked for, or chosen."""
-        if self._pads:
-            x = self._padded(x)
+        return self._of_padded(self._padded(x) if self._pads else x)
+
+    def _of_padded(self, x: Tensor) -> Tensor:
+        """The forward of an input that is padded."""
         if not torch.compiler.is_compiling():
             y = direct.serve(self._nodes, x, self.training, self._noted)
             if y is not None:
@@ -1222,7 +1224,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _forward(self, x):
         last = self._brought(x)
-        return super()._forward(x) if last is x else super().forward(last)
+        return super()._forward(x) if last is x else self._of_padded(last)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"

@@ -66,3 +66,21 @@ def test_with_permuted_labels_classifier_and_norm_stay(name):
     wrapped = [n.removeprefix("model.").removeprefix("shared.") for n in wrapped]
     wrapped = [n.split(".", 2)[2] if n.startswith("components.") else n for n in wrapped]
     assert not any(n.startswith(("7.", "2.")) for n in wrapped)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("cohort", [1, 4])
+@pytest.mark.parametrize("name", ff.methods.names())
+def test_on_a_gpu_as_on_the_cpu(name, cohort, tmp_path):
+    """Also saved there and gone on with on the CPU."""
+    here, there = federation(name), federation(name, device="cuda", cohort=cohort)
+    here.fit(3)
+    there.fit(2, out=tmp_path)
+    moved = ff.Federation.load(tmp_path, model=normed, clients=clients(), device="cpu")
+    for fed in (there, moved):
+        fed.fit(1)
+        for tensor_name, tensor in here.states.state.items():
+            found = fed.states.state[tensor_name].cpu()
+            torch.testing.assert_close(found, tensor, rtol=1e-6, atol=1e-8, msg=f"{tensor_name} of {name}")
+    assert there.ledger.rows() == here.ledger.rows()

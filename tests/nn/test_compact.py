@@ -292,6 +292,7 @@ def test_the_weight_from_the_values_on_the_support(layout):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "conv, settings, shape",
@@ -306,17 +307,19 @@ def test_the_weight_from_the_values_on_the_support(layout):
     ],
     ids=str,
 )
-def test_every_padding_has_the_factored_path(conv, settings, shape, training):
+def test_every_padding_has_the_factored_path(conv, settings, shape, training, form):
+    """Whatever the format of the layer, and that of the image, which the padding may change."""
     of = {"1d": ff.nn.FactorizedConv1d, "2d": ff.nn.FactorizedConv2d}[conv]
     layer = of(4, 6, **settings, spec=ff.Rank1(), dtype=torch.float64)
     torch.nn.init.normal_(layer.mu)
-    layer.compact(0.3).train(training)
+    layer.compact(0.3).train(training).to(memory_format=form)
     dense, x = layer.to_dense(), torch.randn(shape, dtype=torch.float64, requires_grad=training)
     wider = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64)
     with torch.set_grad_enabled(training):
         for path in ("factored", "reconstruct", "auto"):
             layer.path = path
-            for image in (x, x, wider, x):
+            last = (x.to(memory_format=torch.channels_last),) if len(shape) == 4 else ()
+            for image in (x, x, wider, *last, x):
                 y, truth = layer(image), dense(image)
                 torch.testing.assert_close(y, truth, rtol=0, atol=1e-12)
             if training:
