@@ -29,6 +29,7 @@ from bench.gpu_rows import LEAST, append
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [f"tests/ops/{name}.py" for name in ("test_cuda_gpu", "test_kernels_triton", "test_kernels_conv")]
+TESTS += ["tests/nn/test_gpu.py", "tests/methods/test_every_method.py"]
 # a sample of every kernel: under the sanitizer a test takes a hundred times as long
 SANITIZED = (
     "(test_weight and plain) or (test_compact_weight and 16) or (test_thin_factors and plain) or (test_thin_pairs and"

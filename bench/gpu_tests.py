@@ -84,7 +84,8 @@ class Worker(threading.Thread):
         ]
         process = subprocess.Popen(
             [*command, *self.tests],
-            env=os.environ | {STREAM: str(stream)},
+            # each worker with a thread of its own: with as many as there are cores each, they wait for one another
+            env=os.environ | {STREAM: str(stream), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,

@@ -74,22 +74,23 @@ def adapter_kernel(
     if KEEP:
         kept = hidden + client * rows * RANK + ((row * RANK)[:, None] + r[None, :])
         tl.store(kept, few, mask=inside[:, None] & narrow[None, :] & (split == 0))
-    for step in range(STEPS):
-        o = (step * splits + split) * BLOCK_O + tl.arange(0, BLOCK_O)
-        wide = o < OUT
-        factor = tl.load(
-            up.data + client * up.client + ((r * up.rank)[:, None] + (o.to(tl.int64) * up.row)[None, :]),
-            mask=narrow[:, None] & wide[None, :],
-            other=0.0,
-        )
-        part = tl.dot(few, factor, input_precision=PRECISION, out_dtype=ACC)
-        at = out + client * rows * OUT + ((row * OUT)[:, None] + o[None, :])
-        mask = inside[:, None] & wide[None, :]
-        if ADD:
-            part += tl.load(at, mask=mask, other=0.0).to(ACC)
-        if HAS_BIAS:
-            part += tl.load(bias.data + client * bias.client + o, mask=wide, other=0.0).to(ACC)[None, :]
-        tl.store(at, part.to(out.dtype.element_ty), mask=mask)
+    if STEPS > 0:
+        for step in range(STEPS):
+            o = (step * splits + split) * BLOCK_O + tl.arange(0, BLOCK_O)
+            wide = o < OUT
+            factor = tl.load(
+                up.data + client * up.client + ((r * up.rank)[:, None] + (o.to(tl.int64) * up.row)[None, :]),
+                mask=narrow[:, None] & wide[None, :],
+                other=0.0,
+            )
+            part = tl.dot(few, factor, input_precision=PRECISION, out_dtype=ACC)
+            at = out + client * rows * OUT + ((row * OUT)[:, None] + o[None, :])
+            mask = inside[:, None] & wide[None, :]
+            if ADD:
+                part += tl.load(at, mask=mask, other=0.0).to(ACC)
+            if HAS_BIAS:
+                part += tl.load(bias.data + client * bias.client + o, mask=wide, other=0.0).to(ACC)[None, :]
+            tl.store(at, part.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "steps", "splits"])

@@ -852,6 +852,7 @@ class FactorizedLayer(nn.Module):
     def _apply(self, *args, **kwargs):
         self._drop()
         result = super()._apply(*args, **kwargs)
+        self._mark()
         self._note_positions()
         return result
 

@@ -419,7 +419,7 @@ def separable_conv2d(
         how = {"size": (u.shape[clients], size[1], size[2], 1), "stride": (sy, 1), "padding": (py, 0)}
         hidden = fused_conv2d(x, mu=u.unsqueeze(-1), dilation=(dy, 1), **how)
         how = {"size": (size[0], u.shape[clients], 1, size[3]), "stride": (1, sx), "padding": (0, px)}
-        mu = v.transpose(clients, clients + 1).unsqueeze(-2)
+        mu = v.transpose(-3, -2).unsqueeze(-2)
         return fused_conv2d(hidden, mu=mu, bias=bias, dilation=(1, dx), **how)
     k = x.shape[0] if clients else 1
     u, v = (t if clients else t.unsqueeze(0) for t in (u, v))

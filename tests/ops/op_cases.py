@@ -414,7 +414,7 @@ def mixing(device, m, widths, epsilon, min_matches, masked, dtype=F32, bits=0):
     g = torch.Generator().manual_seed(m)
     # groups of clients far from τ = .5 on both sides: cosines .9 and 0
     v = torch.randn(4, 64, generator=g)[torch.arange(m) % 4] + 0.3 * torch.randn(m, 64, generator=g)
-    v = ops.srht(v, bits)[0] if bits else v.to(dtype)
+    v = ops.srht(v.to(device), bits)[0].cpu() if bits else v.to(dtype)
     uploads = [torch.randn(m, *shape, generator=g).to(dtype) for shape in widths]
     valid = torch.rand(m, generator=g) < 0.7 if masked else None
     settings = (epsilon, 0.5, min_matches)
