@@ -402,8 +402,8 @@ def layer_sides(bench: Bench, shape, batch: int, compiled: bool, dtype=torch.bfl
 def layers(bench: Bench) -> Rows:
     """Rows by batch and shape of a layer, with the numbers of the layers that have it."""
     for batch in bench.pick((32, 256, 64, 128), (2,)):
-        # compiling takes longest; the ends of the range say enough
-        compiled = not bench.dry and batch in (32, 256)
+        # compiling takes longest: once says enough
+        compiled = not bench.dry and batch == 256
         common = {"op": "convolution forward + backward", "batch": batch, "dtype": "bfloat16"}
         for shape in dict.fromkeys(bench.shapes):
             numbers = [number for number, other in enumerate(bench.shapes, 1) if other == shape]
@@ -595,7 +595,7 @@ def clients(bench: Bench) -> Rows:
 
 def images_of_clients(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> tuple[int, list[tuple[Tensor, Tensor]]]:
     """Batches an epoch, and each client's data for them."""
-    side, steps = bench.pick((32, 8), (8, 2))
+    side, steps = bench.pick((32, 4), (8, 2))
     data = []
     for _ in range(k):
         x = torch.randn(batch * steps, 3, side, side, device=bench.device).to(dtype)
@@ -617,7 +617,7 @@ def personal_row(bench: Bench, dtype: torch.dtype, ratio: float, k: int, batch: 
     and against vmap.
     """
     steps, data = images_of_clients(bench, dtype, k, batch)
-    epochs = bench.pick(4, 1)
+    epochs = bench.pick(2, 1)
     phase = Phase(epochs=epochs, trains=lambda info: info.role in ("A", "B"))
     never = mock.patch.object(ff.nn.FactorizedConv2d, "_shares_sigma", lambda *args: False)
     sides: Sides = {}
@@ -638,7 +638,7 @@ def personal_row(bench: Bench, dtype: torch.dtype, ratio: float, k: int, batch: 
         sides[name] = run
         peaks[name] = bench.peak_bytes(run)
     agree(losses, "vmap", dtype)
-    times = bench.medians(sides, rounds=bench.pick(5, 1), warmup=1)
+    times = bench.medians(sides, rounds=bench.pick(3, 1), warmup=1)
     times = {name: t / steps / epochs for name, t in times.items()}
     ratios = {f"{rival}/ours": times[rival] / times["ours"] for rival in ("own W", "vmap")}
     against = bench.against(times, RESNET9_OPERATIONS * k * batch, 0, dtype)
@@ -647,7 +647,7 @@ def personal_row(bench: Bench, dtype: torch.dtype, ratio: float, k: int, batch: 
 
 def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
     # a recording serves the epochs of a phase; one client after the other takes long enough in one
-    epochs = bench.pick(4, 1)
+    epochs = bench.pick(2, 1)
     kinds = {
         "ours": ("fused", True, run_together, epochs),
         "ours, no graph": ("fused", False, run_together, epochs),
@@ -662,9 +662,11 @@ def clients_row(bench: Bench, dtype: torch.dtype, k: int, batch: int) -> dict:
         state = stack(tensors_of(one.model), k)
         losses[name] = torch.tensor(run(one, state, data, 1))
         sides[name] = functools.partial(run, one, state, data, epochs)
+        began = time.perf_counter()
         peaks[name] = bench.peak_bytes(sides[name])
+        print(f"{name}: {1e3 * (time.perf_counter() - began) / steps / epochs:.1f} ms a step, {peaks[name] >> 20} MiB")
     agree(losses, "loop", dtype)
-    times = bench.medians(sides, rounds=bench.pick(3, 1), warmup=1)
+    times = bench.medians(sides, rounds=bench.pick(3, 1), warmup=0)
     times = {name: t / steps / kinds[name][3] for name, t in times.items()}
     times["loop"] *= k / min(LOOPED, k)
     return {
@@ -939,27 +941,30 @@ def mix_row(bench: Bench, keys: str, k: int, d: int, n: int) -> dict:
 
 IMAGE_TILES = [
     (128, 128, 64, 8, 3),
+    (128, 128, 64, 8, 4),
     (128, 128, 32, 8, 4),
+    (256, 128, 64, 8, 3),
+    (256, 64, 64, 8, 3),
     (128, 64, 64, 4, 3),
     (64, 128, 64, 4, 3),
-    (64, 64, 64, 4, 4),
-    (256, 64, 32, 8, 3),
-    (256, 128, 32, 8, 3),
 ]
 GRADIENT_TILES = [
     (64, 64, 64, 8, 3),
     (64, 64, 64, 4, 3),
     (128, 64, 64, 8, 3),
+    (128, 64, 64, 4, 3),
+    (64, 128, 64, 4, 3),
     (128, 128, 64, 8, 3),
     (128, 128, 32, 8, 4),
+    (64, 64, 128, 4, 3),
 ]
+TUNED = [(128, 128, 3, 1, 16), (256, 256, 3, 1, 8), (64, 128, 5, 2, 32)]
 
 
 def tune(bench: Bench) -> Rows:
     """Each kernel of the fused convolution with other tiles than it chooses, for many clients and for one."""
-    shapes = bench.pick([(256, 256, 3, 1, 8), (128, 256, 3, 1, 16), (64, 128, 5, 2, 32)], TINY[1:])
     for k, batch in bench.pick([(100, 32), (1, 256)], [(2, 2)]):
-        for shape in shapes:
+        for shape in bench.pick(TUNED, TINY[1:]):
             for part in ("forward", "dx", "dw"):
                 common = {"op": f"fused convolution, {part}", "clients": k, "batch": batch, "shape": name_of(shape)}
                 yield row(common, functools.partial(tune_row, bench, k, batch, shape, part))

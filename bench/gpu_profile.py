@@ -1,6 +1,6 @@
 """Where the time of a training step of many clients goes on a GPU, by kernel.
 
-    python -m bench.gpu_profile [--clients 100] [--dtype bfloat16]
+python -m bench.gpu_profile [--clients 100] [--dtype bfloat16]
 """
 
 import argparse
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     bench, dtype = gpu.Bench(dry=False), getattr(torch, args.dtype)
-    _, data = gpu.images_of_clients(bench, dtype, args.clients, 32)
+    steps, data = gpu.images_of_clients(bench, dtype, args.clients, 32)
     one = gpu.trainer(bench, "fused", dtype, graphs=False)
     state = stack(tensors_of(one.model), args.clients)
     gpu.run_together(one, state, data, 1)
@@ -29,9 +29,9 @@ def main() -> None:
     rows = [row for row in found.key_averages() if row.device_type.name == "CUDA"]
     rows.sort(key=lambda row: -row.self_device_time_total)
     whole = sum(row.self_device_time_total for row in rows)
-    print(f"{whole / 8e3:.2f} ms a step")
+    print(f"{whole / 1e3 / steps:.2f} ms a step")
     for row in rows[:45]:
-        print(f"{row.self_device_time_total / 8e3:8.3f} ms {row.count / 8:6.1f} × {row.key[:150]}")
+        print(f"{row.self_device_time_total / 1e3 / steps:8.3f} ms {row.count / steps:6.1f} × {row.key[:150]}")
 
 
 if __name__ == "__main__":

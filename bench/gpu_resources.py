@@ -22,11 +22,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from bench import gpu
 from fastfact import kernels
 from fastfact.base.formats import KERNEL, SEPARABLE, SPATIAL
 from fastfact.bench.common import RESNET9, name_of
 
-MODULES = ("adapter", "bitmap", "conv", "rank1_conv", "separable_conv", "sgd", "similarity", "weights")
+MODULES = ("adapter", "bitmap", "conv", "norm", "rank1_conv", "separable_conv", "sgd", "similarity", "weights")
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """Bytes a block may have."""
 IMAGE_TILES = [(128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (128, 64, 64, 8, 3), (64, 128, 64, 4, 3), (64, 64, 64, 8, 3)]
@@ -129,6 +130,9 @@ def others(dtype: torch.dtype) -> None:
         x, sigma, a, b = t(2, 136, 192), t(768, 192), t(2, rank, 192), t(2, 768, rank)
         y, hidden = kernels.lowrank_linear(x, None, sigma, a, b, t(768), 2.0)
         kernels.lowrank_linear_backward(y, x, sigma, a, b, hidden, 2.0, 13)
+    mean = t(2, 64).float()
+    y, *_ = kernels.batch_norm(t(2, 3, 64, 8, 8), mean, mean, 1e-5)
+    kernels.batch_norm_backward(y, y, mean, mean, mean, 1e-5)
     kernels.prox_sgd_step([t(4096)], [t(4096)], [t(4096)], [0.1], 0.1, 0.9, 0.0, True)
     kernels.pack_bitmap(torch.zeros(2, 3, 4096, dtype=dtype), 2)
     kernels.unpack_bitmap(torch.zeros(2, 3, 512, dtype=torch.uint8), t(0), t(0), 4096)
@@ -181,9 +185,24 @@ def fill_cache() -> None:
         print(name_of(shape), flush=True)
         for k, n in ((100, 32), (1, 32), (1, 256)):
             convolve(*layer(k, n, shape))
+    for i, o, _, stride, side in dict.fromkeys(RESNET9):
+        x = empty(100, 32, side // stride, side // stride, o).permute(0, 1, 4, 2, 3)
+        mean = empty(100, o, dtype=torch.float32)
+        kernels.batch_norm(x, mean, mean, 1e-5)
+        kernels.batch_norm_backward(x, x, mean, mean, mean, 1e-5)
     for side in (8, 16, 32):
         x, grad, u, v, _, settings = layer(1, 128, (256, 256, 3, 1, side))
         convolve(x, grad, u, v, None, settings)
+    conv = importlib.import_module("fastfact.kernels.conv")
+    for shape in gpu.TUNED[:2]:
+        x, grad, u, v, mu, settings = layer(100, 32, shape)
+        for tile in map(conv.Tile._make, gpu.IMAGE_TILES):
+            with mock.patch.object(conv, "image_tile", lambda *_, tile=tile: tile):
+                kernels.fused_conv2d(x, u, v, mu, None, None, *settings)
+                kernels.fused_conv2d_dx(grad, u, v, mu, None, tuple(x.shape[1:]), True, *settings)
+        for tile in map(conv.Tile._make, gpu.GRADIENT_TILES):
+            with mock.patch.object(conv, "gradient_tile", lambda *_, tile=tile: tile):
+                kernels.fused_conv2d_dw(grad, x, u, v, None, *settings, 7)
 
 
 def main() -> None:

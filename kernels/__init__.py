@@ -20,6 +20,7 @@ from fastfact.kernels.conv import (
     fused_conv2d_dw,
     fused_conv2d_dx,
 )
+from fastfact.kernels.norm import batch_norm, batch_norm_backward
 from fastfact.kernels.sgd import prox_sgd_step
 from fastfact.kernels.similarity import similarity_sums, srht
 from fastfact.kernels.weights import (
@@ -51,6 +52,8 @@ if INTERPRETED and VERSION.startswith("3.6."):
 __all__ = [
     "INTERPRETED",
     "VERSION",
+    "batch_norm",
+    "batch_norm_backward",
     "compact_weight",
     "compact_weight_backward",
     "factored_conv2d",

@@ -330,6 +330,14 @@ class _Problem:
         return (u.unsqueeze(-1), down), (v.transpose(1, 2).unsqueeze(-2), across)
 
 
+LINES = 8
+"""Channels from which on images are brought into channels_last, so that neighbours are read together."""
+
+
+def _in_lines(x: Tensor) -> Tensor:
+    return to_format(x, True) if x.shape[2] >= LINES else x
+
+
 def _slices(*tensors: Tensor | None) -> tuple[Slices | None, ...]:
     return tuple(None if tensor is None else slices(tensor) for tensor in tensors)
 
@@ -413,9 +421,11 @@ def fused_conv2d(
     groups: int,
 ) -> Tensor:
     p = _Problem(x.dtype, x.shape, u, layout, size, stride, padding, dilation, groups)
-    out = empty_weight(x, (p.n, p.out, *p.out_image), is_channels_last(x))
+    last = is_channels_last(x)
+    out = empty_weight(x, (p.n, p.out, *p.out_image), last)
     if not out.numel():
         return out
+    x = _in_lines(x)
     if mu is None and p.splits_in_two and rank1_conv.launch(p, out, x, *_slices(u, v, bias), False):
         return out
     if mu is None and p.separates:
@@ -423,7 +433,7 @@ def fused_conv2d(
             return out
         (down, first), (across, second) = p.halves(u, v)
         hidden = fused_conv2d(x, None, None, down, None, None, *first)
-        return to_format(fused_conv2d(hidden, None, None, across, None, bias, *second), is_channels_last(x))
+        return to_format(fused_conv2d(hidden, None, None, across, None, bias, *second), last)
     _convolve(p, out, x, _weight(p, u, v, mu, index), bias, False)
     return out
 
@@ -448,6 +458,7 @@ def fused_conv2d_dx(
     dx = empty_weight(grad, image, image_channels_last)
     if not dx.numel():
         return dx
+    grad = _in_lines(grad)
     if mu is None and p.splits_in_two and rank1_conv.launch(p, dx, grad, *_slices(u, v, None), True):
         return dx
     if mu is None and p.separates:
@@ -488,6 +499,7 @@ def fused_conv2d_dw(
         if need_mu:
             dmu = _zero_weight(x, size, channels_last) if index is None else x.new_zeros(index.shape)
         return u.new_zeros(u.shape) if need_u else nothing, v.new_zeros(v.shape) if need_v else nothing, dmu
+    grad, x = _in_lines(grad), _in_lines(x)
     if not need_mu and p.splits_in_two:
         found = rank1_conv.weight_gradient(p, grad, x, *_slices(u, v), need_u, need_v)
         if found is not None:

@@ -251,7 +251,12 @@ def run(
     `FORMATS`, dtype: of `DTYPES`, of networks and images. A row whose network cannot be measured so has a `reason`.
     Raises ValueError for what there is not.
     """
-    for what, asked_for, known in (("clock", clock, CLOCKS), ("format", form, FORMATS), ("dtype", dtype, DTYPES), ("device", device, DEVICES)):
+    for what, asked_for, known in (
+        ("clock", clock, CLOCKS),
+        ("format", form, FORMATS),
+        ("dtype", dtype, DTYPES),
+        ("device", device, DEVICES),
+    ):
         if asked_for not in known:
             raise ValueError(f"{what}={asked_for!r}: must be one of {', '.join(known)}")
     if device == "cuda" and not torch.cuda.is_available():

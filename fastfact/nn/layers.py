@@ -1061,7 +1061,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _candidates(self, x, tensors):
         paths = super()._candidates(x, tensors)
-        if x.is_cuda and isinstance(self.spec, Rank1) and self.spec.layout != "view":
+        if x.is_cuda and self._in_two_parts():
             paths.append("fused")
         if self._multiplies_pixels(x, tensors) and not self._can_reorder(x, tensors):
             paths.append("product")

@@ -273,6 +273,46 @@ def attention_backward(
     dv.copy_(weights.mT @ grad)
 
 
+def _per_channel(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[2], dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _fake_batch_norm_backward(grad, x, weight, mean, var, eps):
+    return torch.empty_like(x), mean.new_empty(mean.shape), mean.new_empty(mean.shape)
+
+
+@op(lambda x, *_: (torch.empty_like(x), _per_channel(x), _per_channel(x)), kernels=("triton",))
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, var): y = (x − mean) / √(var + eps) · weight + bias, each client by the mean and the (biased) variance
+    of its own batch in each channel, over samples and places.
+
+    x [k, n, c, …], y laid out as x; weight and bias [k, c]. mean, var [k, c], float32 where x is of lower precision, in
+    which all is computed.
+    """
+    wide, axes = x.to(torch.promote_types(x.dtype, torch.float32)), [1, *range(3, x.dim())]
+    var, mean = torch.var_mean(wide, axes, correction=0)
+    y = (wide - _along(mean, x)) * _along((var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight, x)
+    return (y if bias is None else y + _along(bias, x)).to(x.dtype), mean, var
+
+
+def _along(channels: Tensor, x: Tensor) -> Tensor:
+    """[k, c] as [k, 1, c, 1, …]."""
+    return channels[:, None].reshape(channels.shape[0], 1, -1, *[1] * (x.dim() - 3))
+
+
+@op(_fake_batch_norm_backward, kernels=("triton",))
+def batch_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) of `batch_norm` from `grad` = dy; the last two [k, c] in the dtype of `mean`."""
+    axes, count = [1, *range(3, x.dim())], x.numel() // max(1, mean.numel())
+    wide, centred, inverse = grad.to(mean.dtype), x.to(mean.dtype) - _along(mean, x), (var + eps).rsqrt()
+    dbias, moment = wide.sum(axes), (wide * centred).sum(axes)
+    scale = inverse if weight is None else inverse * weight
+    mixed = wide - _along(dbias / count, x) - centred * _along(inverse.square() * moment / count, x)
+    return (_along(scale, x) * mixed).to(x.dtype), moment * inverse, dbias
+
+
 @op(lambda x1, y1, x2, y2, size, personalized, channels_last: empty_weight(x1, size, channels_last), kernels=BACKENDS)
 def hadamard_weight(
     x1: Tensor, y1: Tensor, x2: Tensor, y2: Tensor, size: list[int], personalized: bool, channels_last: bool

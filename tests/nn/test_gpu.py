@@ -148,7 +148,10 @@ def test_layers_in_lower_precision_are_as_good_as_the_dense_layer(dtype, density
             found = passed(one, x.to(DEVICE, dtype))
             for name in ("y", "x"):
                 error, bound = ((t[name].double() - expected[name]).norm() for t in (found, y))
-                assert error <= 2 * bound + 2 ** -(9 if dtype.itemsize == 2 else 20) * expected[name].norm(), (path, name)
+                assert error <= 2 * bound + 2 ** -(9 if dtype.itemsize == 2 else 20) * expected[name].norm(), (
+                    path,
+                    name,
+                )
 
 
 NETWORKS = ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "convnext_tiny", "vit_b_32", "swin_t"]
@@ -199,7 +202,7 @@ def test_networks_train_as_the_dense_ones_do(name, form, measured):
 
 
 def test_a_choice_is_measured_there(measured):
-    layer = drawn(ff.nn.FactorizedConv2d(16, 16, 3, padding=1, spec=ff.Rank1()), 0.1).to(DEVICE)
+    layer = drawn(ff.nn.FactorizedConv2d(16, 16, 3, padding=1, spec=ff.Rank1(sparse=False)), None).to(DEVICE)
     x = torch.randn(2, 16, 8, 8, device=DEVICE, requires_grad=True)
     layer(x).sum().backward()
     layer.eval()
@@ -229,7 +232,9 @@ def test_a_state_goes_to_the_gpu_and_back():
 def test_optimizers_step_as_on_the_cpu(kind):
     def steps(device):
         torch.manual_seed(3)
-        model = ff.factorize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).double(), ff.Rank1())
+        model = ff.factorize(
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).double(), ff.Rank1()
+        )
         model = model.to(device)
         packed(model, 0.5)
         optimizer = getattr(ff.optim, kind)(model.parameters(), lr=0.01, l1=0.01, weight_decay=0.02)
@@ -245,7 +250,9 @@ def test_optimizers_step_as_on_the_cpu(kind):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_with_a_scaler(dtype):
-    model = ff.factorize(models.build("resnet9", (3, 32, 32), 10), ff.Rank1()).to(DEVICE, memory_format=torch.channels_last)
+    model = ff.factorize(models.build("resnet9", (3, 32, 32), 10), ff.Rank1()).to(
+        DEVICE, memory_format=torch.channels_last
+    )
     packed(model, 0.3)
     optimizer, scaler = ff.optim.ProxSGD(model.parameters(), lr=0.01, momentum=0.9, l1=1e-5), torch.amp.GradScaler()
     x, y = torch.randn(16, 3, 32, 32, device=DEVICE), torch.randint(10, (16,), device=DEVICE)
@@ -269,8 +276,12 @@ def test_compiled(training):
     x = torch.randn(4, 3, 32, 32, device=DEVICE)
     plain, compiled = copy.deepcopy(model), torch.compile(model)
     if training:
-        same(passed(compiled, x), {f"_orig_mod.{n}" if n not in "xy" else n: t for n, t in passed(plain, x).items()},
-             rtol=1e-3, atol=1e-3)
+        same(
+            passed(compiled, x),
+            {f"_orig_mod.{n}" if n not in "xy" else n: t for n, t in passed(plain, x).items()},
+            rtol=1e-3,
+            atol=1e-3,
+        )
     else:
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), plain(x), rtol=1e-3, atol=1e-3)
@@ -337,3 +348,31 @@ def test_threads_and_streams_of_ones_own():
         found = layer(other)
     stream.synchronize()
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_a_cohort_with_batch_norm(form, dtype):
+    """Images in both formats: what each client computes alone, where that is to be had to the last digits."""
+
+    def model():
+        layers = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten()]
+        return nn.Sequential(*layers, nn.Linear(8, 3)).to(dtype=dtype, memory_format=form)
+
+    g = torch.Generator().manual_seed(0)
+    data = [(torch.randn(12, 3, 8, 8, generator=g), torch.randint(3, (12,), generator=g)) for _ in range(4)]
+    clients = [ff.Client(train=part, test=part) for part in data]
+
+    def run(cohort, graphs):
+        how = {"epochs": 4, "batch_size": 4, "lr": 0.05, "seed": 3, "device": DEVICE}
+        fed = ff.Federation(model, clients, "factorized-fl-beta", cohort=cohort, graphs=graphs, **how)
+        fed.fit(2)
+        return fed.states.state
+
+    alone, together, replayed = run(1, False), run(4, False), run(4, True)
+    for name, tensor in together.items():
+        torch.testing.assert_close(replayed[name], tensor, msg=lambda said, name=name: f"{name}: {said}")
+        if dtype == torch.float64:
+            assert (tensor - alone[name]).abs().max() <= 1e-9 * (1 + tensor.abs().max()), name
+        assert tensor.isfinite().all()

@@ -42,15 +42,17 @@ def as_float64(args):
     return [a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
 
 
-def check(impl, op, args, inputs_dtype):
-    """One call against the reference; returns the outputs."""
+def check(impl, op, args, inputs_dtype, others=()):
+    """One call against the reference; returns the outputs. others: the places of those in the accumulator's dtype."""
     outs = getattr(impl, op)(*args)
     # The ops are sums of products: on absolute values they bound what rounding can do.
     magnitudes = [a.abs() if torch.is_tensor(a) else a for a in as_float64(args)]
     truths, plains, bounds = (getattr(reference, op)(*a) for a in (as_float64(args), args, magnitudes))
     results = zip(*(x if isinstance(x, tuple) else (x,) for x in (outs, truths, plains, bounds)), strict=True)
-    for out, truth, plain, bound in results:
-        assert out.shape == truth.shape and out.dtype == inputs_dtype and out.device == plain.device
+    wider = torch.promote_types(inputs_dtype, F32)
+    for place, (out, truth, plain, bound) in enumerate(results):
+        dtype = wider if place in others else inputs_dtype
+        assert out.shape == truth.shape and out.dtype == dtype and out.device == plain.device
         assert not torch.isnan(out).any()
         if not out.numel():
             continue
@@ -407,6 +409,22 @@ BIG_SIMILARITIES = [
     (1500, 96, (90, 1100), 4.0, 0.15, 0, 1500, True),
     (2300, 30, (17,), 1.0, -1.0, 600, 1200, False),
 ]
+
+
+# shape [k, n, c, …]
+NORMS = [(3, 4, 5, 6, 7), (2, 8, 5), (3, 4, 3, 9), (1, 40, 130, 3, 3), (2, 9, 4, 2, 3, 2)]
+
+
+def norm(impl, dtype, device, shape):
+    """Batch norm of each client and its gradients, far from zero, of images in both formats."""
+    for last in (False, True) if len(shape) == 5 else (False,):
+        x = formats.to_format((draw(*shape, dtype=F64, device=device) * 2 + 5).to(dtype), last)
+        grad = draw(*shape, dtype=dtype, device=device)
+        given = [draw(shape[0], shape[2], dtype=dtype, device=device) for _ in range(2)]
+        for weight, bias in (given, (None, None)):
+            y, mean, var = check(impl, "batch_norm", (x, weight, bias, 1e-5), dtype, others=(1, 2))
+            found = check(impl, "batch_norm_backward", (grad, x, weight, mean, var, 1e-5), dtype, others=(1, 2))
+            assert y.stride() == found[0].stride() == torch.empty_like(x).stride()
 
 
 def mixing(device, m, widths, epsilon, min_matches, masked, dtype=F32, bits=0):

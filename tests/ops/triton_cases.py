@@ -123,6 +123,12 @@ def test_similarity_mix(case):
         op_cases.mixing(DEVICE, *case, bits=32)
 
 
+@pytest.mark.parametrize("shape", op_cases.NORMS + [(5, 64, 96, 16, 16)] * GPU, ids=str)
+def test_batch_norm(shape):
+    for dtype in DTYPES:
+        op_cases.norm(kernels, dtype, DEVICE, shape)
+
+
 @pytest.mark.parametrize("case", op_cases.SKETCHES, ids=str)
 def test_srht(case):
     for dtype in DTYPES:
