@@ -185,7 +185,7 @@ def fill_cache() -> None:
         print(name_of(shape), flush=True)
         for k, n in ((100, 32), (1, 32), (1, 256)):
             convolve(*layer(k, n, shape))
-    for i, o, _, stride, side in dict.fromkeys(RESNET9):
+    for _, o, _, stride, side in dict.fromkeys(RESNET9):
         x = empty(100, 32, side // stride, side // stride, o).permute(0, 1, 4, 2, 3)
         mean = empty(100, o, dtype=torch.float32)
         kernels.batch_norm(x, mean, mean, 1e-5)

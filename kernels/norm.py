@@ -49,10 +49,7 @@ def norm_sums_kernel(
         inside = (row < rows)[:, None] & c_inside[None, :]
         at = (client * rows + row)[:, None] * C + c[None, :]
         value = tl.where(inside, tl.load(x + at, mask=inside, other=0.0).to(ACC) - centre[None, :], 0.0)
-        if PRODUCT:
-            a = tl.load(other + at, mask=inside, other=0.0).to(ACC)
-        else:
-            a = value
+        a = tl.load(other + at, mask=inside, other=0.0).to(ACC) if PRODUCT else value
         first += a
         second += a * value
     place = sums + (client * splits + split) * 2 * C + c

@@ -1,7 +1,7 @@
 """Batch norm of many clients, each by its own batch, that leaves images laid out as they are.
 
-PyTorch's own under `vmap` makes the clients channels of one batch, so that images in channels_last are copied before and
-after, and is not differentiable there with cuDNN's kernels.
+PyTorch's own under `vmap` makes the clients channels of one batch, so that images in channels_last are copied before
+and after, and is not differentiable there with cuDNN's kernels.
 """
 
 import torch
@@ -12,7 +12,7 @@ from fastfact.ops.backends import implementation
 
 
 class _BatchNorm(torch.autograd.Function):
-    """(y, mean, var) of `reference.batch_norm`; `clients`: of tensors with the client axis, which `vmap` puts in front."""
+    """(y, mean, var) of `reference.batch_norm`; `clients`: of tensors with the client axis, which `vmap` adds."""
 
     @staticmethod
     def forward(clients, x, weight, bias, eps):
