@@ -30,7 +30,13 @@ from fastfact.bench.common import RESNET9, name_of
 MODULES = ("adapter", "bitmap", "conv", "norm", "rank1_conv", "separable_conv", "sgd", "similarity", "weights")
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """Bytes a block may have."""
-IMAGE_TILES = [(128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (128, 64, 64, 8, 3), (64, 128, 64, 4, 3), (64, 64, 64, 8, 3)]
+IMAGE_TILES = [
+    (256, 128, 64, 8, 3),
+    (128, 128, 64, 8, 3),
+    (128, 128, 32, 8, 4),
+    (128, 64, 64, 8, 3),
+    (64, 64, 64, 8, 3),
+]
 GRADIENT_TILES = [(64, 64, 64, 8, 3), (128, 64, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 32, 8, 4)]
 
 

@@ -238,13 +238,21 @@ def conv_weight_kernel(
         tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=inside)
 
 
-def image_tile(dtype: torch.dtype, k: int, m: int, n: int, inner: int) -> Tile:
+def has_wgmma(device: torch.device) -> bool:
+    """Whether the device multiplies matrices from shared memory, as Hopper does: larger tiles then pay though they
+    spill, measured on an H200 (bench/NOTES.md)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def image_tile(dtype: torch.dtype, k: int, m: int, n: int, inner: int, wgmma: bool = False) -> Tile:
     """For k clients of m pixels × n channels, with `inner` channels to sum over: forward and data gradient."""
     if dtype == torch.float64:
         return Tile(32, 32, 16, 4)
     if dtype == torch.float32:
         return Tile(64, 32 if n <= 32 else 64, 16, 4)
     depth = 16 if inner <= 16 else 32 if inner <= 32 else 64
+    if wgmma and m >= 256 and n > 64 and depth == 64 and k * m * n >= 132 * 256 * 128:
+        return Tile(256, 128, depth, 8)
     # a program for each of an H100's 132 multiprocessors, at least
     if m >= 128 and n > 64 and k * m * n >= 132 * 128 * 128:
         return Tile(128, 128, depth, 8)
@@ -254,12 +262,14 @@ def image_tile(dtype: torch.dtype, k: int, m: int, n: int, inner: int) -> Tile:
     return Tile(128 if wide else 64, columns, depth, 8)
 
 
-def gradient_tile(dtype: torch.dtype, out: int, into: int, rows: int) -> Tile:
+def gradient_tile(dtype: torch.dtype, out: int, into: int, rows: int, wgmma: bool = False) -> Tile:
     """For dW [out, into], summed over `rows` pixels."""
     if dtype == torch.float64:
         return Tile(32, 32, 16, 8)
     depth = 16 if dtype == torch.float32 or rows <= 16 else 32 if rows <= 32 else 64
-    return Tile(64, 32 if into <= 32 else 64, depth, 8)
+    if wgmma and depth == 64 and min(out, into) > 64:
+        return Tile(128, 128, depth, 8)
+    return Tile(64, 32 if into <= 32 else 64, depth, 4 if wgmma and depth == 64 else 8)
 
 
 def _conv_precision(dtype: torch.dtype) -> str:
@@ -394,7 +404,7 @@ def _convolve(p: _Problem, out: Tensor, source: Tensor, weight: Tensor, bias: Te
             **tile.settings,
         )
 
-    tiles = image_tile(source.dtype, p.k, rows, channels, inner).and_smaller()
+    tiles = image_tile(source.dtype, p.k, rows, channels, inner, has_wgmma(source.device)).and_smaller()
     with torch.cuda.device_of(source):
         if first_that_fits(tiles, source.device, ("conv", source.dtype, *constants.values()), launch):
             return
@@ -606,7 +616,7 @@ def _weight_gradient(
             dmu = to_format(dmu, channels_last) if mu_code == 1 else dmu
         results.append((du, dv, dmu))
 
-    tiles = gradient_tile(x.dtype, out, p.into, p.rows).and_smaller()
+    tiles = gradient_tile(x.dtype, out, p.into, p.rows, has_wgmma(x.device)).and_smaller()
     with torch.cuda.device_of(x):
         fits = first_that_fits(tiles, x.device, ("conv_weight", x.dtype, *constants.values()), launch)
     return results[0] if fits else None

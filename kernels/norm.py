@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.base.formats import is_channels_last, to_format
+from fastfact.base.formats import is_channels_last
 from fastfact.kernels.geometry import accumulator
 from fastfact.kernels.weights import TL_DTYPES
 
@@ -95,31 +95,23 @@ def norm_apply_kernel(
 
 
 def _in_lines(x: Tensor) -> Tensor:
-    """x [k, n, c, …] with each client's numbers as rows of channels in memory."""
-    if x.dim() == 3:
-        return x.contiguous()
-    if x.dim() != 5:
-        return x.flatten(3).movedim(2, 3).contiguous()
-    last = to_format(x, True)
-    return last if last.permute(0, 1, 3, 4, 2).is_contiguous() else last.clone(memory_format=torch.preserve_format)
+    """x [k, n, c, …] as rows of channels, [k, rows, c]; of images in channels_last that is the same memory."""
+    return x.movedim(2, -1).reshape(x.shape[0], -1, x.shape[2]).contiguous()
 
 
 def _as_before(lines: Tensor, like: Tensor) -> Tensor:
-    """What lies in memory as `_in_lines(like)` does, as `like` does."""
-    if like.dim() in (3, 5):
-        return lines if like.dim() == 3 or is_channels_last(like) else to_format(lines, False)
-    return lines.movedim(3, 2).reshape(like.shape).contiguous()
+    """Rows of channels in the shape and the format of `like`."""
+    out = lines.view(*like.shape[:2], *like.shape[3:], like.shape[2]).movedim(-1, 2)
+    return out if like.dim() == 5 and is_channels_last(like) else out.contiguous()
 
 
-def _sizes(lines: Tensor, c: int) -> tuple[int, dict]:
-    """(rows of a client, tile)."""
-    return lines[0].numel() // c, {"BLOCK_R": ROWS, "BLOCK_C": min(128, max(16, triton.next_power_of_2(c)))}
+def _tile(c: int) -> dict[str, int]:
+    return {"BLOCK_R": ROWS, "BLOCK_C": min(128, max(16, triton.next_power_of_2(c)))}
 
 
 def _sums(lines: Tensor, other: Tensor | None, shift: Tensor) -> Tensor:
     """[k, 2, c], see `norm_sums_kernel`."""
-    k, c = shift.shape
-    rows, tile = _sizes(lines, c)
+    (k, rows, c), tile = lines.shape, _tile(lines.shape[2])
     c_blocks, tiles = triton.cdiv(c, tile["BLOCK_C"]), triton.cdiv(rows, ROWS)
     splits = max(1, min(triton.cdiv(PROGRAMS, k * c_blocks), tiles))
     sums = shift.new_empty(k, splits, 2, c)
@@ -133,8 +125,7 @@ def _sums(lines: Tensor, other: Tensor | None, shift: Tensor) -> Tensor:
 
 def _applied(lines: Tensor, other: Tensor | None, shift, scale, plus, others_scale=None) -> Tensor:
     """See `norm_apply_kernel`."""
-    k, c = shift.shape
-    rows, tile = _sizes(lines, c)
+    (k, rows, c), tile = lines.shape, _tile(lines.shape[2])
     c_blocks, r_blocks, out = triton.cdiv(c, tile["BLOCK_C"]), triton.cdiv(rows, ROWS), torch.empty_like(lines)
     settings = {"C": c, "ADD": other is not None, "ACC": TL_DTYPES[shift.dtype], **tile}
     with torch.cuda.device_of(lines):
@@ -150,8 +141,8 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         unknown = x.new_full((k, c), torch.nan, dtype=acc)
         return torch.empty_like(x), unknown, unknown.clone()
     lines = _in_lines(x)
-    # sums of squares around a number of the batch keep the variance of what is far from zero
-    shift = x[(slice(None), 0, slice(None), *[0] * (x.dim() - 3))].to(acc).contiguous()
+    # sums of squares around what some rows have as a mean keep the variance of what is far from zero
+    shift = lines[:, :ROWS].mean(1, dtype=acc)
     first, second = (_sums(lines, None, shift) / (x[0].numel() // c)).unbind(1)
     mean, var = shift + first, (second - first.square()).clamp_min(0)
     scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
