@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastfact.base.formats import KERNEL, SPATIAL, VIEW, is_channels_last, to_format, weight_last
 from fastfact.kernels import rank1_conv, separable_conv
-from fastfact.kernels.geometry import INT32_LIMIT, Axis, ImageStrides, Slices, accumulator, empty_weight, slices
+from fastfact.kernels.geometry import INT32_LIMIT, Axis, Image, ImageStrides, Slices, accumulator, empty_weight, slices
 from fastfact.kernels.launch import Tile, first_that_fits
 from fastfact.kernels.support import support_bits, support_tile
 from fastfact.kernels.taps import address, pixel, tap_position
@@ -378,8 +378,8 @@ def _convolve(p: _Problem, out: Tensor, source: Tensor, weight: Tensor, bias: Te
     strides = WeightStrides(client, channels * o, o, i, y, x)
     if transposed:
         channels, inner, strides = inner, channels, WeightStrides(client, channels * o, i, o, y, x)
-    image, source_image = tuple(out.shape[3:]), tuple(source.shape[3:])
-    rows = p.n * torch.Size(image).numel()
+    image, source_image = Image.of(*out.shape[3:]), tuple(source.shape[3:])
+    rows = p.n * image.height * image.width
     constants = p.constants | {"OUT": channels, "IN": inner, "TRANSPOSED": transposed, "HAS_BIAS": bias is not None}
 
     def launch(tile: Tile) -> None:
@@ -393,8 +393,8 @@ def _convolve(p: _Problem, out: Tensor, source: Tensor, weight: Tensor, bias: Te
             *blocks,
             image,
             source_image,
-            ImageStrides(*out.stride()),
-            ImageStrides(*source.stride()),
+            ImageStrides.of(out),
+            ImageStrides.of(source),
             strides,
             p.window,
             **constants,
@@ -599,11 +599,11 @@ def _weight_gradient(
             splits,
             o_blocks,
             i_blocks,
-            tuple(p.out_image),
+            Image.of(*p.out_image),
             tuple(p.image),
             strides,
-            ImageStrides(*grad.stride()),
-            ImageStrides(*x.stride()),
+            ImageStrides.of(grad),
+            ImageStrides.of(x),
             p.window,
             **constants,
             BLOCK_M=tile.depth,

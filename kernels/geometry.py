@@ -89,6 +89,37 @@ class ImageStrides(NamedTuple):
     y: int
     x: int
 
+    @classmethod
+    def of(cls, images: Tensor) -> "ImageStrides":
+        """Raises ValueError for pixels of one image so far apart that kernels cannot count to them."""
+        found = cls(*images.stride())
+        if (reach := images.shape[3] * abs(found.y) + images.shape[4] * abs(found.x)) > INT32_LIMIT:
+            raise ValueError(f"fused_conv2d: an image reaches over {reach} numbers, must be at most {INT32_LIMIT}")
+        return found
+
+
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift): m // divisor = m · multiplier >> (31 + shift) for 0 ≤ m < 2³¹.
+
+    2ˢ ≥ divisor and multiplier = ⌈2³¹⁺ˢ / divisor⌉ < 2³², which is off by less than 2ˢ / divisor: what that adds to the
+    quotient is below 1 / divisor (Granlund and Montgomery, 1994).
+    """
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << 31 + shift) // divisor), shift
+
+
+class Image(NamedTuple):
+    """height and width as kernels divide by them."""
+
+    height: int
+    width: int
+    by_height: tuple[int, int]
+    by_width: tuple[int, int]
+
+    @classmethod
+    def of(cls, height: int, width: int) -> "Image":
+        return cls(height, width, reciprocal(height), reciprocal(width))
+
 
 class Axis(NamedTuple):
     """How the taps of a convolution lie along one axis of the image."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.kernels.geometry import ImageStrides, Slices, accumulator
+from fastfact.kernels.geometry import Image, ImageStrides, Slices, accumulator
 from fastfact.kernels.launch import Tile, first_that_fits
 from fastfact.kernels.taps import address, pixel, tap_position
 
@@ -315,10 +315,10 @@ def launch(p, out: Tensor, source: Tensor, u: Slices, v: Slices, bias: Slices | 
             bias,
             rows,
             *blocks,
-            tuple(out.shape[3:]),
+            Image.of(*out.shape[3:]),
             tuple(source.shape[3:]),
-            ImageStrides(*out.stride()),
-            ImageStrides(*source.stride()),
+            ImageStrides.of(out),
+            ImageStrides.of(source),
             (1, i) if transposed else (i, 1),
             p.window,
             **constants,
@@ -342,7 +342,7 @@ def weight_gradient(
     o, i, acc = p.out // p.groups, p.into, accumulator(x.dtype)
     constants = p.constants | {"OUT": o, "IN": i, "RANK": p.rank}
     side = 32 if x.dtype in (torch.float64, torch.float32) else 64
-    images = tuple(p.out_image), tuple(p.image), ImageStrides(*grad.stride()), ImageStrides(*x.stride())
+    images = Image.of(*p.out_image), tuple(p.image), ImageStrides.of(grad), ImageStrides.of(x)
     results: list[Tensor | None] = [None, None]
 
     def run_v(tile: Tile) -> None:

@@ -21,13 +21,21 @@ def tap_position(at, tap, extent, axis, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def _divided(m, reciprocal):
+    """m // d for 0 ≤ m < 2³¹, `reciprocal` = `geometry.reciprocal(d)`: a division takes twenty instructions."""
+    multiplier, shift = reciprocal
+    return (tl.umulhi((m * 2).to(tl.uint32), multiplier.to(tl.uint32)) >> shift).to(tl.int32)
+
+
+@triton.jit
 def pixel(m, image):
-    """(n, y, x) of pixel number m of images [n, height, width], `image` = (height, width)."""
-    height, width = image
-    return (m // width // height).to(tl.int64), m // width % height, m % width
+    """(n, y, x) of pixel number m of images [n, height, width], `image` a `geometry.Image`."""
+    line = _divided(m, image.by_width)
+    n = _divided(line, image.by_height)
+    return n.to(tl.int64), line - n * image.height, m - line * image.width
 
 
 @triton.jit
 def address(strides, client, n, y, x):
     """Where pixels begin in a tensor of these `geometry.ImageStrides`."""
-    return client * strides.client + n * strides.n + y.to(tl.int64) * strides.y + x.to(tl.int64) * strides.x
+    return client * strides.client + n * strides.n + (y * strides.y + x * strides.x).to(tl.int64)

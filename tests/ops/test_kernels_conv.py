@@ -198,3 +198,15 @@ def test_the_rank1_path_compiles_ahead_of_time(name, arch, monkeypatch):
     for compiled in chosen.compiled:
         assert compiled.asm["cubin"] and compiled.metadata.shared <= 100 * 1024
         assert ("wgmma" if arch == 90 else "mma.sync") in compiled.asm["ptx"]
+
+
+def test_a_reciprocal_divides():
+    geometry = importlib.import_module("fastfact.kernels.geometry")
+    g = torch.Generator().manual_seed(0)
+    most = 2**31 - 1
+    for divisor in [*range(1, 300), 2**30, 2**30 + 1, most, *torch.randint(1, most, (300,), generator=g).tolist()]:
+        multiplier, shift = geometry.reciprocal(divisor)
+        numbers = [0, 1, divisor - 1, divisor, 2 * divisor - 1, most - 1, most]
+        numbers += torch.randint(most, (30,), generator=g).tolist()
+        assert 2**31 <= multiplier < 2**32
+        assert all(n * multiplier >> 31 + shift == n // divisor for n in numbers if n <= most)

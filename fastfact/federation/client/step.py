@@ -17,11 +17,11 @@ from torch.func import grad_and_value, vmap
 
 from fastfact import ops
 from fastfact.data.client import Samples
-from fastfact.federation.client.attention import Together
 from fastfact.federation.client.capture import PATIENCE, Captured
 from fastfact.federation.client.optimizer import OPTIMIZERS, Optimizer, clipped, rate
 from fastfact.federation.client.phase import Net, Phase, usual
 from fastfact.federation.client.task import CLASSES, Task
+from fastfact.federation.client.together import Together
 from fastfact.federation.state import State
 from fastfact.federation.tensors import TensorInfo, tensors_of
 

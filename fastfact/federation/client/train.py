@@ -17,7 +17,6 @@ from torch.func import vmap
 
 from fastfact import ops
 from fastfact.data.client import Samples
-from fastfact.federation.client.attention import Together
 from fastfact.federation.client.capture import Captured
 from fastfact.federation.client.data import batches
 from fastfact.federation.client.dropout import Streams
@@ -25,6 +24,7 @@ from fastfact.federation.client.optimizer import KEPT
 from fastfact.federation.client.phase import EVALUATION_BATCH, Net, Phase, usual
 from fastfact.federation.client.step import SUM, Part, Settings, Steps
 from fastfact.federation.client.task import CLASSES, Task
+from fastfact.federation.client.together import Together
 from fastfact.federation.state import State, evenly, generator_for, seed_for, seeded
 from fastfact.federation.tensors import TensorInfo, copy_of, tensors_of
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastfact.federation.client.attention import Together
+from fastfact.federation.client.together import Together
 
 K, N, HEADS, LENGTH, KEYS, DEPTH = 4, 3, 2, 5, 7, 8
 MASKS = {
