@@ -109,7 +109,7 @@ def command_of(step: str, lines: Path, limit: float, how: str, scale: float = 1.
             "-m",
             "gpu",
             "-k",
-            "not interpreter and not ahead_of_time and not fits_every and not variants",
+            "not interpreter and not ahead_of_time and not fits_every and not variants and not registers",
             *TESTS,
         ]
         if how == "rehearse":

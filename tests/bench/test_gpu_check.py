@@ -14,7 +14,7 @@ import forked
 import pytest
 import torch
 
-from bench import gpu, gpu_bundle, gpu_check, gpu_rows, gpu_tests
+from bench import gpu, gpu_bundle, gpu_check, gpu_profile, gpu_rows, gpu_tests
 
 
 @pytest.mark.parametrize("section", list(gpu.SECTIONS))
@@ -28,6 +28,12 @@ def test_every_benchmark_runs(section):
             assert found["tera_flops"]
         if section not in ("resident",) and found.get("dtype") != "float16":
             assert all(math.isfinite(share) and share > 0 for share in found["roofline"].values()) and found["roofline"]
+
+
+def test_the_profile_runs(capsys):
+    gpu_profile.main(["--dry-run", "--dtype", "float32"])
+    first, *kernels = capsys.readouterr().out.splitlines()
+    assert first.endswith("2 clients of 2 images, float32") and len(kernels) == gpu_profile.KERNELS
 
 
 def test_the_rows_of_the_weights_are_the_ops():
