@@ -30,14 +30,6 @@ from fastfact.bench.common import RESNET9, name_of
 MODULES = ("adapter", "bitmap", "conv", "norm", "rank1_conv", "separable_conv", "sgd", "similarity", "weights")
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """Bytes a block may have."""
-IMAGE_TILES = [
-    (256, 128, 64, 8, 3),
-    (128, 128, 64, 8, 3),
-    (128, 128, 32, 8, 4),
-    (128, 64, 64, 8, 3),
-    (64, 64, 64, 8, 3),
-]
-GRADIENT_TILES = [(64, 64, 64, 8, 3), (128, 64, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 32, 8, 4)]
 
 
 class Device:
@@ -114,6 +106,18 @@ def convolve(x, grad, u, v, mu, settings) -> None:
     kernels.fused_conv2d_dw(grad, x, u, v, None, *settings, 7 if mu is not None else 3)
 
 
+def convolve_in_every_tile(x, grad, u, v, mu, settings) -> None:
+    """The three kernels of a convolution whose weight is at hand, in the tiles that `gpu tune` tries."""
+    conv = importlib.import_module("fastfact.kernels.conv")
+    for tile in map(conv.Tile._make, gpu.IMAGE_TILES):
+        with mock.patch.object(conv, "image_tile", lambda *_, tile=tile: tile):
+            kernels.fused_conv2d(x, None, None, mu, None, None, *settings)
+            kernels.fused_conv2d_dx(grad, None, None, mu, None, tuple(x.shape[1:]), True, *settings)
+    for tile in map(conv.Tile._make, gpu.GRADIENT_TILES):
+        with mock.patch.object(conv, "gradient_tile", lambda *_, tile=tile: tile):
+            kernels.fused_conv2d_dw(grad, x, u, v, None, *settings, 7)
+
+
 def others(dtype: torch.dtype) -> None:
     """A launch of each kernel that is no convolution."""
 
@@ -155,7 +159,6 @@ def stood_in(rows: list[dict], label: dict, measure: bool = True) -> Iterator:
 
 
 def table(arch: int) -> list[dict]:
-    conv = importlib.import_module("fastfact.kernels.conv")
     rows: list[dict] = []
     label = {"arch": arch, "dtype": "bfloat16"}
     # the stand-ins write nothing, and counts decide how much is allocated
@@ -163,14 +166,8 @@ def table(arch: int) -> list[dict]:
     for patch in patches:
         patch.start()
     one = layer(2, 2, (256, 256, 3, 1, 8))
-    x, grad, u, v, mu, settings = one
-    for tile in map(conv.Tile._make, IMAGE_TILES):
-        with mock.patch.object(conv, "image_tile", lambda *args, tile=tile: tile):
-            kernels.fused_conv2d(x, None, None, mu, None, None, *settings)
-            kernels.fused_conv2d_dx(grad, None, None, mu, None, tuple(x.shape[1:]), True, *settings)
-    for tile in map(conv.Tile._make, GRADIENT_TILES):
-        with mock.patch.object(conv, "gradient_tile", lambda *args, tile=tile: tile):
-            kernels.fused_conv2d_dw(grad, x, u, v, None, *settings, 7)
+    convolve_in_every_tile(*one)
+    x, grad, u, v, _, settings = one
     convolve(x, grad, u, v, None, settings)
     for rank in (1, 16, 64):
         x, grad, u, v, _, settings = layer(2, 2, (256, 256, 3, 1, 8), rank, KERNEL)
@@ -199,16 +196,8 @@ def fill_cache() -> None:
     for side in (8, 16, 32):
         x, grad, u, v, _, settings = layer(1, 128, (256, 256, 3, 1, side))
         convolve(x, grad, u, v, None, settings)
-    conv = importlib.import_module("fastfact.kernels.conv")
-    for shape in gpu.TUNED[:2]:
-        x, grad, u, v, mu, settings = layer(100, 32, shape)
-        for tile in map(conv.Tile._make, gpu.IMAGE_TILES):
-            with mock.patch.object(conv, "image_tile", lambda *_, tile=tile: tile):
-                kernels.fused_conv2d(x, u, v, mu, None, None, *settings)
-                kernels.fused_conv2d_dx(grad, u, v, mu, None, tuple(x.shape[1:]), True, *settings)
-        for tile in map(conv.Tile._make, gpu.GRADIENT_TILES):
-            with mock.patch.object(conv, "gradient_tile", lambda *_, tile=tile: tile):
-                kernels.fused_conv2d_dw(grad, x, u, v, None, *settings, 7)
+    for shape in gpu.TUNED:
+        convolve_in_every_tile(*layer(100, 32, shape))
 
 
 def main() -> None:

@@ -239,9 +239,9 @@ def conv_weight_kernel(
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """Whether the device multiplies matrices from shared memory, as Hopper does: larger tiles then pay though they
-    spill, measured on an H200 (bench/NOTES.md)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether the device has Hopper's products of matrices in shared memory: larger tiles pay there though they spill,
+    as measured on an H200 (bench/NOTES.md)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def image_tile(dtype: torch.dtype, k: int, m: int, n: int, inner: int, wgmma: bool = False) -> Tile:
@@ -344,7 +344,8 @@ LINES = 8
 """Channels from which on images are brought into channels_last, so that neighbours are read together."""
 
 
-def _in_lines(x: Tensor) -> Tensor:
+def _as_read(x: Tensor) -> Tensor:
+    """x [k, n, c, h, w] in the format in which kernels read it fastest."""
     return to_format(x, True) if x.shape[2] >= LINES else x
 
 
@@ -435,7 +436,7 @@ def fused_conv2d(
     out = empty_weight(x, (p.n, p.out, *p.out_image), last)
     if not out.numel():
         return out
-    x = _in_lines(x)
+    x = _as_read(x)
     if mu is None and p.splits_in_two and rank1_conv.launch(p, out, x, *_slices(u, v, bias), False):
         return out
     if mu is None and p.separates:
@@ -468,7 +469,7 @@ def fused_conv2d_dx(
     dx = empty_weight(grad, image, image_channels_last)
     if not dx.numel():
         return dx
-    grad = _in_lines(grad)
+    grad = _as_read(grad)
     if mu is None and p.splits_in_two and rank1_conv.launch(p, dx, grad, *_slices(u, v, None), True):
         return dx
     if mu is None and p.separates:
@@ -509,7 +510,7 @@ def fused_conv2d_dw(
         if need_mu:
             dmu = _zero_weight(x, size, channels_last) if index is None else x.new_zeros(index.shape)
         return u.new_zeros(u.shape) if need_u else nothing, v.new_zeros(v.shape) if need_v else nothing, dmu
-    grad, x = _in_lines(grad), _in_lines(x)
+    grad, x = _as_read(grad), _as_read(x)
     if not need_mu and p.splits_in_two:
         found = rank1_conv.weight_gradient(p, grad, x, *_slices(u, v), need_u, need_v)
         if found is not None:

@@ -115,12 +115,10 @@ def test_convolutions(spec, how):
             layer.to(memory_format=form)
             x = torch.randn(3, i, 11, 8, dtype=torch.float64).to(memory_format=form)
             expected, there = passed(copy.deepcopy(layer), x), copy.deepcopy(layer).to(DEVICE)
-            for path, one in forced(there, x.to(DEVICE)):
-                found = passed(one, x.to(DEVICE))
-                same(found, expected, rtol=1e-8, atol=1e-10)
+            for _, one in forced(there, x.to(DEVICE)):
+                same(passed(one, x.to(DEVICE)), expected, rtol=1e-8, atol=1e-10)
                 with torch.no_grad():
                     torch.testing.assert_close(one.eval()(x.to(DEVICE)).cpu(), expected["y"], rtol=1e-8, atol=1e-10)
-                assert path in layer.paths
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.__class__ is not ff.Rank1 or s.layout == "spatial"], ids=str)

@@ -107,11 +107,11 @@ def softmax_matrix(similarity: Tensor, epsilon: float, tau: float = -1.0, min_ma
 
 def mix(matrix: Tensor, stacked: State) -> State:
     """Σ_i w[k, i] x_i for each tensor x [m, …]: [k, …], see `ops.mix`. The matrix may be on another device."""
-    there = {device: beside(matrix, device) for device in {tensor.device for tensor in stacked.values()}}
+    there = {device: _beside(matrix, device) for device in {tensor.device for tensor in stacked.values()}}
     return {name: ops.mix(there[tensor.device], tensor) for name, tensor in stacked.items()}
 
 
-def beside(matrix: Tensor, device: torch.device) -> Tensor:
+def _beside(matrix: Tensor, device: torch.device) -> Tensor:
     """The matrix on a device; one that is one row expanded stays that."""
     if len(matrix) > 1 and matrix.stride(0) == 0:
         return matrix[:1].to(device).expand(len(matrix), -1)
