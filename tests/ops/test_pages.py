@@ -32,6 +32,6 @@ def faults(library):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators decide by rules of their own")
 def test_a_step_does_not_take_its_outputs_anew():
-    """Three tensors of 20 MiB are 15,360 pages, which glibc by itself gives back after one to five of the five steps."""
+    """Three tensors of 20 MiB are 15,360 pages, which glibc gives back after one to five of five steps."""
     assert faults("torch") > 10_000
     assert faults("fastfact") < 1_000
