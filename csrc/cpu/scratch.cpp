@@ -66,8 +66,8 @@ class Stack {
 thread_local Stack stack;
 
 #if defined(__GLIBC__)
-// glibc keeps freed memory by the largest block that it saw freed: twice as much, of blocks up to 32 MB. One such at the
-// start, never touched, and outputs of layers are not given back with each step to be faulted in anew.
+// glibc keeps freed memory by the largest block that it saw freed: twice as much, of blocks up to 32 MB. One such at
+// the start, never touched, and outputs of layers are not given back with each step to be faulted in anew.
 [[maybe_unused]] const bool keeps_freed = [] {
   void* volatile block = std::malloc((32 << 20) - kSmall * 2);
   std::free(block);
