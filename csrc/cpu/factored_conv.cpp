@@ -137,9 +137,9 @@ Prepared<T> prepare(const FactoredConv& op) {
   p.s = forward_geometry(c), p.rank = op.rank, p.pairs = in_pairs<T>(c.i), p.x_pairs = in_pairs<T>(c, op.mu);
   p.x = {static_cast<const T*>(op.x), c.n, c.groups * c.i, c.h, c.w, c.x_channels_last};
   p.y = {static_cast<T*>(op.y), c.n, c.groups * c.o, c.oh, c.ow, c.y_channels_last};
-  const double packing = packing_cost(c, op.rank, op.mu);
-  const auto grid_of = [&](const auto& kept, int64_t limit) {
-    return make_grid(p.s, c.n, c.oh, c.ow, lanes, most, kept, limit, packing, 0);
+  const Cost cost{most, packing_cost(c, op.rank, op.mu), 0, !c.y_channels_last};
+  const auto grid_of = [&](const auto& kept, int64_t limit, int64_t threads = 1) {
+    return make_grid(p.s, c.n, c.oh, c.ow, lanes, kept, limit, cost, threads);
   };
   const auto of_slab = [&](int64_t rows, int64_t columns) { return packed(p.s, rows, columns) * c.i * bytes; };
   const auto of_all = [&](int64_t rows, int64_t columns) {
@@ -160,7 +160,9 @@ Prepared<T> prepare(const FactoredConv& op) {
   if (!p.by_tile && of_x > c.o * outputs && of_x * int64_t(sizeof(C)) >= kSecond) {
     p.chunk = ceil_div(ceil_div(c.i, ceil_div(c.i, kTogether)), step) * step;
   }
-  p.grid = share_out(grid, p.s, most, packing, op.threads);
+  // Threads that write lines beside each other, as those of an image's channel are, wait for one another.
+  if (!c.y_channels_last && op.threads > 1) grid = grid_of(of_all, kUnit, op.threads);
+  p.grid = share_out(grid, p.s, cost, op.threads);
   p.slab = make_slab(p.s, p.grid.rows, p.grid.width, lanes);
   p.tilings = make_tilings(p.grid, most);
   p.shares = make_shares(c.o, lanes, op.threads, [&](const Shares& shares) {

@@ -244,9 +244,10 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   const auto kept = [&](int64_t rows, int64_t columns) {
     return (packed(reads, rows, columns) * (c.o + depth) + double(rows) * columns * (depth + of_dx)) * bytes;
   };
-  p.grid =
-      make_grid(reads, c.n, p.needs_x ? std::max(c.oh, p.back.oh) : c.oh, p.needs_x ? std::max(c.ow, p.back.ow) : c.ow,
-                lanes, most_registers, kept, kUnit, packing_cost(c, op.rank, op.mu), again);
+  const int64_t rows = p.needs_x ? std::max(c.oh, p.back.oh) : c.oh;
+  const int64_t columns = p.needs_x ? std::max(c.ow, p.back.ow) : c.ow;
+  const Cost cost{most_registers, packing_cost(c, op.rank, op.mu), again, !op.dx_channels_last};
+  p.grid = make_grid(reads, c.n, rows, columns, lanes, kept, kUnit, cost);
   const Grid& g = p.grid;
   p.x_slab = make_slab(p.s, g.rows, g.width, lanes);
   p.y_slab = make_slab(reads, g.rows, g.width, lanes);

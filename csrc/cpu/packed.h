@@ -177,25 +177,43 @@ inline Tilings make_tilings(const Grid& g, int64_t most) {
   return {make_tiling(g.rows, g.width, most), make_tiling(g.height - (g.bands - 1) * g.rows, g.width, most)};
 }
 
-// Registers of a channel that `rows` × `columns` outputs read.
-inline double packed(const Geometry& s, int64_t rows, int64_t columns) {
-  return double((rows - 1) * s.stride[0] + 1 + s.reach[0]) * ((columns - 1) * s.stride[1] + 1 + s.reach[1]);
+// Rows (0) or columns (1) that so many of the outputs read.
+inline int64_t read_by(const Geometry& s, int d, int64_t outputs) {
+  return (outputs - 1) * s.stride[d] + 1 + s.reach[d];
 }
 
-// What a unit of `rows` × `columns` registers costs. `packing`: what it costs to pack a register of the input beside
-// all that is computed for a register of outputs.
-inline double unit_cost(const Geometry& s, int64_t rows, int64_t columns, int64_t most, double packing) {
+// Registers of a channel that `rows` × `columns` outputs read.
+inline double packed(const Geometry& s, int64_t rows, int64_t columns) {
+  return double(read_by(s, 0, rows)) * read_by(s, 1, columns);
+}
+
+// What a unit costs beside what is computed for a register of outputs.
+struct Cost {
+  int64_t most;     // registers of a tile
+  double packing;   // to pack a register of the input
+  double again;     // that a band has a register of another's
+  bool contiguous;  // whether the images are: of these, a square of as many pixels of a row as lanes is packed at once
+};
+
+// Of `rows` × `columns` registers of segments of which an image has so many `across`.
+inline double unit_cost(const Geometry& s, int64_t rows, int64_t columns, int64_t across, int64_t lanes, Cost cost) {
   constexpr double kTile = 3;  // registers that a tile costs beside its own
-  return rows * columns + kTile * tile_rows(rows, columns, most).second + packing * packed(s, rows, columns);
+  auto squares = [&](int64_t columns) { return ceil_div(columns, lanes) * lanes; };
+  double moved = packed(s, rows, columns);
+  if (cost.contiguous) {
+    moved = read_by(s, 0, rows) * squares(read_by(s, 1, columns)) + rows * (across > 1 ? squares(columns) : columns);
+  }
+  return rows * columns + kTile * tile_rows(rows, columns, cost.most).second + cost.packing * moved;
 }
 
 constexpr int64_t kUnit = 4 << 20;  // bytes of a unit that keeps its outputs, or its gradients
 
 // kept(rows, columns): bytes of a unit that are read more than once, at most `limit` of them if a tile has no more.
-// `packing`: as above. `again`: what it costs beside a register of outputs that a band has one of another's.
+// `threads`: which share blocks, at a cost, where there are fewer.
 template <class Kept>
-Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, int64_t most,
-               const Kept& kept, int64_t limit, double packing, double again) {
+Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, const Kept& kept,
+               int64_t limit, Cost cost, int64_t threads = 1) {
+  constexpr double kShared = 1.1;
   Grid g{};
   double best = 0;
   for (int64_t down = 1; down <= std::min(rows, lanes); ++down) {
@@ -204,15 +222,17 @@ Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int6
     for (int64_t across = 1; down * across <= lanes && across <= columns; ++across) {
       const int64_t width = ceil_div(columns, across), blocks = ceil_div(n * down * across, lanes);
       if ((across - 1) * width >= columns) continue;
+      auto of_unit = [&](int64_t height) { return unit_cost(s, height, width, across, lanes, cost); };
       int64_t bands = 1;
-      for (int64_t band = height; bands < height && band * width > most && kept(band, width) > limit;) {
+      for (int64_t band = height; bands < height && band * width > cost.most && kept(band, width) > limit;) {
         band = ceil_div(height, ++bands);
       }
       for (int64_t end = bands > 1 ? std::min(height, bands + 2) : 1; bands <= end; ++bands) {
         const int64_t band = ceil_div(height, bands), whole = height / band, rest = height % band;
-        double work = whole * unit_cost(s, band, width, most, packing);
-        if (rest) work += unit_cost(s, rest, width, most, packing);
-        work = blocks * (work + (whole + (rest > 0) - 1) * s.reach[0] * width * again);
+        double work = whole * of_unit(band);
+        if (rest) work += of_unit(rest);
+        work += (whole + (rest > 0) - 1) * s.reach[0] * width * cost.again;
+        work *= blocks < threads ? kShared * blocks : blocks;
         if (g.lanes && work >= best) continue;
         best = work, g = {n, down, across, height, width, lanes, blocks, band, ceil_div(height, band)};
       }
@@ -222,11 +242,11 @@ Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int6
 }
 
 // In more bands where threads would wait for others. Results that are summed over units change with it.
-inline Grid share_out(Grid g, const Geometry& s, int64_t most, double packing, int64_t threads) {
+inline Grid share_out(Grid g, const Geometry& s, Cost cost, int64_t threads) {
   double least = 0;
   for (int64_t bands = g.bands, last = std::min(g.height, g.bands + threads - 1); bands <= last; ++bands) {
     const int64_t rows = ceil_div(g.height, bands), units = g.blocks * ceil_div(g.height, rows) * s.groups;
-    const double time = ceil_div(units, threads) * unit_cost(s, rows, g.width, most, packing);
+    const double time = ceil_div(units, threads) * unit_cost(s, rows, g.width, g.across, g.lanes, cost);
     if (least && time >= 0.95 * least) continue;
     least = time, g.rows = rows, g.bands = ceil_div(g.height, rows);
   }
@@ -563,6 +583,7 @@ struct Packing {
       Index number;
       for (int l = 0; l < L; ++l) number[l] = l;
       const bool inside = base + first_ >= 0 && base + last_ <= x_.n * x_.channels * x_.h * x_.w;
+      const T* const next = x_.data + base + x_.h * x_.w;  // the channel that is packed next
       const Chunk* at = chunk_.data();
       for (size_t row = 0; row < slab_.rows.size(); ++row, to += slab_.row) {
         for (int64_t k = 0; k < chunks_; ++k, at += L) {
@@ -585,6 +606,8 @@ struct Packing {
               lines[l] = bit_cast<V>(bit_cast<Index>(load<B>(x_.data + base + at[l].from)) & mask);
             }
           }
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) __builtin_prefetch(next + at[l].from, 0, 2);
           transpose_from<1, L>(lines);
           const int64_t* columns = columns_.data() + k * L;
 #pragma GCC unroll 16
@@ -619,6 +642,10 @@ struct Packing {
       segments[lane].column += part.column;
     }
     from -= part.first * channels * L;
+    if (!y.channels_last && g.across == 1 && part.columns == tiling.columns) {
+      return outline<B>(
+          [&]() FF_INLINE_LAMBDA { unpack_rows(s, segments, tiling, part, from, phase_step, channels, channel, y); });
+    }
     for (int64_t row = part.row; row < part.row + part.rows; ++row) {
       for (int64_t phase = 0; phase < s.step[0]; ++phase) {
         int64_t lines[L];  // of y, −1: none
@@ -695,22 +722,70 @@ struct Packing {
         count[l] = lines[l] < 0 ? 0 : std::min(std::min(width - x, y.w - column), int64_t(L));
         if (count[l] > 0) to[l] = y.data + ((segments[l].image * y.channels + channel) * y.h + lines[l]) * y.w + column;
       }
-      for (int64_t c = 0; c < channels; ++c) {
-        V square[L];
-#pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) square[l] = load<B>(at[l] + c * step[l]);
-        transpose_from<1, L>(square);
-        alignas(64) C block[L][L];
-#pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) store<B>(block[l], square[l]);
+      for (int64_t c = 0; c < channels; ++c) unpack_square(at, step, c, to, count, c * y.h * y.w);
+    }
+  }
+
+  // Rows of whole images' width, which follow each other.
+  FF_INLINE static void unpack_rows(const Geometry& s, const Grid::Segment* segments, const Tiling& tiling,
+                                    const Tile& part, const C* from, int64_t phase_step, int64_t channels,
+                                    int64_t channel, const Images<T>& y) {
+    const int64_t rows = part.rows * s.step[0], pixels = rows * y.w, chunks = ceil_div(pixels, L);
+    const Scratch<const C*> at(chunks * L);
+    const Scratch<int64_t> step(chunks * L);
+    // The last chunk has some pixels of the one before.
+    auto begin = [&](int64_t k) { return std::min(k * L, std::max<int64_t>(pixels - L, 0)); };
+    T* images[L];
+    int64_t count[L];
+    for (int l = 0; l < L; ++l) {
+      const int64_t row = (segments[l].row + part.row) * s.step[0];
+      images[l] = y.data + ((segments[l].image * y.channels + channel) * y.h + row) * y.w;
+      count[l] = segments[l].image < 0 ? 0 : std::clamp<int64_t>(y.h - row, 0, rows) * y.w;
+    }
+    for (int64_t k = 0; k < chunks; ++k) {
+      for (int l = 0; l < L; ++l) {
+        const int64_t pixel = std::min(begin(k) + l, pixels - 1), line = pixel / y.w, column = pixel % y.w;
+        const int64_t row = part.row + line / s.step[0];
+        const int64_t phase = line % s.step[0] * s.step[1] + column % s.step[1];
+        const Tiling::Place place = tiling.places[row * tiling.columns + column / s.step[1]];
+        at.get()[k * L + l] = from + phase * phase_step + (place.first * channels + place.index) * L;
+        step.get()[k * L + l] = place.registers * L;
+      }
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+      for (int64_t k = 0; k < chunks; ++k) {
+        T* to[L];
+        int64_t some[L];
         for (int l = 0; l < L; ++l) {
-          if (count[l] <= 0) continue;
-          if (count[l] == L) {
-            store<B>(to[l] + c * y.h * y.w, load<B>(block[l]));
-          } else {
-            store_some<B>(block[l], count[l], to[l] + c * y.h * y.w);
-          }
+          to[l] = images[l] + begin(k), some[l] = std::clamp<int64_t>(count[l] - begin(k), 0, L);
+          __builtin_prefetch(to[l] + (c + 1) * y.h * y.w, 1, 2);
         }
+        unpack_square(at.get() + k * L, step.get() + k * L, c, to, some, c * y.h * y.w);
+      }
+    }
+  }
+
+  // A square of pixels, and of segments that have so many of them.
+  FF_INLINE static void unpack_square(const C* const* from, const int64_t* step, int64_t c, T* const* to,
+                                      const int64_t* count, int64_t away) {
+    V square[L];
+    bool whole = true;
+#pragma GCC unroll 16
+    for (int l = 0; l < L; ++l) square[l] = load<B>(from[l] + c * step[l]), whole &= count[l] == L;
+    transpose_from<1, L>(square);
+    if (whole) {
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) store<B>(to[l] + away, square[l]);
+      return;
+    }
+    alignas(64) C block[L][L];
+#pragma GCC unroll 16
+    for (int l = 0; l < L; ++l) store<B>(block[l], square[l]);
+    for (int l = 0; l < L; ++l) {
+      if (count[l] == L) {
+        store<B>(to[l] + away, load<B>(block[l]));
+      } else if (count[l] > 0) {
+        store_some<B>(block[l], count[l], to[l] + away);
       }
     }
   }
