@@ -5,6 +5,10 @@
 #include <cstring>
 #include <new>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 #include "pages.h"
 #include "vec.h"
 
@@ -66,12 +70,14 @@ class Stack {
 thread_local Stack stack;
 
 #if defined(__GLIBC__)
-// glibc keeps freed memory by the largest block that it saw freed: twice as much, of blocks up to 32 MB. One such at
-// the start, never touched, and outputs of layers are not given back with each step to be faulted in anew.
+// By default glibc gives the end of the heap back to the kernel when twice the largest tensor is free there, and the
+// next step takes it anew, a page fault for each page. It has settings of its own for whoever wants that.
 [[maybe_unused]] const bool keeps_freed = [] {
-  void* volatile block = std::malloc((32 << 20) - kSmall * 2);
-  std::free(block);
-  return true;
+  const char* const tunables = std::getenv("GLIBC_TUNABLES");
+  if (std::getenv("MALLOC_TRIM_THRESHOLD_") || std::getenv("MALLOC_MMAP_THRESHOLD_")) return false;
+  if (tunables && std::strstr(tunables, "glibc.malloc.")) return false;
+  // The largest that it allows, and would come to by itself: larger blocks are given back as they are freed.
+  return mallopt(M_MMAP_THRESHOLD, 32 << 20) && mallopt(M_TRIM_THRESHOLD, INT32_MAX);
 }();
 #endif
 
