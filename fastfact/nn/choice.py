@@ -2,7 +2,8 @@
 
 As `torch.backends.cudnn.benchmark` does. The first time that a layer meets a kind of work (`Work`), its paths are run a
 few times each, in turn: once, and then until there are enough or 0.1 s have passed (a path that is far behind leaves
-early); a ResNet-50 spends about three seconds so. Neither gradients nor random numbers are touched. The answer is
+early); a ResNet-50 spends about three seconds so. In evaluation two that are close are run once more in other
+surroundings. Neither gradients nor random numbers are touched. The answer is
 remembered for this processor, build and number of threads (`machine.remembered`), so that the next process need not
 measure.
 
@@ -45,8 +46,9 @@ BUDGET, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.02, 4, 2, 12, 1.2
 takes so many times what another takes is left out, and those after which one that takes less is."""
 NEAR, FAR = 1 << 21, 1 << 23
 """Bytes of other memory that are written before a forward pass, and at most before each part of a training step."""
-LARGE = (1 << 25) - (1 << 16)
-"""Bytes of an allocation that glibc still gives a mapping of its own, and takes from its heap from then on."""
+CACHES, HEAVY, SURE = 1 << 25, 1 << 20, 0.75
+"""Bytes of other memory after which the caches hold no weights; those of W in layers of networks whose weights they do not
+hold either; and what share of the other's time a path takes that is faster in any case."""
 MARGIN = 1.03
 """How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads."""
 COLD = 4e-6
@@ -205,10 +207,16 @@ def _find(question: str, work: Work, sides) -> str:
         seconds = times(runs)
         counted = {path: _counted(work, path, took) for path, took in seconds.items()}
         path = min(counted, key=counted.get, default=None)
-        if path in PATHS[1:] and PATHS[0] in seconds and work.kind == "linear" and work.step == "evaluation":
-            # Among other layers the one that reads less wins, in a loop the one whose W is in the caches.
-            again = in_a_row({one: runs[one] for one in (PATHS[0], path)})
-            path = min(again, key=lambda one: _counted(work, one, again[one]))
+        if path in PATHS[1:] and PATHS[0] in seconds and work.step == "evaluation":
+            others = None
+            if work.kind == "linear":
+                # Among other layers the one that reads less wins, in a loop the one whose W is in the caches.
+                others = 0
+            elif _is_heavy(work) and seconds[path] > SURE * seconds[PATHS[0]]:
+                others = CACHES
+            if others is not None:
+                again = repeated({one: runs[one] for one in (PATHS[0], path)}, others)
+                path = min(again, key=lambda one: _counted(work, one, again[one]))
         return {"path": path, "seconds": seconds}
 
     found = machine.remembered(question, measure)
@@ -216,6 +224,11 @@ def _find(question: str, work: Work, sides) -> str:
         return rule(work)
     log.debug("%s: %s", question, found)
     return found["path"]
+
+
+def _is_heavy(work: Work) -> bool:
+    """Whether a network of such layers has more weights than the caches hold."""
+    return math.prod(work.size) * work.dtype.itemsize >= HEAVY
 
 
 def _counted(work: Work, path: str, seconds: float) -> float:
@@ -253,17 +266,14 @@ class Timed:
     """What a path calls to be timed: `with timed(x): …`, for each part of its work; the seconds add up.
 
     Before each part something takes the place in the caches that the other layers of a network take, and what the layer
-    before has just written, x, is read anew: `others` bytes; where none are given, NEAR and the code of some operators
-    of PyTorch. Nothing does with apart=False. Of one thread on the CPU those seconds count that it had the processor,
-    whatever else the machine does.
+    before has just written, x, is read anew: `others` bytes; where none are given, Timed(others) and the code of some
+    operators of PyTorch. Nothing does with Timed(0). Of one thread on the CPU those seconds count that it had the
+    processor, whatever else the machine does.
     """
 
-    def __init__(self, apart: bool = True) -> None:
-        self.seconds, self._apart = 0.0, apart
-        # Before a process has freed a large tensor each one has fresh pages, whose faults take as long as the work; a
-        # network soon has freed one.
-        torch.empty(LARGE, dtype=torch.uint8, device="cpu")
-        self._others = torch.zeros(FAR, dtype=torch.uint8, device="cpu")
+    def __init__(self, others: int = NEAR) -> None:
+        self.seconds, self._usual = 0.0, others
+        self._others = torch.zeros(max(FAR, others), dtype=torch.uint8, device="cpu")
         self._image = torch.ones(1, 1, 64, 64, dtype=torch.float32, device="cpu")
         self._gpu = torch.cuda.is_initialized()
         self.clock = time.perf_counter if self._gpu or torch.get_num_threads() > 1 else time.thread_time
@@ -276,8 +286,8 @@ class Timed:
 
     @contextlib.contextmanager
     def __call__(self, just_written: torch.Tensor, others: int | None = None) -> Iterator[None]:
-        if self._apart:
-            self._others[: NEAR if others is None else others].add_(1)
+        if self._usual:
+            self._others[: self._usual if others is None else others].add_(1)
             if others is None:
                 self._operate()
             just_written.detach().sum()
@@ -325,9 +335,9 @@ def times(sides: Mapping[str, Side]) -> dict[str, float]:
     return found[0]
 
 
-def in_a_row(sides: Mapping[str, Side]) -> dict[str, float]:
-    """path → the shortest time of runs with nothing between them, in seconds."""
-    timed, shortest = Timed(apart=False), dict.fromkeys(sides, math.inf)
+def repeated(sides: Mapping[str, Side], others: int) -> dict[str, float]:
+    """path → the shortest time of runs with so many bytes of other memory between them, in seconds."""
+    timed, shortest = Timed(others), dict.fromkeys(sides, math.inf)
     for _ in range(3):
         for path, side in sides.items():
             began = timed.clock()

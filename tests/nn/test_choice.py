@@ -342,7 +342,7 @@ def test_other_operators_come_before_what_is_no_part_of_a_step(monkeypatch):
 )
 def test_what_microseconds_count(remembering, monkeypatch, step, reconstruct, factored, path):
     monkeypatch.setattr(choice, "times", lambda _: {"reconstruct": 1e-6 * reconstruct, "factored": 1e-6 * factored})
-    assert choice.choose(work(step=step), dict) == path
+    assert choice.choose(work(step=step, size=(64, 64, 3, 3)), dict) == path
 
 
 @pytest.mark.parametrize(
@@ -356,11 +356,35 @@ def test_what_microseconds_count(remembering, monkeypatch, step, reconstruct, fa
 def test_a_linear_layer_in_evaluation_is_not_slower_in_a_row_either(remembering, monkeypatch, kind, step, path):
     sides = dict.fromkeys(("reconstruct", "factored"))
     monkeypatch.setattr(choice, "times", lambda _: {"reconstruct": 3e-4, "factored": 2e-4})
-    monkeypatch.setattr(choice, "in_a_row", lambda _: {"reconstruct": 1e-4, "factored": 2e-4})
+    monkeypatch.setattr(choice, "repeated", lambda _, others: {"reconstruct": 1e-4, "factored": 2e-4})
     assert choice.choose(work(kind=kind, step=step), lambda: sides) == path
-    monkeypatch.setattr(choice, "in_a_row", lambda _: {"reconstruct": 2e-4, "factored": 1e-4})
+    monkeypatch.setattr(choice, "repeated", lambda _, others: {"reconstruct": 2e-4, "factored": 1e-4})
     choice.forget()
     assert choice.choose(work(kind=kind, step=step, rows=5), lambda: sides) == "factored"
+
+
+@pytest.mark.parametrize(
+    "size, factored, path, asked",
+    [
+        ((256, 256, 3, 3), 0.9, "reconstruct", [choice.CACHES]),
+        ((64, 64, 3, 3), 0.9, "factored", []),
+        ((256, 256, 3, 3), 0.7, "factored", []),
+    ],
+)
+def test_a_large_convolution_in_evaluation_is_not_slower_without_its_weights_in_the_caches(
+    remembering, monkeypatch, size, factored, path, asked
+):
+    seen = []
+
+    def repeated(sides, others):
+        seen.append(others)
+        return {"reconstruct": 1.3e-3, "factored": 1.4e-3}
+
+    sides = dict.fromkeys(("reconstruct", "factored"))
+    monkeypatch.setattr(choice, "times", lambda _: {"reconstruct": 1e-3, "factored": 1e-3 * factored})
+    monkeypatch.setattr(choice, "repeated", repeated)
+    assert choice.choose(work(step="evaluation", size=size), lambda: sides) == path
+    assert seen == asked
 
 
 @pytest.mark.parametrize("cold, in_a_row", [(0.99, 0.5), (0.5, 0.99), (1.2, 0.5)])
@@ -369,7 +393,7 @@ def test_a_linear_layer_in_evaluation_keeps_its_weight_unless_another_path_is_cl
 ):
     sides = dict.fromkeys(("reconstruct", "factored"))
     monkeypatch.setattr(choice, "times", lambda _: {"reconstruct": 1e-4, "factored": 1e-4 * cold})
-    monkeypatch.setattr(choice, "in_a_row", lambda _: {"reconstruct": 1e-4, "factored": 1e-4 * in_a_row})
+    monkeypatch.setattr(choice, "repeated", lambda _, others: {"reconstruct": 1e-4, "factored": 1e-4 * in_a_row})
     assert choice.choose(work(kind="linear", step="evaluation"), lambda: sides) == "reconstruct"
 
 
@@ -384,7 +408,7 @@ def test_runs_in_a_row_have_nothing_between_them(monkeypatch):
 
         return run
 
-    seconds = choice.in_a_row({"first": side(0.001), "second": side(0.003)})
+    seconds = choice.repeated({"first": side(0.001), "second": side(0.003)}, 0)
     assert 0.001 <= seconds["first"] < 0.002 < seconds["second"] < 0.006
 
 
