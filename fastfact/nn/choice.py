@@ -47,8 +47,8 @@ takes so many times what another takes is left out, and those after which one th
 NEAR, FAR = 1 << 21, 1 << 23
 """Bytes of other memory that are written before a forward pass, and at most before each part of a training step."""
 CACHES, HEAVY, SURE = 1 << 25, 1 << 20, 0.75
-"""Bytes of other memory after which the caches hold no weights; those of W in layers of networks whose weights they do not
-hold either; and what share of the other's time a path takes that is faster in any case."""
+"""Bytes of other memory after which the caches hold no weights; those of W in layers of networks whose weights they do
+not hold either; and what share of the other's time a path takes that is faster in any case."""
 MARGIN = 1.03
 """How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads."""
 COLD = 4e-6
