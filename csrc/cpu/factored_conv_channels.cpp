@@ -6,11 +6,12 @@
 namespace fastfact {
 namespace {
 
-// The rows of pixels [first, last) of images of `channels` channels in memory, as much of them as there is; nothing of
-// contiguous images.
+// The rows of pixels [first, last) of images of `channels` channels and so many pixels in memory, as much of them as
+// there is; nothing of parts of contiguous images.
 template <class T>
-Ahead ahead_of(const T* data, bool channels_last, int64_t first, int64_t last, int64_t pixels, int64_t channels) {
-  if (!channels_last) return {};
+Ahead ahead_of(const T* data, bool channels_last, int64_t first, int64_t last, int64_t pixels, int64_t channels,
+               int64_t image) {
+  if (!channels_last && (first % image || last % image)) return {};
   first = std::min(first, pixels), last = std::min(last, pixels);
   return {reinterpret_cast<const char*>(data + first * channels), int64_t((last - first) * channels * sizeof(T))};
 }
@@ -25,6 +26,7 @@ void each_block(const Conv& c, int64_t rank, const F& f) {
 // Elements worked on at once, for the second cache; pixels, so that sums over them are worth their loads; units, for
 // the threads.
 constexpr int64_t kKept = 1 << 16, kLeast = 64, kUnits = 4;
+constexpr int64_t kWhole = 1 << 19;  // the same of contiguous images, where that are whole ones
 
 template <class T, int B>
 struct PackV {
@@ -117,9 +119,10 @@ class Source {
   std::vector<C> kept_, line_;
 };
 
-// So many pixels, or a few more, that the parts of contiguous images of `image` pixels are few squares of registers.
-int64_t whole_registers(int64_t pixels, int64_t image, int64_t lanes) {
-  const int64_t of = image <= pixels ? image : std::min(image, lanes);
+// So many pixels of contiguous images, or a few more: whole images of up to `most` pixels, which follow each other in
+// memory, or parts of them that are few squares of registers.
+int64_t whole_registers(int64_t pixels, int64_t image, int64_t most, int64_t lanes) {
+  const int64_t of = image <= std::max(pixels, most) ? image : std::min(image, lanes);
   return ceil_div(pixels, of) * of;
 }
 
@@ -180,8 +183,8 @@ struct RunForward {
               {reinterpret_cast<const E*>(t.get()) + g * depth / factors, row, 1}, count,
               {reinterpret_cast<const E*>(p.v) + g * padded * depth, 0, Kernels::kPanel * depth}, c.o, depth / factors,
               p.bias ? p.bias + g * padded : nullptr, 0, y + g * c.o, y_row,
-              g ? Ahead{} : ahead_of(p.x, c.x_channels_last, from, to, read, inputs),
-              g ? Ahead{} : ahead_of(p.y, c.y_channels_last, next, next + p.band, pixels, outputs));
+              g ? Ahead{} : ahead_of(p.x, c.x_channels_last, from, to, read, inputs, c.h * c.w),
+              g ? Ahead{} : ahead_of(p.y, c.y_channels_last, next, next + p.band, pixels, outputs, c.oh * c.ow));
         });
       }
       if (!c.y_channels_last) {
@@ -217,7 +220,11 @@ void forward(const FactoredConv& op, ParallelFor parallel_for) {
   }
   pack_v<T>(op.v, c, op.rank, false, p.pairs, v.get(), parallel_for);
   p.band = std::min(ceil_div(kKept, c.groups * (depth + c.o)), ceil_div(pixels, kUnits));
-  if (!c.y_channels_last) p.band = whole_registers(p.band, c.oh * c.ow, lanes);
+  if (!c.y_channels_last) {
+    const bool shared_out = 10 * ceil_div(c.n, op.threads) * op.threads <= 11 * c.n;
+    const int64_t most = shared_out ? kWhole / (c.groups * (depth + c.o)) : 0;
+    p.band = whole_registers(p.band, c.oh * c.ow, most, lanes);
+  }
   parallel(parallel_for, ceil_div(pixels, p.band), 1,
            [&](int64_t begin, int64_t end) { dispatch<RunForward, T>(p, begin, end); });
 }
@@ -303,8 +310,8 @@ struct RunBackward {
               Kernels::template multiply<C>(
                   {dy_block + k / p.rank * c.o, dy_row, 1}, count, {p.v + k * padded * c.o, 0, Kernels::kPanel * c.o},
                   c.i, c.o, nullptr, 0, s_block + k * c.i, row,
-                  k || !own ? Ahead{} : ahead_of(p.x, c.x_channels_last, x_from, x_to, read, inputs),
-                  k || !p.dx ? Ahead{} : ahead_of(p.dx, p.dx_channels_last, x_from, x_to, read, inputs));
+                  k || !own ? Ahead{} : ahead_of(p.x, c.x_channels_last, x_from, x_to, read, inputs, in_image),
+                  k || !p.dx ? Ahead{} : ahead_of(p.dx, p.dx_channels_last, x_from, x_to, read, inputs, in_image));
             }
             if (own && (p.needs_u || dv)) {
               x.find(p.x, c, pixel, pixel + count);
@@ -336,7 +343,8 @@ struct RunBackward {
                   {p.swapped ? in : d, 1, p.swapped ? row : dy_row}, p.dv_rows,
                   {p.swapped ? d : in, p.swapped ? dy_row : row, Kernels::kPanel}, p.dv_row, count, to, p.dv_row, to,
                   p.dv_row,
-                  k ? Ahead{} : ahead_of(p.dy, c.y_channels_last, pixel + count, pixel + 2 * count, pixels, outputs),
+                  k ? Ahead{}
+                    : ahead_of(p.dy, c.y_channels_last, pixel + count, pixel + 2 * count, pixels, outputs, out_image),
                   {});
             }
           }
@@ -391,7 +399,7 @@ void backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   p.swapped = c.i * whole(c.o) < c.o * whole(c.i);
   p.dv_rows = p.swapped ? c.i : c.o, p.dv_row = whole(p.swapped ? c.o : c.i);
   p.block = std::max<int64_t>(kLeast, ceil_div(side_by_side(c) ? kKept : kKept / 4, depth + c.groups * c.o));
-  if (!c.y_channels_last) p.block = whole_registers(p.block, pixels, lanes);
+  if (!c.y_channels_last) p.block = whole_registers(p.block, pixels, kWhole / (depth + c.groups * c.o), lanes);
   // Units of as many images as are worked on at once, or of bands of one that leave the second cache to s.
   const int64_t s_image = pixels * depth;
   p.images = std::clamp<int64_t>(std::max<int64_t>(kLeast / pixels, kKept / 2 / s_image), 1, ceil_div(c.n, kUnits));
