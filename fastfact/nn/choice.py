@@ -213,8 +213,8 @@ def _find(question: str, work: Work, sides) -> str:
                 # Among other layers the one that reads less wins, in a loop the one whose W is in the caches.
                 others = 0
             elif _is_heavy(work) and seconds[path] > SURE * seconds[PATHS[0]]:
-                # A kept W is the least to read, and leaves the caches to other layers.
-                others, least = CACHES, FIRM
+                # Where it is the least to read, a kept W leaves the caches to other layers.
+                others, least = CACHES, FIRM if work.density > 0.5 else 1.0
             if others is not None:
                 again = repeated({one: runs[one] for one in (PATHS[0], path)}, others)
                 if _counted(work, PATHS[0], again[PATHS[0]]) < least * _counted(work, path, again[path]):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import threading
 import time
 
@@ -364,16 +365,18 @@ def test_a_linear_layer_in_evaluation_is_not_slower_in_a_row_either(remembering,
 
 
 @pytest.mark.parametrize(
-    "size, warm, cold, path, asked",
+    "side, density, warm, cold, path, asked",
     [
-        ((256, 256, 3, 3), 0.9, 1.0, "reconstruct", [choice.CACHES]),
-        ((256, 256, 3, 3), 0.9, 0.89, "factored", [choice.CACHES]),
-        ((64, 64, 3, 3), 0.9, 1.0, "factored", []),
-        ((256, 256, 3, 3), 0.7, 1.0, "factored", []),
+        (256, 0.6, 0.9, 0.95, "reconstruct", [choice.CACHES]),
+        (256, 0.3, 0.9, 0.95, "factored", [choice.CACHES]),
+        (256, 0.3, 0.9, 1.05, "reconstruct", [choice.CACHES]),
+        (256, 0.6, 0.9, 0.89, "factored", [choice.CACHES]),
+        (64, 0.6, 0.9, 1.0, "factored", []),
+        (256, 0.6, 0.7, 1.0, "factored", []),
     ],
 )
 def test_a_large_convolution_in_evaluation_keeps_its_weight_unless_a_path_is_faster_without_weights_in_the_caches(
-    remembering, monkeypatch, size, warm, cold, path, asked
+    remembering, monkeypatch, side, density, warm, cold, path, asked
 ):
     seen = []
 
@@ -384,7 +387,9 @@ def test_a_large_convolution_in_evaluation_keeps_its_weight_unless_a_path_is_fas
     sides = dict.fromkeys(("reconstruct", "factored"))
     monkeypatch.setattr(choice, "times", lambda _: {"reconstruct": 1e-3, "factored": 1e-3 * warm})
     monkeypatch.setattr(choice, "repeated", repeated)
-    assert choice.choose(work(step="evaluation", size=size), lambda: sides) == path
+    size = (side, side, 3, 3)
+    one = work(step="evaluation", size=size, nonzeros=int(density * math.prod(size)))
+    assert choice.choose(one, lambda: sides) == path
     assert seen == asked
 
 
