@@ -161,7 +161,7 @@ Prepared<T> prepare(const FactoredConv& op) {
     p.chunk = ceil_div(ceil_div(c.i, ceil_div(c.i, kTogether)), step) * step;
   }
   // Threads that write lines beside each other, as those of an image's channel are, wait for one another.
-  if (!c.y_channels_last && op.threads > 1) grid = grid_of(of_all, kUnit, op.threads);
+  if (!c.y_channels_last && grid.blocks < op.threads) grid = grid_of(of_all, kUnit, op.threads);
   p.grid = share_out(grid, p.s, cost, op.threads);
   p.slab = make_slab(p.s, p.grid.rows, p.grid.width, lanes);
   p.tilings = make_tilings(p.grid, most);

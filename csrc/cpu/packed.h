@@ -213,7 +213,7 @@ constexpr int64_t kUnit = 4 << 20;  // bytes of a unit that keeps its outputs, o
 template <class Kept>
 Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, const Kept& kept,
                int64_t limit, Cost cost, int64_t threads = 1) {
-  constexpr double kShared = 1.1;
+  constexpr double kShared = 1.1;  // of the time of blocks of threads' own
   Grid g{};
   double best = 0;
   for (int64_t down = 1; down <= std::min(rows, lanes); ++down) {
@@ -738,9 +738,9 @@ struct Packing {
     T* images[L];
     int64_t count[L];
     for (int l = 0; l < L; ++l) {
-      const int64_t row = (segments[l].row + part.row) * s.step[0];
-      images[l] = y.data + ((segments[l].image * y.channels + channel) * y.h + row) * y.w;
-      count[l] = segments[l].image < 0 ? 0 : std::clamp<int64_t>(y.h - row, 0, rows) * y.w;
+      const int64_t image = segments[l].image, row = std::min((segments[l].row + part.row) * s.step[0], y.h);
+      images[l] = y.data + ((std::max<int64_t>(image, 0) * y.channels + channel) * y.h + row) * y.w;
+      count[l] = image < 0 ? 0 : std::min(y.h - row, rows) * y.w;
     }
     for (int64_t k = 0; k < chunks; ++k) {
       for (int l = 0; l < L; ++l) {

@@ -2,10 +2,9 @@
 
 As `torch.backends.cudnn.benchmark` does. The first time that a layer meets a kind of work (`Work`), its paths are run a
 few times each, in turn: once, and then until there are enough or 0.1 s have passed (a path that is far behind leaves
-early); a ResNet-50 spends about three seconds so. In evaluation two that are close are run once more in other
-surroundings. Neither gradients nor random numbers are touched. The answer is
-remembered for this processor, build and number of threads (`machine.remembered`), so that the next process need not
-measure.
+early); a ResNet-50 spends about three seconds so. In evaluation two that are close are run again in other surroundings.
+Neither gradients nor random numbers are touched. The answer is remembered for this processor, build and number of
+threads (`machine.remembered`), so that the next process need not measure.
 
 The paths agree up to rounding only: a run repeats bit for bit if its choices do. `choices()` are those of this process,
 to be written beside a run, and `set_choices` takes them again. $FASTFACT_CHOICE: "fixed" takes the paths that a rule of
@@ -207,18 +206,11 @@ def _find(question: str, work: Work, sides) -> str:
         seconds = times(runs)
         counted = {path: _counted(work, path, took) for path, took in seconds.items()}
         path = min(counted, key=counted.get, default=None)
-        if path in PATHS[1:] and PATHS[0] in seconds and work.step == "evaluation":
-            others, least = None, 1.0
-            if work.kind == "linear":
-                # Among other layers the one that reads less wins, in a loop the one whose W is in the caches.
-                others = 0
-            elif _is_heavy(work) and seconds[path] > SURE * seconds[PATHS[0]]:
-                # Where it is the least to read, a kept W leaves the caches to other layers.
-                others, least = CACHES, FIRM if work.density > 0.5 else 1.0
-            if others is not None:
-                again = repeated({one: runs[one] for one in (PATHS[0], path)}, others)
-                if _counted(work, PATHS[0], again[PATHS[0]]) < least * _counted(work, path, again[path]):
-                    path = PATHS[0]
+        if path in PATHS[1:] and PATHS[0] in seconds and (doubt := _doubt(work, seconds[path] / seconds[PATHS[0]])):
+            others, least = doubt
+            again = repeated({one: runs[one] for one in (PATHS[0], path)}, others)
+            if _counted(work, PATHS[0], again[PATHS[0]]) < least * _counted(work, path, again[path]):
+                path = PATHS[0]
         return {"path": path, "seconds": seconds}
 
     found = machine.remembered(question, measure)
@@ -228,9 +220,18 @@ def _find(question: str, work: Work, sides) -> str:
     return found["path"]
 
 
-def _is_heavy(work: Work) -> bool:
-    """Whether a network of such layers has more weights than the caches hold."""
-    return math.prod(work.size) * work.dtype.itemsize >= HEAVY
+def _doubt(work: Work, share: float) -> tuple[int, float] | None:
+    """Where a path that takes this share of the time of "reconstruct" has to be faster, too: after how many bytes of
+    other memory, and how many times."""
+    if work.step != "evaluation":
+        return None
+    if work.kind == "linear":
+        # Among other layers the one that reads less wins, in a loop the one whose W is in the caches.
+        return 0, 1.0
+    if math.prod(work.size) * work.dtype.itemsize < HEAVY or share <= SURE:
+        return None
+    # Where it is the least to read, a kept W leaves the caches to other layers.
+    return CACHES, FIRM if work.density > 0.5 else 1.0
 
 
 def _counted(work: Work, path: str, seconds: float) -> float:
@@ -290,8 +291,10 @@ class Timed:
     def __call__(self, just_written: torch.Tensor, others: int | None = None) -> Iterator[None]:
         if self._usual:
             memory = self._others[: self._usual if others is None else others]
-            # To read so much takes half of the time.
-            memory.view(torch.int64).sum() if len(memory) > FAR else memory.add_(1)
+            if len(memory) > FAR:
+                memory.view(torch.int64).sum()  # in half of the time that writing takes
+            else:
+                memory.add_(1)
             if others is None:
                 self._operate()
             just_written.detach().sum()
