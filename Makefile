@@ -15,7 +15,7 @@ CHECK := tests/test_floors.py tests/base/test_kinds.py tests/nn/test_layers.py t
 	tests/federation/server/test_mixing.py tests/federation/test_federation.py \
 	tests/methods/test_every_method.py::test_a_cohort_computes_what_each_client_alone_does
 
-.PHONY: setup demo test test-kernels test-all check docs fuzz fuzz-asan crash-test bench gpu-check gpu-bundle lint format clean
+.PHONY: setup demo test test-oldest test-kernels test-all check docs fuzz fuzz-asan crash-test bench gpu-check gpu-bundle lint format clean
 setup: $(VENV)/.built
 
 demo: setup
@@ -23,6 +23,10 @@ demo: setup
 
 test: setup
 	$(PYTEST)
+
+# With the oldest PyTorch that is supported, in an environment of its own.
+test-oldest:
+	$(MAKE) test VENV=build/oldest TORCH=torch==2.11.0
 
 # After a change in csrc/ or kernels/: under sanitizers, by other compilers and for other machines, interpreted.
 test-kernels: setup

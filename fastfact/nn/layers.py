@@ -365,7 +365,7 @@ class FactorizedLayer(nn.Module):
 
     def _is_served(self, x: Tensor) -> bool:
         """Whether the layer is one op in a graph: in evaluation, of numbers that it has itself."""
-        if torch.is_grad_enabled() or torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or recording() or torch._C._are_functorch_transforms_active():
             return False
         tensors, bias = self._tensors(), self.bias
         own = self._parameters.keys()
