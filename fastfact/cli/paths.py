@@ -13,7 +13,7 @@ from fastfact.bench import networks
 from fastfact.federation import Federation
 from fastfact.nn.choice import PATHS
 from fastfact.nn.convert import factorize, factorized_layers
-from fastfact.nn.layers import FactorizedLayer
+from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.specs import Rank1
 from fastfact.ops.common import is_channels_last
 

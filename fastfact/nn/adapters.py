@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from fastfact.base import files
 from fastfact.nn.attention import FactorizedMultiheadAttention
 from fastfact.nn.convert import factorize, factorized_layers, freeze_, targets
-from fastfact.nn.layers import FactorizedConv1d, FactorizedLayer, FactorizedLinear
+from fastfact.nn.layer import FactorizedLayer
+from fastfact.nn.layers import FactorizedConv1d, FactorizedLinear
 from fastfact.nn.specs import LowRank, Spec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastfact.nn.layers import FactorizedLayer, FactorizedLinear
+from fastfact.nn.layer import FactorizedLayer
+from fastfact.nn.layers import FactorizedLinear
 from fastfact.nn.specs import LowRank
 from fastfact.ops import attention
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastfact.nn.convert import Patterns, counted, factorize, factorized_layers, targets
-from fastfact.nn.layers import FactorizedLayer
+from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.specs import Rank1
 
 Batches = Iterable[tuple[Tensor, Tensor]]

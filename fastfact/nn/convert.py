@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fastfact.nn.attention import PROJECTIONS, FactorizedMultiheadAttention
-from fastfact.nn.layers import HOOKS, FactorizedConv1d, FactorizedConv2d, FactorizedLayer, FactorizedLinear
+from fastfact.nn.layer import HOOKS, FactorizedLayer
+from fastfact.nn.layers import FactorizedConv1d, FactorizedConv2d, FactorizedLinear
 from fastfact.nn.specs import INITS, LowRank, Spec
 
 log = logging.getLogger("fastfact")

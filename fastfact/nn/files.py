@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fastfact.nn.convert import Target, factorized_layers, put_in, shell_of, targets, tied_parameters, why_not
-from fastfact.nn.layers import INDEX, FactorizedLayer
+from fastfact.nn.factors import INDEX
+from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.specs import Spec
 from fastfact.ops.common import address
 

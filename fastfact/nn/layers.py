@@ -1,904 +1,36 @@
 """Factorized layers: drop-in for `nn.Conv2d` and `nn.Linear`, with the weight made from factors in each forward."""
 
 import contextlib
-import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastfact import ops
-from fastfact.nn import choice, compiled, sparsity, weight_cache
+from fastfact.nn import choice, compiled, weight_cache
 from fastfact.nn.derived import Derived
+from fastfact.nn.factors import INDEX, is_dense, rank1_parts
+from fastfact.nn.layer import PATHS, FactorizedLayer, cast, converted, densified, dtype_of
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
-from fastfact.ops.backends import PLAIN, dispatches, loaded
-from fastfact.ops.common import address, autocast, autocasts, is_channels_last, is_mapped, recording, transforming
-from fastfact.ops.weights import PIXELS, Convolution, applied, apply_weight, are_rows, call_of, pixels
+from fastfact.ops.backends import PLAIN
+from fastfact.ops.common import address, is_channels_last, is_mapped, recording, transforming
+from fastfact.ops.weights import Convolution, are_rows
 
-PATHS = ("auto", "reconstruct", "factored")
-INDEX = "mu_index"
 NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
 """The input assumed where sizes may be symbols."""
-PACKED = 0.5
-"""The density of a dense μ below which its nonzeros are packed for evaluation, so that it can be factored."""
 DEPTHWISE = 4
 """Channels from which on the kernel of depthwise layers serves."""
 FEW_PIXELS = 500
 """Of the output, up to which a convolution of dense μ may be done without W."""
 FEW_ROWS = 16
 """Rows up to which a product with a small W is no more than a loop (`multiply_few` in csrc/bind_cpu_direct.cpp)."""
-ANSWERS = 32
-"""Inputs of so many kinds a layer remembers its path for."""
-OF_WEIGHT = ("reconstruct", "product")
-"""The paths that make W."""
-SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
-"""What the path, or a kept weight, depends on besides tensors, and one may assign to."""
 
-OF_PROCESS = {"_answers", "_nodes", "_noted", "_held", "_how"}
-"""What a layer knows of this process, and a copy does not."""
-
-__all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLayer", "FactorizedLinear"]
-
-
-class FactorizedLayer(nn.Module):
-    """What the factorized layers share. Parameters are the factors of `spec`, by name, and `bias`.
-
-    The parameter that carries the L1 penalty (μ) is marked for `ff.optim.ProxSGD`; the mark survives `deepcopy`,
-    pickling and `load_state_dict(assign=True)`.
-
-    μ has two forms: dense, of the shape of W, and compact (after `compact()`): the values [nnz] of the support, with
-    their ascending flat positions in the buffer `mu_index` int32 [nnz]. It stays one and the same parameter.
-
-    path: "reconstruct" makes W and calls the dense layer; "factored" computes from u, v and compact μ without W
-    (`Rank1` with layout "spatial" or "kernel", or of a linear layer; padding other than by zeros, alike on both
-    sides of an axis, is added to the input first); "auto" takes the one that was faster for inputs such as the one at
-    hand when it was measured (`nn.choice`). The factored one can be where μ is compact or the spec has none, and in
-    evaluation on the CPU where μ is mostly zeros: these are left out.
-    Of a dense μ "auto" may take it on the CPU, for linear layers and convolutions that are depthwise, 1×1 (layout
-    "kernel") or of few pixels.
-    "factored" of `LowRank` (linear layers, and convolutions in layout "separable") takes σ and B A apart: "auto" takes
-    it where σ takes no gradient and that costs less (`LowRank.is_thin`), of a σ that does in training on the CPU where
-    it was measured to be faster, always where the adapter has dropout, and not in evaluation on the CPU, where W is
-    kept.
-
-    "fused", of a convolution, makes the weight of `Rank1` inside the convolution
-    (`ops.fused_conv2d`) and serves all clients of `vmap` in one call, where "reconstruct" becomes a grouped
-    convolution. Of `LowRank` (layout "separable", no groups) with clients that share σ, one ungrouped convolution with
-    σ serves them all where the rank is low enough, and only A and B take part in each client's own. `Rank1` without μ
-    is two smaller convolutions, where they cost less. "auto" takes it on a GPU: for clients of `vmap`, and of `Rank1`
-    where it was faster.
-
-    "auto" has another one on the CPU: "product", for 1×1 convolutions of images whose pixels are rows in memory
-    (channels_last), without stride or padding: W is made and multiplied with all pixels as one matrix. (Not where W is
-    kept as oneDNN has it, see below.)
-
-    In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
-    every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()` or
-    `eval()` is called; for float32 images in channels_last it is kept in the form that oneDNN's convolution computes
-    with, into which PyTorch brings it in each call. "factored" has the kernels remember the order in which they take
-    the nonzeros of μ.
-
-    Factors are read as attributes, so that `torch.nn.utils.prune`, `parametrize` and `weight_norm` work on them. What
-    changes the form of μ (`compact`, `prune_`, …) needs μ to be a parameter of the layer, and raises ValueError if not.
-    The positions `mu_index` are no numbers that could be averaged: after an in-place write that changed them the layer
-    raises RuntimeError (`set_support` and `load_state_dict` are the ways to change them).
-    """
-
-    spec: Spec
-    size: tuple[int, ...]
-    origin: tuple[nn.Module, ...] = ()
-    """The module this layer stands for, without its parameters, where that is no plain dense layer (see convert)."""
-    path: str = "auto"
-    paths = PATHS
-    _pads = False
-    """Whether `_padded` makes of an input what the layer computes with."""
-    channels_last = False
-    """Whether W is laid out channels_last where no dense factor says how; see `FactorizedConv2d`."""
-    _noted: tuple[Tensor, int, int] | None = None
-    _held: tuple[int, object] | None = None
-    """Where the positions lie, and what keeps them there, so that no kernel reads them to see whether they changed."""
-    _how: str | None = None
-    """What the layer is for torch.compile, in evaluation; None where a graph of it has to do."""
-
-    def _build(self, size, spec: Spec, bias: int | None, dense: Tensor | None, device, dtype) -> None:
-        if not isinstance(spec, Spec):
-            raise TypeError(f"{type(self).__name__}(spec={spec!r}): must be ff.Rank1, ff.LowRank or ff.Hadamard")
-        self.size = tuple(size)
-        self.spec = spec.for_size(self.size)
-        shapes = self.spec.shapes(self.size)
-        self._names = tuple(shapes)
-        if dense is None:
-            dense = torch.empty(self.size, device=device, dtype=dtype)
-        for name, shape in shapes.items():
-            like = dense if shape == self.size and name == spec.dense else dense.new_empty(0)
-            empty = torch.empty_like(like) if like is dense else like.new_empty(shape)
-            self.register_parameter(name, nn.Parameter(empty))
-        self.register_parameter("bias", nn.Parameter(dense.new_empty(bias)) if bias else None)
-        self._cache, self._answers, self._nodes = weight_cache.WeightCache(), {}, direct.Nodes()
-
-    @torch.no_grad()
-    def reset_parameters(
-        self, init: str = "random", dense: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        """Set the factors as `spec` says: from scratch, or from the weight `dense` of the layer this one replaces.
-
-        Without `dense`, W (for `LowRank`: σ) and the bias are drawn as `nn.Conv2d` and `nn.Linear` draw theirs.
-        """
-        if dense is None:
-            like = next(iter(self.factors().values()))
-            bound = (1 / torch.Size(self.size[1:]).numel()) ** 0.5
-            dense = torch.empty(self.size, dtype=like.dtype, device=like.device)
-            dense.uniform_(-bound, bound, generator=generator)
-            if self.bias is not None:
-                self.bias.uniform_(-bound, bound, generator=generator)
-        for name, value in self.spec.init(self.size, dense, init, generator).items():
-            getattr(self, name).copy_(value)
-
-    @staticmethod
-    def _weight_of(layer: nn.Module) -> Tensor:
-        """The weight of the dense layer, of the shape `size`."""
-        return layer.weight.detach()
-
-    def factors(self) -> dict[str, nn.Parameter]:
-        """The factors by name: u, v, mu | sigma, A, B | x1, y1, x2, y2 (shapes: see the spec)."""
-        return {name: getattr(self, name) for name in self._names}
-
-    def _factor(self, name: str) -> Tensor | None:
-        """A factor, None for one that the spec has not. Not every attribute is a parameter: see the class."""
-        found = self._parameters.get(name)
-        return found if found is not None or name not in self._names else getattr(self, name)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """What W is made from: the factors, and the positions of compact μ as `mu_index`."""
-        parameters, found = self._parameters, {}
-        for name in self._names:
-            factor = parameters.get(name)
-            found[name] = getattr(self, name) if factor is None else factor
-        mu = found.get("mu")
-        if mu is not None and mu.dim() == 1:
-            found[INDEX] = self._positions()
-        return found
-
-    @property
-    def weight(self) -> Tensor:
-        """W in PyTorch's order, made from the factors at each access; differentiable. Where evaluation keeps W, it is
-        that one, copied on a write, from the second access on.
-
-        It is no place to write to: an assignment raises AttributeError, an in-place operation on it RuntimeError.
-        """
-        weight = self._kept_weight()
-        if weight is None:
-            weight = self._weight(self.channels_last or None)
-        return weight if type(weight) is not Tensor or transforming() else weight.as_subclass(Derived)
-
-    def _kept_weight(self) -> Tensor | None:
-        """W as evaluation keeps it, to be copied by who writes to it. None the first time, and where none is kept."""
-        lazy = getattr(torch, "_lazy_clone", None)
-        if self.training or lazy is None or not weight_cache.allowed():
-            return None
-        tensors, channels_last = self._tensors(), bool(self.channels_last)
-        if not channels_last and len(self.size) == 4 and _is_dense(tensors):
-            return None  # its format is that of μ
-        key, make = (self.spec, self.size, channels_last), functools.partial(self._made, tensors, channels_last)
-        weight = self._cache.value(list(tensors.values()), key, make, again=True)
-        return weight if weight is None else lazy(weight)
-
-    def _weight(self, channels_last: bool | None) -> Tensor:
-        return self.spec.weight(self._tensors(), self.size, channels_last)
-
-    @property
-    def is_compact(self) -> bool:
-        """Whether μ is in compact form."""
-        mu = self._factor("mu")
-        return mu is not None and mu.dim() == 1
-
-    @property
-    def density(self) -> float:
-        """Fraction of nonzeros in the sparse factor (μ): 0 for `Rank1(sparse=False)`, 1 for specs without one."""
-        if self.spec.sparse_factor not in self._names:
-            return 0.0 if self.spec.sparse_factor else 1.0
-        return torch.count_nonzero(self.mu).item() / torch.Size(self.size).numel()
-
-    def _require_mu(self, what: str) -> nn.Parameter:
-        name = self.spec.sparse_factor
-        if name not in self._names:
-            raise ValueError(f"{what}: {self.spec} has no sparse factor")
-        if name not in self._parameters:
-            raise ValueError(
-                f"{what}: {name} is no parameter of the layer but made from others (pruned, parametrized, normalised):"
-                " remove that first (torch.nn.utils.prune.remove, parametrize.remove_parametrizations)"
-            )
-        return self._parameters[name]
-
-    def _positions(self) -> Tensor:
-        """The positions of compact μ. Raises RuntimeError where an in-place write changed them."""
-        index = self._buffers[INDEX]
-        noted = self._noted
-        if noted is None or noted[0] is not index or torch.compiler.is_compiling() or index._version == noted[1]:
-            return index
-        if _digest(index) != noted[2]:
-            raise RuntimeError(
-                "mu_index was written to in place, and its positions are others now. They cannot be averaged"
-                " (AveragedModel(use_buffers=True), ModelEmaV2): average parameters only, or the expanded layer"
-                " (expand()); to change them, call set_support() or load_state_dict()"
-            )
-        self._noted = index, index._version, noted[2]
-        return index
-
-    def _note_positions(self) -> None:
-        """Take the positions as they are now for those of the layer."""
-        index = self._buffers.get(INDEX)
-        plain = type(index) is Tensor and not index.is_meta and not index.is_inference()
-        plain = plain and not transforming()
-        self._hold_positions(index if plain else None)
-        self._noted = (index, index._version, _digest(index)) if plain else None
-
-    def _hold_positions(self, index: Tensor | None) -> None:
-        at = None if index is None else address(index)
-        if at is None or self._held is None or self._held[0] != at:
-            self._held = None if index is None else (at, weight_cache.hold(index))
-
-    def prune_(self, density: float) -> "FactorizedLayer":
-        """Keep the round(density · numel) numbers of μ with the largest magnitude, set the others to zero, in place.
-
-        Raises ValueError for a density outside [0, 1] or a spec without μ.
-        """
-        mu = self._require_mu("prune_")
-        sparsity.prune_(mu, density, of=torch.Size(self.size).numel())
-        return self
-
-    @torch.no_grad()
-    def compact(self, density: float | None = None) -> "FactorizedLayer":
-        """Bring μ into compact form: its nonzeros, after `prune_(density)` if a density is given.
-
-        On a compact layer, positions whose value is zero leave the support. The gradient of μ is dropped, and `ProxSGD`
-        starts its momentum anew. Raises ValueError as `prune_` does.
-        """
-        mu = self._require_mu("compact")
-        if density is not None:
-            self.prune_(density)
-        if self.is_compact:
-            nonzero = mu.nonzero().flatten()
-            self.set_support(mu[nonzero], self._positions()[nonzero])
-        else:
-            self.set_support(*sparsity.gather(mu))
-        return self
-
-    @torch.no_grad()
-    def expand(self) -> "FactorizedLayer":
-        """Bring μ back into dense form, the inverse of `compact`."""
-        mu = self._require_mu("expand")
-        if self.is_compact:
-            mu.grad = None
-            dense = sparsity.scatter(mu, self._positions(), self.size)
-            mu.data = dense.to(memory_format=torch.channels_last) if self.channels_last else dense
-            sparsity.change_support(mu)
-            del self._buffers[INDEX]
-        return self
-
-    @torch.no_grad()
-    def regrow(self, gradient: Tensor, l1: float) -> int:
-        """Let positions off the support join it, with value 0, where |gradient| > `l1`; returns how many did.
-
-        gradient: of the loss without the penalty by the dense μ, of the shape of W. A weight at zero whose gradient is
-        at most λ is where the L1 problem wants it (its KKT condition), any other is not. Raises ValueError for a layer
-        that is not compact, a gradient of another shape, or a negative l1.
-        """
-        mu = self._require_support("regrow", gradient)
-        if not l1 >= 0:
-            raise ValueError(f"regrow(l1={l1}): must not be negative")
-        join = gradient.reshape(-1).abs() > l1
-        join[self.mu_index.long()] = False
-        new = join.nonzero().flatten().to(torch.int32)
-        index, order = torch.cat([self.mu_index, new]).sort()
-        self.set_support(torch.cat([mu, mu.new_zeros(len(new))])[order], index)
-        return len(new)
-
-    @torch.no_grad()
-    def replace(self, gradient: Tensor, count: int) -> "FactorizedLayer":
-        """Give `count` positions of the support to others, as `sparsity.replaced` says; it stays as large as it is.
-
-        gradient: as for `regrow`. Raises ValueError as `regrow` does, and for a count that is negative.
-        """
-        mu = self._require_support("replace", gradient)
-        if count < 0:
-            raise ValueError(f"replace(count={count}): must not be negative")
-        self.set_support(*sparsity.replaced(mu, self.mu_index, gradient, count))
-        return self
-
-    def _require_support(self, what: str, gradient: Tensor) -> nn.Parameter:
-        mu = self._require_mu(what)
-        if not self.is_compact:
-            raise ValueError(f"{what}: μ is dense, call compact() first")
-        if tuple(gradient.shape) != self.size:
-            raise ValueError(f"{what}: gradient has shape {list(gradient.shape)}, must be {list(self.size)}")
-        return mu
-
-    @torch.no_grad()
-    def set_support(self, values: Tensor, index: Tensor) -> None:
-        """Make μ compact with these values [nnz] at these ascending flat positions int32 [nnz]."""
-        mu = self._require_mu("set_support")
-        mu.grad = None
-        mu.data = values.contiguous()
-        sparsity.change_support(mu)
-        self.register_buffer(INDEX, index)
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        saved = state_dict.get(prefix + INDEX)
-        if self.spec.sparse_factor in self._names and (saved is not None or self.is_compact):
-            if saved is None:
-                self.expand()
-            elif not self.is_compact or saved.shape != self.mu_index.shape:
-                self.set_support(self.mu.new_zeros(saved.shape), saved.to(self.mu.device))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._note_positions()
-
-    def _save_to_state_dict(self, *args) -> None:
-        if self.is_compact:
-            self._positions()
-        super()._save_to_state_dict(*args)
-
-    @property
-    def can_factor(self) -> bool:
-        """Whether there is a factored path for the layer as it is: compact μ or none, and a spec that has one."""
-        return self._why_not("factored", self._tensors()) is None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer, on the path that is asked for, or chosen."""
-        return self._of_padded(self._padded(x) if self._pads else x)
-
-    def _of_padded(self, x: Tensor) -> Tensor:
-        """The forward of an input that is padded."""
-        if not torch.compiler.is_compiling():
-            y = direct.serve(self._nodes, x, self.training, self._noted)
-            if y is not None:
-                return y
-        elif self._how is not None and self._is_served(x):
-            return torch.ops.fastfact_nn.layer(self._how, x, list(self._tensors().values()), self.bias)
-        return self._forward(x)
-
-    def _is_served(self, x: Tensor) -> bool:
-        """Whether the layer is one op in a graph: in evaluation, of numbers that it has itself."""
-        if torch.is_grad_enabled() or recording() or torch._C._are_functorch_transforms_active():
-            return False
-        tensors, bias = self._tensors(), self.bias
-        own = self._parameters.keys()
-        if any(name not in own and name != INDEX for name in tensors):
-            return False
-        floating = [t for name, t in tensors.items() if name != INDEX] + ([] if bias is None else [bias])
-        return not autocasts("cpu") and x.is_cpu and all(t.is_cpu and t.dtype == x.dtype for t in floating)
-
-    def _describe(self) -> str | None:
-        """What the layer is, see `compiled`."""
-        return None
-
-    @torch.inference_mode(False)
-    def holding(self, factors: Sequence[Tensor], bias: Tensor | None) -> "FactorizedLayer":
-        """A layer such as this with factors, in the order of `factors()`, and where there are more the positions of
-        compact μ, that share memory with these."""
-        other = copy.copy(self)
-        own = [nn.Parameter(t.detach(), requires_grad=False) for t in factors[: len(self._names)]]
-        shared = bias if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        other.__dict__["_parameters"] = dict(zip(self._names, own, strict=True)) | {"bias": shared}
-        positions = [t.detach() for t in factors[len(self._names) :]]
-        other.__dict__["_buffers"] = {INDEX: positions[0]} if positions else {}
-        other._note_positions()
-        return other
-
-    def _forward(self, x: Tensor) -> Tensor:
-        """The forward where no node serves."""
-        if not self.training and weight_cache.allowed():
-            return self._evaluate(x)
-        if (y := self._by_twin(x, FactorizedLayer.forward)) is not None:
-            return y
-        tensors, bias = self._tensors(), self.bias
-        path = self._path(x, tensors, None)
-        if torch.is_grad_enabled():
-            self._note_node(path, x, tensors, bias)
-        return self._compute(path, x, tensors, bias, None)
-
-    def _by_twin(self, x: Tensor, of: Callable[["FactorizedLayer", Tensor], Any]) -> Any:
-        """of(twin, x), in evaluation under autocast: the twin is the layer in autocast's dtype, kept while the numbers
-        of this one are what they were. So nothing is cast in each call but x, and what is kept and chosen for a layer
-        of that dtype serves. None where there is no twin."""
-        if self.training or not weight_cache.allowed(casting=True) or not torch.is_autocast_enabled("cpu"):
-            return None
-        if type(x) not in PLAIN or not x.is_cpu or not x.is_floating_point() or x.dtype == torch.float64:
-            return None
-        own = [t for t in (*self._parameters.values(), self._buffers.get(INDEX)) if t is not None]
-        dtype = torch.get_autocast_dtype("cpu")
-        torch.set_autocast_enabled("cpu", False)
-        try:
-            twin = self._cache.value(own, ("twin", dtype), lambda: self._twin(dtype)) if own else None
-            return None if twin is None else of(twin, x.to(dtype))
-        finally:
-            torch.set_autocast_enabled("cpu", True)
-
-    @torch.inference_mode(False)
-    def _twin(self, dtype: torch.dtype) -> "FactorizedLayer | None":
-        """The layer in another dtype, of the same positions of μ; None where its factors are not its parameters, or
-        float64, which autocast leaves as it is."""
-        own, parameters = self._tensors(), self._parameters
-        floats = [t for name, t in (*own.items(), ("bias", self.bias)) if name != INDEX and t is not None]
-        if not parameters.keys() >= {*self._names, "bias"} or any(t.dtype == torch.float64 for t in floats):
-            return None
-
-        def cast(p: nn.Parameter | None) -> nn.Parameter | None:
-            return p if p is None else nn.Parameter(p.detach().to(dtype), requires_grad=False)
-
-        twin = copy.copy(self)
-        twin.__dict__["_parameters"] = {name: cast(p) for name, p in parameters.items()}
-        twin.__dict__["_buffers"] = dict(self._buffers)
-        twin._cache = weight_cache.WeightCache()
-        twin.__dict__["_pads"] = False  # what it is given is padded
-        return twin
-
-    def _note_node(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
-        """Let one call serve inputs such as x from now on, if the layer on this path can be one; whether it can."""
-        if transforming() or not choice.can_measure():
-            return False
-        call = self._call(path, x, tensors, bias)
-        # What is no leaf would keep the graph it comes from.
-        if call is None or not all(t is None or t.is_leaf for t in (*tensors.values(), bias)):
-            return False
-        return self._note(x, tensors, bias, None, call)
-
-    def _note(
-        self,
-        x: Tensor,
-        tensors: dict[str, Tensor],
-        bias: Tensor | None,
-        watch: direct.Watch | None,
-        call: direct.Call,
-    ) -> bool:
-        """Let a call serve inputs such as x while the layer has these tensors, and nothing that is watched changes;
-        whether it does."""
-        asked = direct.key(x, self.training)
-        if asked is None or not dispatches():
-            return False
-        trained = torch.is_grad_enabled()
-        facts = [direct.serving(), choice.holds()]
-        for name, tensor in (*tensors.items(), ("bias", bias)):
-            place = self._buffers if name == INDEX else self._parameters
-            if name not in place or place[name] is not tensor:
-                return False
-            floating = trained and tensor is not None and name != INDEX
-            facts.append((place, name, tensor, tensor.requires_grad if floating else None))
-        if INDEX not in tensors:
-            facts.append((self._buffers, INDEX, None, None))
-        shape = None if watch else direct.form(tensors.get("mu"))
-        # Those that watch other numbers will not serve again.
-        nodes = direct.Nodes(self._nodes if watch is None else self._nodes.of(watch))
-        if len(nodes) >= ANSWERS:
-            nodes.clear()
-        nodes[asked] = direct.Node(tuple(facts), shape, watch, *call)
-        self._nodes = nodes
-        return True
-
-    def _call(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> direct.Call | None:
-        """The layer on this path for all inputs such as x, where that is one call."""
-        if path not in OF_WEIGHT or not self._is_one_node(x, tensors, bias):
-            return None
-        how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
-        if any(part is not None and all(part is not t for t in tensors.values()) for part in parts):
-            return None
-        of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size)
-        return call_of(of, bias, *parts)
-
-    def _evaluate(self, x: Tensor) -> Tensor:
-        """The forward where what is made from the factors may be kept, and no node serves."""
-        tensors, bias = self._tensors(), self.bias
-        form = INDEX in tensors, x.shape, x.stride(), x.dtype, x.device, type(x), *choice.generation()
-        if form in self._answers:
-            return self._compute(self._answers[form], x, tensors, bias, None)
-        kept = self._cache.of(list(tensors.values()))
-        of_layer, (tensors, packed) = tensors, self._packed(tensors, kept)
-        path = self._path(x, tensors, packed)
-        if not choice.can_measure():
-            return self._compute(path, x, tensors, bias, kept)
-        if path not in OF_WEIGHT and packed is None:
-            if not self._note_node(path, x, tensors, bias):
-                self._remember(form, path)  # whatever the numbers are
-        elif kept is not None and (call := self._kept_call(path, x, tensors, bias, kept)):
-            if watch := self._cache.watch(kept):
-                self._note(x, of_layer, bias, watch, call)
-            if (y := call(x)) is not None:
-                return y
-        return self._compute(path, x, tensors, bias, kept)
-
-    def _kept_call(
-        self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept: weight_cache.Kept
-    ) -> direct.Call | None:
-        """What serves inputs such as x on this path from what is kept for the factors; None where nothing does."""
-        if path == "reconstruct":
-            return self._dense_call(x, self._weight_for(is_channels_last(x), tensors, kept), bias)
-        return self._call(path, x, tensors, bias)
-
-    def _dense_call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> direct.Call:
-        """What the dense layer computes with this weight."""
-        # A layer that its own nodes hold would live until the garbage is collected.
-        layer = weakref.ref(self)
-        return direct.Call(lambda x: layer()._dense_forward(x, weight, bias), (None,), 0)
-
-    def _kept_form(
-        self, form: Hashable, tensors: dict[str, Tensor], kept: weight_cache.Kept, of: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """W in another form, of(W), which alone is kept."""
-        made = functools.partial(self._made, tensors, len(self.size) == 4)
-        return kept.value((form, self.spec, self.size), lambda: of(made()))
-
-    def _remember(self, asked: tuple, answer: str) -> None:
-        answers = self._answers if len(self._answers) < ANSWERS else {}
-        answers[asked] = answer
-        self._answers = answers
-
-    def _forget(self) -> None:
-        """Forget what was made and chosen for other settings."""
-        if "_cache" in self.__dict__:
-            self._cache.clear()
-            self._answers, self._nodes = {}, direct.Nodes()
-            self._note_kind()
-
-    def _operands(self) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
-        """What a forward computes from now, and what is kept for it."""
-        tensors = self._tensors()
-        if self.training or not weight_cache.allowed():
-            return tensors, None
-        return self._packed(tensors, self._cache.of(list(tensors.values())))
-
-    def _path(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
-        path = self.path
-        if path == "auto":
-            return self._choose(x, tensors, kept)
-        if path != "factored" and self._drops():
-            raise ValueError(f"path={path!r}: in training {self.spec} has dropout, which only the factored path has")
-        if path != "reconstruct" and (why_not := self._why_not(path, tensors)):
-            raise ValueError(f"path={path!r}: {why_not}")
-        return path
-
-    def path_for(self, x: Tensor) -> str:
-        """The path that the forward takes for x: "reconstruct", "factored", "fused" or "product"."""
-        x = self._padded(x)
-        found = self._by_twin(x, FactorizedLayer.path_for)
-        return found or self._path(self._brought(x), *self._operands())
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """x, with what the layer pads it with where it `_pads`."""
-        return x
-
-    def _brought(self, x: Tensor) -> Tensor:
-        """x in the form in which the layer computes with it."""
-        return x
-
-    def _packed(
-        self, tensors: dict[str, Tensor], kept: weight_cache.Kept | None
-    ) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
-        """The factors for evaluation, with compact μ where it is dense but mostly zeros, and what is kept for them if
-        that depends on their numbers."""
-        mu = tensors.get("mu")
-        if self.path != "auto" or mu is None or mu.dim() == 1 or not self._has_factored_form():
-            return tensors, None
-        packed = kept and kept.value("packed", lambda: _pack(mu))
-        return ({**tensors, "mu": packed[0], INDEX: packed[1]} if packed else tensors), kept
-
-    def _weight_for(
-        self,
-        channels_last: bool,
-        tensors: dict[str, Tensor] | None = None,
-        kept: weight_cache.Kept | None = None,
-    ) -> Tensor:
-        """W for inputs of a memory format, from `tensors` (by default the layer's): in evaluation the one that is kept,
-        otherwise made."""
-        tensors = self._tensors() if tensors is None else tensors
-        if self.training or not weight_cache.allowed():
-            return self.spec.weight(_cast(tensors), self.size, self._format_of(channels_last, tensors))
-        channels_last = channels_last and len(self.size) == 4
-        make = functools.partial(self._made, tensors, channels_last)
-        kept = kept or self._cache.of(list(tensors.values()))
-        return make() if kept is None else kept.value((self.spec, self.size, channels_last), make)
-
-    def _made(self, tensors: dict[str, Tensor], channels_last: bool) -> Tensor:
-        """W in a memory format, to be kept."""
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-        return self.spec.weight(tensors, self.size, channels_last).contiguous(memory_format=layout)
-
-    def _choose(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
-        """The path that "auto" takes."""
-        bias = self.bias
-        trained = torch.is_grad_enabled() and (
-            x.requires_grad or any(t is not None and t.requires_grad for t in (*tensors.values(), bias))
-        )
-        if isinstance(self.spec, LowRank) and self._takes_apart(x, tensors, trained):
-            return "factored"
-        if transforming():
-            return self._choose_nominal(x, tensors, trained)
-        mu = tensors.get("mu")
-        asked = (x.shape, x.stride(), _dtype(x), x.device, x.requires_grad, trained, self.training)
-        asked += (mu is not None and mu.shape, *choice.generation())
-        # To put the question takes longer than an answer that was given a call ago is worth.
-        path = self._answers.get(asked)
-        if path is None:
-            path = self._ask(x, tensors, bias, kept, trained)
-            if choice.can_measure():
-                self._remember(asked, path)
-        return path
-
-    def _drops(self) -> bool:
-        """Whether the input of the adapter loses numbers now."""
-        return self.training and getattr(self.spec, "dropout", 0) > 0
-
-    def _takes_apart(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> bool:
-        """Whether "auto" takes σ and B A of `LowRank` apart."""
-        if self._why_not("factored", tensors) is not None:
-            return False
-        if self._drops():
-            return True
-        sigma, traced = tensors["sigma"], torch.compiler.is_compiling() or recording()
-        if sigma.requires_grad or (not traced and is_mapped(sigma)):
-            return False
-        if not (trained or self.training) and x.device.type == "cpu" and weight_cache.allowed():
-            return False
-        return self.spec.is_thin(self.size, None if traced else self._rows(x))
-
-    def _seen(self, x: Tensor) -> Tensor | None:
-        """What the adapter sees of x, None for x itself."""
-        return F.dropout(x, self.spec.dropout) if self._drops() else None
-
-    def _rows(self, x: Tensor) -> float:
-        """How many vectors the weight is multiplied with for x: rows, or pixels of the output."""
-        raise NotImplementedError
-
-    def _ask(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept, trained: bool) -> str:
-        paths = self._candidates(x, tensors)
-        if len(paths) == 1:
-            return paths[0]
-        path = choice.choose(
-            self.work(x, tensors, trained), lambda: self._sides(paths, x, tensors, bias, kept, trained)
-        )
-        # The rule, and a table given by hand, know the work and not which paths there are for it.
-        return path if path in paths else paths[0]
-
-    def _candidates(self, x: Tensor, tensors: dict[str, Tensor]) -> list[str]:
-        """The paths that there are for x, "reconstruct" first."""
-        if any(type(t) not in PLAIN for t in (x, *tensors.values())):
-            return ["reconstruct"]
-        if isinstance(self.spec, LowRank):
-            plain = self.training and choice.can_measure() and self._is_plain(x, tensors, self.bias, casts=True)
-            return ["reconstruct", "factored"] if plain and not self._why_not("factored", tensors) else ["reconstruct"]
-        factored = x.is_cpu and loaded("cpu") and self._has_factored_form() and not self._factors_are_weights(tensors)
-        if factored and _is_dense(tensors):
-            plain = choice.can_measure() and self._is_plain(x, tensors, self.bias, casts=True)
-            factored = plain and self._takes_dense(x, tensors)
-        elif factored:
-            factored = not self._why_not("factored", tensors)
-        return ["reconstruct", "factored"] if factored else ["reconstruct"]
-
-    def _takes_dense(self, x: Tensor, tensors: dict[str, Tensor]) -> bool:
-        """Whether a kernel of the factored path takes dense μ as it is."""
-        raise NotImplementedError
-
-    def _factors_are_weights(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether the factored path computes as much as the dense layer, because v has the size of W."""
-        return False
-
-    def _sides(self, paths, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept, trained: bool):
-        """path → a function that runs it, for `choice`: with a gradient of its own where one is asked for."""
-
-        def alone(t: Tensor | None) -> Tensor | None:
-            return t if t is None else t.detach().requires_grad_(trained and t.requires_grad)
-
-        inputs, own, own_bias = alone(x), {name: alone(t) for name, t in tensors.items()}, alone(bias)
-        leaves = [t for t in (inputs, *own.values(), own_bias) if t is not None and t.requires_grad]
-        watched = None
-        if not (trained or self.training) and weight_cache.allowed():
-            watched = weight_cache.watch(tensors.values(), others=1)
-
-        @functools.cache
-        def call(path: str) -> Callable[[Tensor], Tensor | None]:
-            if watched and path in OF_WEIGHT:
-                # What is made for a measurement is not kept.
-                return self._kept_call(path, inputs, own, own_bias, weight_cache.Kept(list(own.values()), 0, {}))
-            one = self._call(path, inputs, own, own_bias)
-            return one or (lambda x: self._compute(path, x, own, own_bias, kept))
-
-        def forward(path: str, x: Tensor) -> Tensor:
-            # As in evaluation once W is kept: the factors are looked at, and it serves.
-            if watched and path in OF_WEIGHT:
-                direct.still(watched)
-            return call(path)(x)
-
-        return {path: _side(functools.partial(forward, path), inputs, leaves, trained) for path in paths}
-
-    def times(self, x: Tensor, training: bool) -> tuple[dict[str, float], str]:
-        """(path → seconds, the path that "auto" takes) for x, as it is in evaluation, or for a training step; the
-        seconds of the dense layer beside them as those of "dense".
-
-        They are timed now, whatever is remembered.
-        """
-        mode, dense_side = self.training, self._dense_side(x, training)
-        x = self._brought(self._padded(x.detach())).requires_grad_(x.requires_grad)
-        try:
-            self.train(training)
-            with torch.set_grad_enabled(training):
-                tensors, kept = self._operands()
-                paths, chosen = self._candidates(x, tensors), self._path(x, tensors, kept)
-                sides = self._sides(paths, x, tensors, self.bias, kept, training)
-                return choice.times({"dense": dense_side, **sides}), chosen
-        finally:
-            self.train(mode)
-
-    def _dense_side(self, x: Tensor, trained: bool) -> choice.Side:
-        """The same of the dense layer of the same function."""
-        dense, inputs = self.to_dense(), x.detach().requires_grad_(trained and x.requires_grad)
-        if is_channels_last(x):
-            dense.to(memory_format=torch.channels_last)
-        return _side(dense.forward, inputs, [t for t in (inputs, *dense.parameters()) if t.requires_grad], trained)
-
-    def work(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> choice.Work:
-        """What the choice is asked about for an input x."""
-        if trained:
-            step = "training" if x.requires_grad else "weights"
-        else:
-            step = "evaluation" if not self.training and weight_cache.allowed() else "forward"
-        return self._work(tuple(x.shape), tensors, is_channels_last(x), step, _dtype(x), x.device.type)
-
-    def _kind(self, layout: str) -> str:
-        """The kind of `choice.Work`, for `Rank1` the layout."""
-        if isinstance(self.spec, Rank1):
-            return layout
-        frozen = isinstance(self.spec, LowRank) and not self._factor("A").requires_grad
-        return f"{type(self.spec).__name__} {layout}" + (" of a trained σ alone" if frozen else "")
-
-    def _choose_nominal(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> str:
-        """The path where something traces or transforms: by the rule, for an input of a nominal size."""
-        if x.device.type != "cpu" or recording() or not self._has_factored_form() or self._why_not("factored", tensors):
-            return "reconstruct"
-        step = "training" if trained else "forward"
-        return choice.nominal(*self._work(None, tensors, False, step, x.dtype, "cpu"))
-
-    def _work(self, shape: tuple[int, ...] | None, tensors, channels_last: bool, step: str, dtype, device: str):
-        """What the choice is asked about, for an input of `shape` (None: a nominal one)."""
-        raise NotImplementedError
-
-    def _compute(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept) -> Tensor:
-        """The layer on one path, from these factors."""
-        if path not in OF_WEIGHT:
-            return self._without_weight(path, x, tensors, bias)
-        channels_last = is_channels_last(x)
-        if self._is_one_node(x, tensors, bias):
-            how, *parts = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
-            of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size)
-            return apply_weight(of, x, bias, *parts)
-        weight = self._weight_for(channels_last, tensors, kept)
-        return pixels(x, weight, bias) if path == "product" else self._dense_forward(x, weight, bias)
-
-    def _without_weight(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
-        """The layer on a path other than "reconstruct"."""
-        raise NotImplementedError
-
-    def _dense_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What the dense layer computes with this weight."""
-        raise NotImplementedError
-
-    def _convolution(self) -> Convolution | None:
-        """The settings of the convolution; None for a linear layer."""
-        return None
-
-    def _is_one_node(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
-        """Whether W and the layer can be one node of the graph: in eager training on the CPU."""
-        if not torch.is_grad_enabled() or type(self.spec).weight is not Spec.weight:
-            return False
-        return self._is_plain(x, tensors, bias)
-
-    @staticmethod
-    def _is_plain(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, casts: bool = False) -> bool:
-        """Whether nothing transforms or, unless `casts`, casts, and all tensors are plain, on the CPU."""
-        if not x.is_cpu or (torch.is_autocast_enabled("cpu") and not casts) or transforming():
-            return False
-        own = (x, *tensors.values()) if bias is None else (x, *tensors.values(), bias)
-        return all(type(t) in PLAIN and not t.is_neg() for t in own)
-
-    def _format_of(self, channels_last: bool, tensors: dict[str, Tensor]) -> bool | None:
-        """The format of W: x's; with a dense factor that of it (None), which its gradient goes back to."""
-        return channels_last if self.spec.dense not in self._names or INDEX in tensors else None
-
-    def _has_factored_form(self) -> bool:
-        """Whether the path "factored" is that of u, v and compact μ, which "auto" measures."""
-        return isinstance(self.spec, Rank1)
-
-    def _why_not(self, path: str, tensors: dict[str, Tensor]) -> str | None:
-        """Why there is no path "factored" (or "fused") for the layer with these factors."""
-        if isinstance(self.spec, LowRank):
-            return None
-        if not isinstance(self.spec, Rank1):
-            return f"{type(self.spec).__name__} has no factored form"
-        if self.spec.sparse and INDEX not in tensors:
-            return "μ is dense, call compact() first"
-        return None
-
-    def __prepare_scriptable__(self):
-        """Called by torch.jit.script, which would put what this returns into the model itself."""
-        raise TypeError(
-            "torch.jit.script takes dense layers only: script ff.densify(copy.deepcopy(model)), or trace it"
-        )
-
-    def train(self, mode: bool = True) -> "FactorizedLayer":
-        """As for any module; a kept weight is dropped."""
-        self._drop()
-        if self._noted is not None:
-            # What asks for memory to write to, as `torch.save` does, has them moved.
-            self._hold_positions(self._noted[0])
-        super().train(mode)
-        self._note_kind()
-        return self
-
-    def _note_kind(self) -> None:
-        """Take what the layer is now for what torch.compile is told."""
-        how = None if self.training or not loaded("cpu") else self._describe()
-        if how != self._how:
-            self._how = how
-
-    def _drop(self) -> None:
-        """Drop what is kept of the factors."""
-        self._cache.clear()
-        self._nodes = self._nodes.of(None)
-
-    def _apply(self, *args, **kwargs):
-        self._drop()
-        result = super()._apply(*args, **kwargs)
-        self._mark()
-        self._note_positions()
-        return result
-
-    def __getstate__(self):
-        return {name: value for name, value in super().__getstate__().items() if name not in OF_PROCESS}
-
-    def _mark(self) -> None:
-        parameter = self._parameters.get(self.spec.sparse_factor)
-        if parameter is not None:
-            sparsity.mark_penalized(parameter)
-
-    def __setattr__(self, name, value):
-        if name == "path" and value not in self.paths:
-            raise ValueError(f"path={value!r}: must be one of {', '.join(map(repr, self.paths))}")
-        if name == "weight":
-            raise AttributeError(
-                f"{type(self).__name__}.weight is made from the factors, it cannot be assigned: assign to the factors,"
-                " set them from a weight by reset_parameters('svd', dense=W), or take to_dense(), whose weight is a"
-                " parameter"
-            )
-        super().__setattr__(name, value)
-        if name in SETTINGS:
-            self._forget()
-        if isinstance(value, nn.Parameter):
-            self._mark()
-        if name == INDEX:
-            self._note_positions()
-
-    def register_parameter(self, name, param):
-        if name == "weight":
-            setattr(self, name, param)
-        super().register_parameter(name, param)
-        self._mark()
-
-    def register_buffer(self, name, *args, **kwargs):
-        super().register_buffer(name, *args, **kwargs)
-        if name == INDEX:
-            self._note_positions()
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self.__dict__.setdefault("_cache", weight_cache.WeightCache())
-        self._answers, self._nodes = {}, direct.Nodes()
-        self._mark()
-        self._note_positions()
-        self._note_kind()
+__all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLinear"]
 
 
 class FactorizedConv2d(FactorizedLayer):
@@ -975,7 +107,7 @@ class FactorizedConv2d(FactorizedLayer):
         cls, layer: nn.Conv2d, spec: Spec, init: str = "random", generator: torch.Generator | None = None
     ) -> "FactorizedConv2d":
         """The factorized form of `layer`: its settings, bias, dtype, device, memory format and mode."""
-        return _from_dense(cls.__new__(cls), layer, spec, init, generator)
+        return converted(cls.__new__(cls), layer, spec, init, generator)
 
     def to_dense(self) -> nn.Conv2d:
         """An `nn.Conv2d` of the same function, with W as its weight and this layer's bias."""
@@ -991,7 +123,7 @@ class FactorizedConv2d(FactorizedLayer):
             self.padding_mode,
             device="meta",
         )
-        return _fill_dense(dense, self)
+        return densified(dense, self)
 
     def _takes_dense(self, x, tensors):
         o, i, *kernel = self.size
@@ -999,7 +131,7 @@ class FactorizedConv2d(FactorizedLayer):
             return False
         if i == 1 and o == self.groups:
             return o >= DEPTHWISE
-        if self.groups > 1 or not ops.conv.multiplies_tiles(_dtype(x)):
+        if self.groups > 1 or not ops.conv.multiplies_tiles(dtype_of(x)):
             return False
         if kernel == [1, 1]:
             return True
@@ -1037,7 +169,7 @@ class FactorizedConv2d(FactorizedLayer):
         rows, image = shape[0] if len(shape) == 4 else 1, shape[-2:]
         how = (*map(self._pair, ("stride", "padding", "dilation")), *_rank_and_nonzeros(tensors))
         kind = self._kind(getattr(self.spec, "layout", ""))
-        own = channels_last, step, dtype, device, _is_dense(tensors)
+        own = channels_last, step, dtype, device, is_dense(tensors)
         return choice.Work(kind, self.size, self.groups, rows, image, *how, *own)
 
     def _pair(self, setting: str) -> tuple[int, int]:
@@ -1131,7 +263,7 @@ class FactorizedConv2d(FactorizedLayer):
         if not self._is_plain(x, tensors, bias):
             return None
         of, repeated = ops.conv.of_factors(self.size, self._convolution()), not self.training and INDEX in tensors
-        return ops.conv.call_of_factors(of, *_parts(tensors), bias, repeated)
+        return ops.conv.call_of_factors(of, *rank1_parts(tensors), bias, repeated)
 
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
@@ -1140,7 +272,7 @@ class FactorizedConv2d(FactorizedLayer):
             # What does not fit is told by the checked function.
             with contextlib.suppress(RuntimeError, ValueError):
                 of = ops.conv.of_factors(self.size, self._convolution())
-                y = ops.conv.apply_factors(of, x, *_parts(tensors), bias, not self.training and INDEX in tensors)
+                y = ops.conv.apply_factors(of, x, *rank1_parts(tensors), bias, not self.training and INDEX in tensors)
                 if y is not None:
                     return y
         y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), path == "fused", tensors, bias)
@@ -1168,7 +300,7 @@ class FactorizedConv2d(FactorizedLayer):
     def _convolve(self, x: Tensor, fused: bool, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
         """The factored or the fused path, on x with its batch axis."""
         how = {name: self._pair(name) for name in ("stride", "padding", "dilation")} | {"groups": self.groups}
-        spec, parts = self.spec, _parts(tensors)
+        spec, parts = self.spec, rank1_parts(tensors)
         if not fused:
             if spec.layout == "kernel":
                 return ops.separable_conv2d(x, *parts, bias, size=self.size, **how)
@@ -1179,7 +311,7 @@ class FactorizedConv2d(FactorizedLayer):
             return ops.fused_conv2d(x, *parts, bias, layout=spec.layout, size=self.size, **how)
         if self._shares_sigma(x):
             return self._apart(x, tensors, bias)
-        weight = spec.weight(_cast(tensors), self.size, is_channels_last(x))
+        weight = spec.weight(cast(tensors), self.size, is_channels_last(x))
         return ops.fused_conv2d(x, mu=weight, bias=bias, size=self.size, **how)
 
     def _shares_sigma(self, x: Tensor) -> bool:
@@ -1327,16 +459,16 @@ class FactorizedLinear(FactorizedLayer):
         cls, layer: nn.Linear, spec: Spec, init: str = "random", generator: torch.Generator | None = None
     ) -> "FactorizedLinear":
         """The factorized form of `layer`: its settings, bias, dtype, device and mode."""
-        return _from_dense(cls.__new__(cls), layer, spec, init, generator)
+        return converted(cls.__new__(cls), layer, spec, init, generator)
 
     def to_dense(self) -> nn.Linear:
         """An `nn.Linear` of the same function, with W as its weight and this layer's bias."""
-        return _fill_dense(nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta"), self)
+        return densified(nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta"), self)
 
     def _work(self, shape, tensors, channels_last, step, dtype, device):
         rows = NOMINAL_IMAGES if shape is None else torch.Size(shape[:-1]).numel()
         ones = ((1, 1),) * 4  # image, stride, padding, dilation
-        own = *_rank_and_nonzeros(tensors), False, step, dtype, device, _is_dense(tensors)
+        own = *_rank_and_nonzeros(tensors), False, step, dtype, device, is_dense(tensors)
         return choice.Work(self._kind("linear"), self.size, 1, rows, *ones, *own)
 
     def _describe(self):
@@ -1363,12 +495,12 @@ class FactorizedLinear(FactorizedLayer):
             return super()._call(path, x, tensors, bias)
         if not self._is_plain(x, tensors, bias):
             return None
-        return ops.conv.call_of_factors(ops.conv.of_factors(self.size), *_parts(tensors), bias)
+        return ops.conv.call_of_factors(ops.conv.of_factors(self.size), *rank1_parts(tensors), bias)
 
     def _without_weight(self, path, x, tensors, bias):
         if isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
-        parts = _parts(tensors)
+        parts = rank1_parts(tensors)
         if x.dim() and self._is_plain(x, tensors, bias):
             with contextlib.suppress(RuntimeError, ValueError):
                 rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
@@ -1398,7 +530,7 @@ class FactorizedLinear(FactorizedLayer):
         return x.numel() / x.shape[-1]
 
     def _takes_dense(self, x, tensors):
-        return x.dim() > 0 and ops.conv.multiplies_tiles(_dtype(x))
+        return x.dim() > 0 and ops.conv.multiplies_tiles(dtype_of(x))
 
     def _apart(
         self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, outputs: slice | None = None
@@ -1438,22 +570,6 @@ def _by_columns(weight: Tensor) -> Tensor:
     return weight.t().contiguous().t()
 
 
-def _side(forward: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], trained: bool) -> choice.Side:
-    """A run of forward(x), with the gradients of `leaves` where `trained`, for `choice`."""
-    others = choice.between(x) if trained else None
-
-    def run(timed: choice.Timed) -> None:
-        with torch.set_grad_enabled(trained), timed(x, others):
-            y = forward(x)
-        if trained:
-            # `torch.autograd.grad` without its checks, which import for .4 s the first time.
-            engine, gradient = torch.autograd.Variable._execution_engine, y.detach()
-            with timed(gradient, others):
-                engine.run_backward((y,), (gradient,), False, False, tuple(leaves), True, False)
-
-    return run
-
-
 @functools.cache
 def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
     """PyTorch's (reordering of a convolution's weight, convolution with such a weight), where it has them."""
@@ -1463,40 +579,9 @@ def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
     return torch.ops.mkldnn._reorder_convolution_weight.default, torch.ops.mkldnn._convolution_pointwise.default
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
-    return tensors.get("u"), tensors.get("v"), tensors.get("mu"), tensors.get(INDEX)
-
-
-def _cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under autocast, factors in its dtype, to which the dense layer would cast W: so it is written once, by half."""
-    if not autocasts(next(iter(tensors.values())).device.type):
-        return tensors
-    return dict(zip(tensors, autocast(*tensors.values()), strict=True))
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    """In which x is computed with, under autocast or not."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if autocasts(kind) else x.dtype
-
-
 def _rank_and_nonzeros(tensors: dict[str, Tensor]) -> tuple[int, int]:
     factor = tensors.get("u", tensors.get("A"))
     return (0 if factor is None else len(factor)), (tensors["mu"].numel() if "mu" in tensors else 0)
-
-
-def _pack(mu: Tensor) -> tuple[Tensor, Tensor] | None:
-    """μ in compact form; None where it is not mostly zeros."""
-    return sparsity.gather(mu) if torch.count_nonzero(mu).item() <= PACKED * mu.numel() else None
-
-
-def _digest(index: Tensor) -> int:
-    return torch.ops.fastfact.digest([index])
-
-
-def _is_dense(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether there is a μ that is dense."""
-    return "mu" in tensors and INDEX not in tensors
 
 
 def _is_laid_out_last(weight: Tensor) -> bool:
@@ -1510,33 +595,3 @@ def _is_laid_out_last(weight: Tensor) -> bool:
             return False
         expected = weight.stride(d) * max(weight.shape[d], 1)
     return True
-
-
-HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-
-
-def _hooks(module: nn.Module) -> Mapping:
-    return {name: getattr(module, name) for name in HOOKS}
-
-
-def _from_dense(new, layer: nn.Module, spec: Spec, init: str | None, generator):
-    """The factorized form of a dense layer; its factors are left as they are where `init` is None."""
-    weight = new._weight_of(layer)
-    new._setup(layer, spec, weight)
-    if init is not None:
-        new.reset_parameters(init, weight, generator)
-    for parameter in new.factors().values():
-        parameter.requires_grad_(layer.weight.requires_grad)
-    new.bias = layer.bias
-    for name, hooks in _hooks(layer).items():
-        getattr(new, name).update(hooks)
-    return new.train(layer.training)
-
-
-def _fill_dense(dense: nn.Module, layer: FactorizedLayer):
-    trainable = any(parameter.requires_grad for parameter in layer.factors().values())
-    dense.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=trainable)
-    dense.bias = layer.bias
-    for name, hooks in _hooks(layer).items():
-        getattr(dense, name).update(hooks)
-    return dense.train(layer.training)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastfact.base.kinds import check_kinds
-from fastfact.nn.layers import FactorizedLayer
+from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.sparsity import scatter
 
 

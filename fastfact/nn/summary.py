@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fastfact.nn.convert import counted, targets, tied_parameters, why_not
-from fastfact.nn.layers import FactorizedLayer
+from fastfact.nn.layer import FactorizedLayer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact.nn.layers import FactorizedLayer
+from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.weight_cache import MOVES, WeightCache, hold
 
 

@@ -23,7 +23,8 @@ from fastfact.federation.state import State
 from fastfact.federation.tensors import describe
 from fastfact.nn import sparsity
 from fastfact.nn.convert import factorized_layers
-from fastfact.nn.layers import INDEX, FactorizedLayer
+from fastfact.nn.factors import INDEX
+from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.schedule import Schedule, dense_gradients
 
 
