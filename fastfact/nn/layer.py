@@ -127,7 +127,9 @@ class FactorizedLayer(Factors):
 
     def _is_served(self, x: Tensor) -> bool:
         """Whether the layer is one op in a graph: in evaluation, of numbers that it has itself."""
-        if torch.is_grad_enabled() or recording() or torch._C._are_functorch_transforms_active():
+        # Of PyTorch 2.11, `torch.compiler.is_exporting()` is True in torch.compile as well.
+        exporting = torch.compiler._is_exporting_flag
+        if torch.is_grad_enabled() or exporting or torch._C._are_functorch_transforms_active():
             return False
         tensors, bias = self._tensors(), self.bias
         own = self._parameters.keys()

@@ -50,8 +50,7 @@ def transforming() -> bool:
 
 def recording() -> bool:
     """Whether a graph is recorded that is to run without this package: by torch.export, ONNX or torch.jit.trace."""
-    # Of PyTorch 2.11, `is_exporting()` is True in torch.compile as well.
-    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def autocasts(kind: str) -> bool:
