@@ -477,7 +477,7 @@ class FactorizedLayer(Factors):
                 direct.still(watched)
             return call(path)(x)
 
-        return {path: side_of(functools.partial(forward, path), inputs, leaves, trained) for path in paths}
+        return {path: _side(functools.partial(forward, path), inputs, leaves, trained) for path in paths}
 
     def times(self, x: Tensor, training: bool) -> tuple[dict[str, float], str]:
         """(path → seconds, the path that "auto" takes) for x, as it is in evaluation, or for a training step; the
@@ -502,7 +502,7 @@ class FactorizedLayer(Factors):
         dense, inputs = self.to_dense(), x.detach().requires_grad_(trained and x.requires_grad)
         if is_channels_last(x):
             dense.to(memory_format=torch.channels_last)
-        return side_of(dense.forward, inputs, [t for t in (inputs, *dense.parameters()) if t.requires_grad], trained)
+        return _side(dense.forward, inputs, [t for t in (inputs, *dense.parameters()) if t.requires_grad], trained)
 
     def work(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> choice.Work:
         """What the choice is asked about for an input x."""
@@ -634,7 +634,7 @@ class FactorizedLayer(Factors):
         self._note_kind()
 
 
-def side_of(forward: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], trained: bool) -> choice.Side:
+def _side(forward: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], trained: bool) -> choice.Side:
     """A run of forward(x), with the gradients of `leaves` where `trained`, for `choice`."""
     others = choice.between(x) if trained else None
 

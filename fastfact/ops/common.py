@@ -49,7 +49,8 @@ def transforming() -> bool:
 
 
 def recording() -> bool:
-    """Whether a graph is recorded that is to run without this package: by torch.export, ONNX or torch.jit.trace."""
+    """Whether a graph is recorded that is to run without this package: by torch.export, ONNX or torch.jit.trace; of
+    PyTorch 2.11 also by torch.compile, whose graphs lose gradients of `lowrank_linear` there if this is False."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
