@@ -79,6 +79,20 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const Optiona
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), bias->get(), a.get(), b.get(), 1, 1));
 }
 
+// By how much the rows of x […, channels] are apart, 0 if not all by the same or neither rows nor columns lie in order.
+int64_t step_of_rows(const Tensor& x) {
+  const int64_t c = x.size(x.dim() - 1), across = x.stride(x.dim() - 1);
+  int64_t step = c, rows = 1;
+  for (int64_t d = x.dim() - 1; d-- > 0;) {
+    if (x.size(d) == 1) continue;
+    if (rows == 1) step = x.stride(d);
+    if (x.stride(d) != step * rows) return 0;
+    rows *= x.size(d);
+  }
+  const bool in_rows = (across == 1 || c == 1) && step >= c, in_columns = step == 1 && across >= rows;
+  return in_rows || in_columns ? step : 0;
+}
+
 // x […, channels], or images with their channels last, as a matrix of its rows, or pixels.
 Tensor rows_of(const Layer& layer, const Tensor& x) {
   if (layer.kind == Layer::kPixels) {
@@ -88,9 +102,9 @@ Tensor rows_of(const Layer& layer, const Tensor& x) {
     return viewed(torch::stable::contiguous(last), {x.size(0) * x.size(2) * x.size(3), c}, {c, 1});
   }
   if (x.dim() == 2) return x;
-  const int64_t c = x.size(x.dim() - 1);
-  const Tensor dense = is_dense(x, 0) ? x : torch::stable::contiguous(x);
-  return viewed(dense, {c ? x.numel() / c : 0, c}, {c, 1});
+  const int64_t c = x.size(x.dim() - 1), n = c ? x.numel() / c : 0;
+  if (const int64_t step = step_of_rows(x)) return viewed(x, {n, c}, {step, x.stride(x.dim() - 1)});
+  return viewed(torch::stable::contiguous(x), {n, c}, {c, 1});
 }
 
 // An uninitialised tensor for rows of so many channels, where x has rows of others.

@@ -188,13 +188,19 @@ struct MultiplyTiles {
 
   template <int W>
   FF_INLINE static void add(const Pair* a, const Pair* b, int64_t depth, V (&sum)[MR][W]) {
+    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return as_number(a + d * MR + m); });
+  }
+
+  // left(d, m): a pair as a number.
+  template <int W, class Left>
+  FF_INLINE static void add_terms(int64_t depth, const Pair* b, V (&sum)[MR][W], const Left& left) {
     for (int64_t d = 0; d < depth; ++d) {
       Operands<Pair, B> right[W];
 #pragma GCC unroll 2
       for (int p = 0; p < W; ++p) right[p] = load_operands<B>(b + d * NR + p * L);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; ++m) {
-        const V of_row = as_number(a + d * MR + m) - V{};
+        const V of_row = left(d, m) - V{};
 #pragma GCC unroll 2
         for (int p = 0; p < W; ++p) {
           V total = sum[m][p];
@@ -210,6 +216,13 @@ struct MultiplyTiles {
   FF_INLINE static void multiply_rows(const C* const (&a)[MR], const C* b, int64_t depth, V (&sum)[MR][W]) {
     clear(sum);
     add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[m][d]; });
+  }
+
+  // The same of pairs, which are numbers that follow each other in a row.
+  template <int W>
+  FF_INLINE static void multiply_rows(const BFloat16* const (&a)[MR], const Pair* b, int64_t depth, V (&sum)[MR][W]) {
+    clear(sum);
+    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return pair_at(a[m] + 2 * d); });
   }
 
   template <int W>

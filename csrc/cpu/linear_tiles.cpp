@@ -14,6 +14,7 @@
 #include "gemm.h"
 #include "items.h"
 #include "rank1_rows.h"
+#include "transpose.h"
 
 namespace fastfact {
 namespace {
@@ -28,10 +29,11 @@ constexpr int64_t kGroup = 128;       // columns of W made together, at most; a 
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
 constexpr int64_t kItems = 16;        // wanted of work, for the threads
-constexpr int64_t kNarrow = 384;      // columns of W so few that rows read again for each panel need no packing
+constexpr int64_t kNarrow = 384, kPage = 4096;  // bytes
 constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
 constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
 constexpr int64_t kLeastSum = 4 * kSlice;                  // rows of a part of dW
+constexpr int64_t kShortSum = 3 * kSlice / 4;              // where there are few blocks
 
 int64_t slice_of(int64_t depth, int64_t most) {
   const int64_t slices = ceil_div(std::max<int64_t>(depth, 1), most);
@@ -70,11 +72,9 @@ bool rows_in_pairs(int64_t depth) {
   return in_pairs<T>(depth);
 }
 
-// Whether rows can be read where they are: of a tile of AVX-512 there are more than registers for their addresses.
-template <class T>
-constexpr bool reads_rows(int bytes) {
-  return std::is_same_v<T, float> && bytes == 32;
-}
+// Whether rows of x (dy), T as it lies in memory, can be operands E where they are.
+template <class T, class E>
+constexpr bool kReadsRows = std::is_same_v<T, E> || std::is_same_v<E, Pair>;
 
 template <class T, int B>
 struct RunProduct {
@@ -158,15 +158,15 @@ struct RunProduct {
     T* y = p.y + row * p.columns + column;
     for (; row < last; row += MR, left += step, kept += MR * NR, y += MR * p.columns) {
       V sum[MR][N];
-      if constexpr (reads_rows<T>(B)) {
+      if constexpr (kReadsRows<T, E>) {
         if (!p.packed) {
           const T* rows_of_x[MR];
 #pragma GCC unroll 16
           for (int m = 0; m < MR; ++m) rows_of_x[m] = p.x + std::min(row + m, last - 1) * p.depth + d;
-          MultiplyTiles<float, B>::multiply_rows(rows_of_x, right, terms, sum);
+          MultiplyTiles<float, B>::multiply_rows(rows_of_x, reinterpret_cast<const E*>(right), terms / kFactors, sum);
         }
       }
-      if (!reads_rows<T>(B) || p.packed) {
+      if (!kReadsRows<T, E> || p.packed) {
         MultiplyTiles<float, B>::multiply(reinterpret_cast<const E*>(left), reinterpret_cast<const E*>(right),
                                           terms / kFactors, sum);
       }
@@ -460,9 +460,11 @@ struct RunHidden {
             add(h, u + d, [&](int64_t k) FF_INLINE_LAMBDA { return rows[k] + d; }, sum);
           }
           add(h, u + whole, [&](int64_t k) FF_INLINE_LAMBDA { return rest[k]; }, sum);
+          Pair sums[kRanks][kRows];
+          in_two(sum, sums);
           for (int64_t k = 0; k < std::min(kRows, h.n - m); ++k) {
             Pair* const to = h.out + (m + k) / MR * MR * h.rank + (m + k) % MR;
-            for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * MR] = in_two(sum_lanes(sum[k][l]));
+            for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * MR] = sums[l][k];
           }
         }
       }
@@ -486,9 +488,17 @@ struct RunHidden {
     }
   }
 
-  FF_INLINE static Pair in_two(float x) {
-    const BFloat16 first = from_compute<BFloat16>(x), rest = from_compute<BFloat16>(x - to_compute(first));
-    return {uint32_t(first.bits) | uint32_t(rest.bits) << 16};
+  // The sums of the lanes, each as two numbers.
+  FF_INLINE static void in_two(const V (&sum)[kRows][kRanks], Pair (&to)[kRanks][kRows]) {
+    constexpr int L = B / int(sizeof(float));
+    auto at = [&](int n) FF_INLINE_LAMBDA { return sum[n % kRows][n / kRows]; };
+#pragma GCC unroll 4
+    for (int n = 0; n < kRanks * kRows; n += L) {
+      const V x = sums_of_rows<L, V>(at, n);
+      const U first = float_to_bf16<V, U>(x), rest = float_to_bf16<V, U>(x - bit_cast<V>(first << 16));
+      const U both = first | rest << 16;
+      std::memcpy(&to[0][0] + n, &both, B);
+    }
   }
 };
 
@@ -622,11 +632,13 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (pairs) beside = std::make_unique<const Beside>(w, turned, std::min(n, most), depth, columns);
   }
-  const bool packs = !reads_rows<T>(register_bytes()) || columns > kNarrow || of_floats;
+  // Rows a multiple of a page apart share sets of the first cache, from which each panel has to read them again.
+  const bool packs = !(kReadsRows<T, float> || pairs) || of_floats ||
+                     (columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0);
   const Scratch<float> packed(packs ? ceil_div(std::min(n, most), mr) * mr * depth + 16 : 0);
   for (int64_t first = 0; first < n; first += most) {
     const int64_t rows = std::min(most, n - first);
-    if (pairs) {
+    if (packs && pairs) {
       // Two numbers that follow each other in a row are a pair as they lie.
       const Operand from{{x + first * depth, 0}, steps(rows, depth / 2), steps(depth / 2, 1)};
       parallel(parallel_for, ceil_div(rows, mr), ceil_div(32768, mr * depth), [&](int64_t begin, int64_t end) {
@@ -946,6 +958,9 @@ void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dv
   const int64_t parts = std::clamp<int64_t>(n / kLeastSum, 1, kItems / 2);
   cut_into_blocks(g, w.o, w.i, parts);
   g.parts = std::min(parts, ceil_div(kItems / 2, g.row_blocks * g.column_blocks));
+  // Few blocks in shorter parts, rather than threads without one.
+  const int64_t shorter = std::min(n / kShortSum, ceil_div(kItems / 4, g.row_blocks * g.column_blocks));
+  g.parts = std::max(g.parts, shorter);
   g.rows = ceil_div(ceil_div(n, g.parts), kSlice) * kSlice, g.parts = ceil_div(n, g.rows);
   const int64_t blocks = g.row_blocks * g.column_blocks;
   g.size = (ceil_div(g.outputs, mr) * mr + 1) * nr * ceil_div(g.inputs, nr);
