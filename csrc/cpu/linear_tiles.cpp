@@ -427,111 +427,101 @@ struct RunProduct {
   }
 };
 
-// h = x uᵀ of rows, each number as two of bfloat16 that add up to it: [tile][rank][tile's height].
+// h = x uᵀ of rows, [tile][rank][tile's height]; in pairs each number is two of bfloat16 that add up to it.
+template <class T>
 struct Hidden {
-  const BFloat16 *x, *u;  // u in rows of `u_row` numbers, ranks a multiple of kRanks, filled up with zeros
+  const T* x;
+  const void* u;  // in rows of `u_row` numbers: floats, or T in pairs, zeros from `depth` to the end of a register
   int64_t n, depth, u_row, rank;
-  Pair* out;
-  static constexpr int64_t kRows = 4, kRanks = 4;  // together
+  bool pairs;
+  void* out;
+  static constexpr int64_t kRows = 4;  // together
 };
 
 template <class T, int B>
 struct RunHidden {
   using V = Vec<float, B>;
-  using U = Operands<Pair, B>;
-  static constexpr int64_t kRows = Hidden::kRows, kRanks = Hidden::kRanks, kTerms = B / int64_t(sizeof(T)),
-                           MR = tile_rows(B);
+  static constexpr int L = B / int(sizeof(float));
+  static constexpr int64_t kRows = Hidden<T>::kRows, kRanks = B == 64 ? 4 : 2, MR = tile_rows(B);
 
   // Items are kRows rows.
-  FF_INLINE static void run(const Hidden& h, int64_t begin, int64_t end) {
-    if constexpr (kMultipliesPairs<B>) {
-      const int64_t whole = h.depth / kTerms * kTerms;
-      for (int64_t m = begin * kRows; m < std::min(end * kRows, h.n); m += kRows) {
-        const T* rows[kRows];
-        alignas(64) T rest[kRows][kTerms] = {};
-        for (int64_t k = 0; k < kRows; ++k) {
-          rows[k] = h.x + std::min(m + k, h.n - 1) * h.depth;
-          std::memcpy(static_cast<void*>(rest[k]), rows[k] + whole, (h.depth - whole) * sizeof(T));
-        }
-        for (int64_t r = 0; r < h.rank; r += kRanks) {
-          V sum[kRows][kRanks]{};
-          const T* const u = h.u + r * h.u_row;
-          for (int64_t d = 0; d < whole; d += kTerms) {
-            add(h, u + d, [&](int64_t k) FF_INLINE_LAMBDA { return rows[k] + d; }, sum);
-          }
-          add(h, u + whole, [&](int64_t k) FF_INLINE_LAMBDA { return rest[k]; }, sum);
-          Pair sums[kRanks][kRows];
-          in_two(sum, sums);
-          for (int64_t k = 0; k < std::min(kRows, h.n - m); ++k) {
-            Pair* const to = h.out + (m + k) / MR * MR * h.rank + (m + k) % MR;
-            for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * MR] = sums[l][k];
-          }
-        }
-      }
-    }
-  }
-
-  template <class F>
-  FF_INLINE static void add(const Hidden& h, const T* u, const F& row, V (&sum)[kRows][kRanks]) {
-    U factors[kRanks];
-#pragma GCC unroll 4
-    for (int64_t l = 0; l < kRanks; ++l) factors[l] = load_operands<B>(reinterpret_cast<const Pair*>(u + l * h.u_row));
-#pragma GCC unroll 4
-    for (int64_t k = 0; k < kRows; ++k) {
-      const U numbers = load_operands<B>(reinterpret_cast<const Pair*>(row(k)));
-#pragma GCC unroll 4
-      for (int64_t l = 0; l < kRanks; ++l) {
-        V total = sum[k][l];
-        add_product<Pair, B>(total, numbers, factors[l]);
-        sum[k][l] = total;
-      }
-    }
-  }
-
-  // The sums of the lanes, each as two numbers.
-  FF_INLINE static void in_two(const V (&sum)[kRows][kRanks], Pair (&to)[kRanks][kRows]) {
-    constexpr int L = B / int(sizeof(float));
-    auto at = [&](int n) FF_INLINE_LAMBDA { return sum[n % kRows][n / kRows]; };
-#pragma GCC unroll 4
-    for (int n = 0; n < kRanks * kRows; n += L) {
-      const V x = sums_of_rows<L, V>(at, n);
-      const U first = float_to_bf16<V, U>(x), rest = float_to_bf16<V, U>(x - bit_cast<V>(first << 16));
-      const U both = first | rest << 16;
-      std::memcpy(&to[0][0] + n, &both, B);
-    }
-  }
-};
-
-// h of rows packed as [tile][depth][tile's height], u [panel of ranks][depth][its width]: [tile][rank][tile's height].
-struct HiddenFloats {
-  const float *x, *u;
-  int64_t depth, rank;
-  float* out;
-};
-
-template <class T, int B>
-struct RunHiddenFloats {
-  // Items are tiles.
-  FF_INLINE static void run(const HiddenFloats& h, int64_t begin, int64_t end) {
-    using Tiles = MultiplyTiles<float, B>;
-    constexpr int64_t MR = Tiles::MR, NR = Tiles::NR;
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t tile = begin; tile < end; ++tile) {
-        for (int64_t r = 0; r < h.rank; r += NR) {
-          alignas(64) float sums[MR * NR];
-          const float *const x = h.x + tile * h.depth * MR, *const u = h.u + r * h.depth;
-          for (int64_t d = 0; d < h.depth; d += kSlice) {
-            Tiles::accumulate(x + d * MR, u + d * NR, std::min(kSlice, h.depth - d), sums, d == 0);
-          }
-          float* const to = h.out + (tile * h.rank + r) * MR;
-          for (int64_t k = 0; k < std::min(NR, h.rank - r); ++k) {
-            for (int64_t m = 0; m < MR; ++m) to[k * MR + m] = sums[m * NR + k];
-          }
-        }
-      }
+  FF_INLINE static void run(const Hidden<T>& h, int64_t begin, int64_t end) {
+    with_operand<T, B>(h.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+      outline<B>([&]() FF_INLINE_LAMBDA { multiply<decltype(operand)>(h, begin, end); });
     });
   }
+
+  template <class E>
+  FF_INLINE static void multiply(const Hidden<T>& h, int64_t begin, int64_t end) {
+    using U = std::conditional_t<std::is_same_v<E, Pair>, T, float>;
+    constexpr int64_t kTerms = B / int64_t(sizeof(U));
+    const int64_t whole = h.depth / kTerms * kTerms;
+    for (int64_t m = begin * kRows; m < std::min(end * kRows, h.n); m += kRows) {
+      const T* rows[kRows];
+      alignas(64) T rest[kRows][kTerms] = {};
+      for (int64_t k = 0; k < kRows; ++k) {
+        rows[k] = h.x + std::min(m + k, h.n - 1) * h.depth;
+        std::memcpy(static_cast<void*>(rest[k]), rows[k] + whole, (h.depth - whole) * sizeof(T));
+      }
+      for (int64_t r = 0; r < h.rank; r += kRanks) {
+        const U* u[kRanks];
+        for (int64_t l = 0; l < kRanks; ++l) u[l] = static_cast<const U*>(h.u) + std::min(r + l, h.rank - 1) * h.u_row;
+        V sum[kRanks][kRows]{};
+        for (int64_t d = 0; d < whole; d += kTerms) {
+          add<E>([&](int64_t k) FF_INLINE_LAMBDA { return rows[k] + d; }, u, d, sum);
+        }
+        if (whole < h.depth) add<E>([&](int64_t k) FF_INLINE_LAMBDA { return rest[k]; }, u, whole, sum);
+        E sums[kRanks][kRows];
+        auto at = [&](int n) FF_INLINE_LAMBDA { return sum[n / kRows][n % kRows]; };
+#pragma GCC unroll 4
+        for (int n = 0; n < kRanks * kRows; n += L) put(sums_of_rows<L, V>(at, n), &sums[0][0] + n);
+        for (int64_t k = 0; k < std::min(kRows, h.n - m); ++k) {
+          E* const to = static_cast<E*>(h.out) + (m + k) / MR * MR * h.rank + (m + k) % MR;
+          for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * MR] = sums[l][k];
+        }
+      }
+    }
+  }
+
+  template <class E, class U, class F>
+  FF_INLINE static void add(const F& row, const U* const (&u)[kRanks], int64_t d, V (&sum)[kRanks][kRows]) {
+    auto load_of = [](const auto* from) FF_INLINE_LAMBDA {
+      if constexpr (std::is_same_v<E, Pair>) {
+        return load_operands<B>(reinterpret_cast<const Pair*>(from));
+      } else {
+        return load<B>(from);
+      }
+    };
+    Operands<E, B> factors[kRanks];
+#pragma GCC unroll 4
+    for (int64_t l = 0; l < kRanks; ++l) factors[l] = load_of(u[l] + d);
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < kRows; ++k) {
+      const Operands<E, B> numbers = load_of(row(k));
+#pragma GCC unroll 4
+      for (int64_t l = 0; l < kRanks; ++l) {
+        V total = sum[l][k];
+        add_product<E, B>(total, numbers, factors[l]);
+        sum[l][k] = total;
+      }
+    }
+  }
+
+  FF_INLINE static void put(V x, float* to) { store<B>(to, x); }
+  FF_INLINE static void put(V x, Pair* to) {
+    using U = Operands<Pair, B>;
+    const U first = float_to_bf16<V, U>(x), rest = float_to_bf16<V, U>(x - bit_cast<V>(first << 16));
+    const U both = first | rest << 16;
+    std::memcpy(to, &both, B);
+  }
 };
+
+template <class T>
+void make_hidden(const Hidden<T>& h, ParallelFor parallel_for) {
+  parallel(parallel_for, h.rank ? ceil_div(h.n, Hidden<T>::kRows) : 0,
+           ceil_div(1 << 16, (h.rank + 4) * (h.depth + 64)),
+           [&](int64_t begin, int64_t end) { dispatch<RunHidden, T>(h, begin, end); });
+}
 
 // What is multiplied in pairs beside x and W: h, and each number of the other factor twice.
 class Beside {
@@ -541,11 +531,11 @@ class Beside {
         rank_(w.rank),
         u_row_(ceil_div(depth + 1, 64) * 64),
         tile_(tile_rows(register_bytes())),
-        u_(ceil_div(w.rank, Hidden::kRanks) * Hidden::kRanks * u_row_),
+        u_(w.rank * u_row_),
         hidden_(ceil_div(rows, tile_) * tile_ * w.rank),
         factors_(ceil_div(columns, 64) * 64 * w.rank) {
     const BFloat16* const from = turned ? w.u_in_memory : w.v_in_memory;
-    std::fill(u_.get(), u_.get() + ceil_div(w.rank, Hidden::kRanks) * Hidden::kRanks * u_row_, BFloat16{});
+    std::fill(u_.get(), u_.get() + rank_ * u_row_, BFloat16{});
     for (int64_t r = 0; r < rank_; ++r) std::copy(from + r * depth, from + (r + 1) * depth, u_.get() + r * u_row_);
     const float* const other = turned ? w.v : w.u;
     const int64_t row = turned ? w.v_row : w.u_row, width = register_bytes() / 2;
@@ -559,9 +549,7 @@ class Beside {
 
   // Of these rows of x (dy).
   const Pair* hidden(const BFloat16* x, int64_t n, ParallelFor parallel_for) const {
-    const Hidden h{x, u_.get(), n, depth_, u_row_, rank_, hidden_.get()};
-    parallel(parallel_for, rank_ ? ceil_div(n, Hidden::kRows) : 0, ceil_div(1 << 16, (rank_ + 4) * (depth_ + 64)),
-             [&](int64_t begin, int64_t end) { dispatch<RunHidden, BFloat16>(h, begin, end); });
+    make_hidden<BFloat16>({x, u_.get(), n, depth_, u_row_, rank_, true, hidden_.get()}, parallel_for);
     for (int64_t m = n; m < ceil_div(n, tile_) * tile_; ++m) {
       for (int64_t r = 0; r < rank_; ++r) hidden_.get()[m / tile_ * tile_ * rank_ + r * tile_ + m % tile_] = {};
     }
@@ -612,7 +600,7 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   const int64_t rank = w.rank > kFewRanks && !beside_rank ? w.rank : 0, of_floats = pairs ? 0 : beside_rank;
   const int64_t of_slice = ceil_div(slice, mr) * mr * rank;
   const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice),
-      of_columns(ceil_div(columns, nr) * nr * (rank + of_floats)), of_hidden(ceil_div(of_floats, nr) * nr * depth),
+      of_columns(ceil_div(columns, nr) * nr * (rank + of_floats)),
       hidden(ceil_div(std::min(n, most), mr) * mr * of_floats);
   auto pack = [&](const float* from, int64_t row, int64_t row_step, int64_t terms, int64_t term_step, int64_t width,
                   float* to) {
@@ -626,15 +614,14 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
       pack(terms + d, std::min(slice, depth - d), 1, rank, terms_row, mr, of_terms.get() + d / slice * of_slice);
     }
   }
-  if (of_floats) pack(terms, of_floats, terms_row, depth, 1, nr, of_hidden.get());
   if (rank || of_floats) pack(across, columns, 1, w.rank, across_row, nr, of_columns.get());
   std::unique_ptr<const Beside> beside;
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (pairs) beside = std::make_unique<const Beside>(w, turned, std::min(n, most), depth, columns);
   }
   // Rows a multiple of a page apart share sets of the first cache, from which each panel has to read them again.
-  const bool packs = !(kReadsRows<T, float> || pairs) || of_floats ||
-                     (columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0);
+  const bool packs =
+      !(kReadsRows<T, float> || pairs) || (columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0);
   const Scratch<float> packed(packs ? ceil_div(std::min(n, most), mr) * mr * depth + 16 : 0);
   for (int64_t first = 0; first < n; first += most) {
     const int64_t rows = std::min(most, n - first);
@@ -656,11 +643,7 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     if (of_floats) p.w.rank = 0, p.hidden = hidden.get(), p.beside = of_columns.get();
     p.packed = packs ? packed.get() : nullptr, p.bias = bias, p.x = x + first * depth, p.y = y + first * columns;
     p.pairs = pairs;
-    if (of_floats) {
-      const HiddenFloats h{packed.get(), of_hidden.get(), depth, of_floats, hidden.get()};
-      parallel(parallel_for, ceil_div(rows, mr), ceil_div(1 << 16, mr * depth * of_floats),
-               [&](int64_t begin, int64_t end) { dispatch<RunHiddenFloats, float>(h, begin, end); });
-    }
+    if (of_floats) make_hidden<T>({p.x, terms, rows, depth, terms_row, of_floats, false, hidden.get()}, parallel_for);
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (pairs) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
     }
