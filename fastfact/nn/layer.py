@@ -60,8 +60,8 @@ class FactorizedLayer(Factors):
     kept as oneDNN has it, see below.)
 
     In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
-    every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()` or
-    `eval()` is called; for float32 images in channels_last it is kept in the form that oneDNN's convolution computes
+    every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()`
+    is called; for float32 images in channels_last it is kept in the form that oneDNN's convolution computes
     with, into which PyTorch brings it in each call. "factored" has the kernels remember the order in which they take
     the nonzeros of μ.
     """
@@ -593,8 +593,11 @@ class FactorizedLayer(Factors):
         )
 
     def train(self, mode: bool = True) -> "FactorizedLayer":
-        """As for any module; a kept weight is dropped."""
-        self._drop()
+        """As for any module; a kept weight is dropped where the mode changes."""
+        if mode != self.training:
+            self._drop()
+        elif self._cache.watch_anew():
+            self._nodes = self._nodes.of(None)
         if self._noted is not None:
             # What asks for memory to write to, as `torch.save` does, has them moved.
             self._hold_positions(self._noted[0])

@@ -111,6 +111,13 @@ class WeightCache:
         self._kept = self._watch = self._last = self._asked = None
         self._moves = 0
 
+    def watch_anew(self) -> bool:
+        """Hold tensors again that were moved; whether one was."""
+        moved, self._moves = self._moves > 0, 0
+        if moved:
+            self._watch = self._last = None
+        return moved
+
     def __len__(self) -> int:
         return self._kept is not None and len(self._kept.values)
 
