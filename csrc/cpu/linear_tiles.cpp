@@ -29,7 +29,7 @@ constexpr int64_t kGroup = 128;       // columns of W made together, at most; a 
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
 constexpr int64_t kItems = 16;        // wanted of work, for the threads
-constexpr int64_t kNarrow = 384, kPage = 4096;  // bytes
+constexpr int64_t kNarrow = 384, kPage = 4096;             // bytes
 constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
 constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
 constexpr int64_t kLeastSum = 4 * kSlice;                  // rows of a part of dW
@@ -518,8 +518,7 @@ struct RunHidden {
 
 template <class T>
 void make_hidden(const Hidden<T>& h, ParallelFor parallel_for) {
-  parallel(parallel_for, h.rank ? ceil_div(h.n, Hidden<T>::kRows) : 0,
-           ceil_div(1 << 16, (h.rank + 4) * (h.depth + 64)),
+  parallel(parallel_for, h.rank ? ceil_div(h.n, Hidden<T>::kRows) : 0, ceil_div(1 << 16, (h.rank + 4) * (h.depth + 64)),
            [&](int64_t begin, int64_t end) { dispatch<RunHidden, T>(h, begin, end); });
 }
 
@@ -620,8 +619,7 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     if (pairs) beside = std::make_unique<const Beside>(w, turned, std::min(n, most), depth, columns);
   }
   // Rows a multiple of a page apart share sets of the first cache, from which each panel has to read them again.
-  const bool packs =
-      !(kReadsRows<T, float> || pairs) || (columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0);
+  const bool packs = !(kReadsRows<T, float> || pairs) || (columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0);
   const Scratch<float> packed(packs ? ceil_div(std::min(n, most), mr) * mr * depth + 16 : 0);
   for (int64_t first = 0; first < n; first += most) {
     const int64_t rows = std::min(most, n - first);

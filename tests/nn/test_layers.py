@@ -112,6 +112,42 @@ def test_linear_in_evaluation_takes_rows_that_lie_as_images_in_channels_last(spe
         torch.testing.assert_close(layer(x), F.linear(x, expected_weight(layer), layer.bias), rtol=1e-12, atol=1e-12)
 
 
+ROWS = {
+    "turned, of one image": lambda x: x(1, 5, 4).transpose(1, 2),
+    "turned": lambda x: x(3, 5, 4).transpose(1, 2),
+    "a chunk": lambda x: x(3, 4, 15).chunk(3, -1)[1],
+    "every third number": lambda x: x(3, 4, 15)[..., ::3],
+    "every second row": lambda x: x(6, 4, 5)[::2, ::2],
+    "axes swapped": lambda x: x(4, 3, 5).transpose(0, 1),
+    "one image, repeated": lambda x: x(1, 4, 5).expand(3, 4, 5),
+    "one row each, repeated": lambda x: x(3, 1, 5).expand(3, 4, 5),
+    "one number each, repeated": lambda x: x(3, 4, 1).expand(3, 4, 5),
+    "columns of all images": lambda x: x(5, 3, 4).permute(1, 2, 0),
+    "columns, images within": lambda x: x(5, 3, 4).permute(2, 1, 0),
+    "one row": lambda x: x(1, 1, 10)[..., ::2],
+    "none": lambda x: x(3, 0, 5),
+}
+"""Inputs [..., 5] of a linear layer that lie otherwise than rows one after the other."""
+
+
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
+@pytest.mark.parametrize("case", ROWS)
+def test_linear_takes_rows_however_they_lie(case, path):
+    layer = randomized(ff.nn.FactorizedLinear(5, 3, dtype=torch.float64, spec=ff.Rank1(rank=2))).compact(0.5)
+    layer.path = path
+    x = ROWS[case](lambda *size: torch.randn(*size, dtype=torch.float64))
+    dense = layer.to_dense()
+    ours, truth = x.detach().requires_grad_(), x.detach().requires_grad_()
+    y, expected = layer(ours), dense(truth)
+    grad = torch.randn_like(expected.transpose(0, 1)).transpose(0, 1)
+    y.backward(grad), expected.backward(grad)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.grad, truth.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.bias.grad, dense.bias.grad, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), expected.detach(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("settings", CONVS.values(), ids=CONVS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_conv_forward_and_gradients(spec, settings):
