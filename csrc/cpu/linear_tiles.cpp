@@ -29,7 +29,8 @@ constexpr int64_t kGroup = 128;       // columns of W made together, at most; a 
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
 constexpr int64_t kItems = 16;        // wanted of work, for the threads
-constexpr int64_t kNarrow = 384, kPage = 4096;             // bytes
+constexpr int64_t kNarrow = 384;      // columns of W for which rows are read where they lie in any case, and
+constexpr int64_t kPage = 4096;       // otherwise only if they are no multiple of so many bytes apart
 constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
 constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
 constexpr int64_t kLeastSum = 4 * kSlice;                  // rows of a part of dW
