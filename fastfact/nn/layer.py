@@ -593,10 +593,11 @@ class FactorizedLayer(Factors):
         )
 
     def train(self, mode: bool = True) -> "FactorizedLayer":
-        """As for any module; a kept weight is dropped where the mode changes."""
+        """As for any module; a kept weight is dropped where the mode changes, else its factors are read anew."""
         if mode != self.training:
             self._drop()
-        elif self._cache.watch_anew():
+        else:
+            self._cache.read_anew()
             self._nodes = self._nodes.of(None)
         if self._noted is not None:
             # What asks for memory to write to, as `torch.save` does, has them moved.

@@ -111,12 +111,10 @@ class WeightCache:
         self._kept = self._watch = self._last = self._asked = None
         self._moves = 0
 
-    def watch_anew(self) -> bool:
-        """Hold tensors again that were moved; whether one was."""
-        moved, self._moves = self._moves > 0, 0
-        if moved:
-            self._watch = self._last = None
-        return moved
+    def read_anew(self) -> None:
+        """Let what is kept serve only once the factors were read again."""
+        self._watch = self._last = None
+        self._moves = 0
 
     def __len__(self) -> int:
         return self._kept is not None and len(self._kept.values)

@@ -66,6 +66,19 @@ def test_the_weight_is_made_once_in_evaluation(layer, x, made):
     assert len(made) == 5
 
 
+@torch.no_grad()
+def test_what_was_written_through_an_old_pointer_is_read_at_eval(large):
+    layer, x = copy.deepcopy(large), torch.randn(1, SIZE, 3, 3)
+    layer.path = "reconstruct"
+    pointer, size = layer.mu.data_ptr(), layer.mu.nbytes
+    first = layer(x)
+    assert torch.equal(layer(x), first)
+    ctypes.memset(pointer, 0, size)
+    layer.eval()
+    assert not torch.equal(layer(x), first)
+    torch.testing.assert_close(layer(x), layer.to_dense()(x))
+
+
 def test_no_kept_weight_serves_where_gradients_are_asked_for(layer, x):
     with torch.no_grad():
         layer(x)
