@@ -242,6 +242,7 @@ struct MultiplyTiles {
 
   template <int W, class Left>
   FF_INLINE static void add_terms(int64_t depth, const C* b, V (&sum)[MR][W], const Left& left) {
+#pragma GCC unroll 4
     for (int64_t d = 0; d < depth; ++d) {
       V right[W];
 #pragma GCC unroll 2

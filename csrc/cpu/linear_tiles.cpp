@@ -21,11 +21,11 @@ namespace {
 
 constexpr int64_t kSlice = 256;  // of the depth of a product; a multiple of 64
 constexpr int64_t kSliceOfPairs = 384;
-constexpr int64_t kLonger = 4,
-                  kShort = 64;        // slices of so few rows, for which what counts is how W is read, are longer
+constexpr int64_t kLonger = 4;        // times are slices longer for few rows, and with registers of less than 64 bytes
+constexpr int64_t kShort = 64;        // rows that are few: what counts is how W is read
 constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
 constexpr int64_t kPass = 252;        // rows whose slice the second cache holds, at most
-constexpr int64_t kGroup = 128;       // columns of W made together, at most; a multiple of 64
+constexpr int64_t kGroup = 128;       // columns of W made together, at most; half of them with such registers
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
 constexpr int64_t kItems = 16;        // wanted of work, for the threads
@@ -579,7 +579,7 @@ Cut share_out(int64_t rows, int64_t columns, int64_t most, int64_t threads) {
       const int64_t range = ceil_div(tiles, ranges), group = ceil_div(panels, groups);
       const int64_t items = ceil_div(tiles, range) * ceil_div(panels, group);
       // Of smaller items fewer are left over where a thread is held up.
-      const double time = (ceil_div(items, threads) + 0.05 * (threads > 1)) * group * (range * tile + kMade);
+      const double time = (ceil_div(items, threads) + 0.25 * (threads > 1)) * group * (range * tile + kMade);
       if (least && time > 0.98 * least) continue;
       least = time, out = {range * tile, group * width};
     }
@@ -593,7 +593,9 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
   const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / (2 * kPass), 1) * 2 * kPass;
   const bool pairs = rows_in_pairs<T>(depth);
-  const int64_t slice = slice_of(depth, (pairs ? kSliceOfPairs : kSlice) * (n <= kShort ? kLonger : 1)),
+  const bool small = register_bytes() < 64;
+  const int64_t group = small ? kGroup / 2 : kGroup;
+  const int64_t slice = slice_of(depth, (pairs ? kSliceOfPairs : kSlice) * (n <= kShort || small ? kLonger : 1)),
                 nr = register_bytes() / 2;
   // Further terms of the product where rows are few, or in pairs; otherwise added to W.
   const int64_t beside_rank = pairs || are_thin(n, w.i, w.o) ? w.rank : 0;
@@ -646,8 +648,8 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (pairs) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
     }
-    const Cut cut = share_out(
-        rows, columns, rows > kPass ? std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, kGroup) : kGroup, threads);
+    const Cut cut = share_out(rows, columns,
+                              rows > kPass ? std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, group) : group, threads);
     p.range = cut.range, p.group = cut.group, p.groups = ceil_div(columns, p.group);
     p.pass = ceil_div(ceil_div(p.range, ceil_div(p.range, kPass)), mr) * mr;
     const Items items(p.groups * ceil_div(rows, p.range));
