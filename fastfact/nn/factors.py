@@ -126,7 +126,7 @@ class Factors(nn.Module):
         noted = self._noted
         if noted is None or noted[0] is not index or torch.compiler.is_compiling() or index._version == noted[1]:
             return index
-        if _digest(index) != noted[2]:
+        if weight_cache.digest_of([index]) != noted[2]:
             raise RuntimeError(
                 "mu_index was written to in place, and its positions are others now. They cannot be averaged"
                 " (AveragedModel(use_buffers=True), ModelEmaV2): average parameters only, or the expanded layer"
@@ -141,7 +141,7 @@ class Factors(nn.Module):
         plain = type(index) is Tensor and not index.is_meta and not index.is_inference()
         plain = plain and not transforming()
         self._hold_positions(index if plain else None)
-        self._noted = (index, index._version, _digest(index)) if plain else None
+        self._noted = (index, index._version, weight_cache.digest_of([index])) if plain else None
 
     def _hold_positions(self, index: Tensor | None) -> None:
         at = None if index is None else address(index)
@@ -297,7 +297,3 @@ def is_dense(tensors: Mapping[str, Tensor]) -> bool:
 def rank1_parts(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
     """(u, v, μ, its positions) of `Rank1`."""
     return tensors.get("u"), tensors.get("v"), tensors.get("mu"), tensors.get(INDEX)
-
-
-def _digest(index: Tensor) -> int:
-    return torch.ops.fastfact.digest([index])

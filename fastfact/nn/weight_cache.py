@@ -89,7 +89,7 @@ class Kept(NamedTuple):
             return self.values[key]
         versions = _versions(self.factors)
         value = make()
-        if _versions(self.factors) == versions and _digest(self.factors) == self.digest:
+        if _versions(self.factors) == versions and digest_of(self.factors) == self.digest:
             self.values[key] = value
         return value
 
@@ -128,7 +128,7 @@ class WeightCache:
         for factor in factors:
             if type(factor) not in PLAIN or not factor.is_cpu:
                 return None
-        kept, digest = self._kept, _digest(factors)
+        kept, digest = self._kept, digest_of(factors)
         if kept is not None and kept.digest == digest and _same(kept.factors, factors):
             return kept
         values = kept.values if kept is not None and kept.digest == digest else {}
@@ -146,7 +146,7 @@ class WeightCache:
             found = self._watch = None
             found = watch(kept.factors, holds=self._moves <= MOVES)
         # It must be of the numbers that `kept` is of, and these may change meanwhile.
-        if found is None or _digest(kept.factors) != kept.digest or not direct.still(found):
+        if found is None or digest_of(kept.factors) != kept.digest or not direct.still(found):
             return None
         self._watch = found
         return found
@@ -174,8 +174,9 @@ def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _digest(factors: Sequence[Tensor]) -> int:
-    return torch.ops.fastfact.digest.default(factors)
+def digest_of(tensors: Sequence[Tensor]) -> int:
+    """Of the numbers of all these tensors (`torch.ops.fastfact.digest`)."""
+    return torch.ops.fastfact.digest.default(tensors)
 
 
 def _versions(factors: Sequence[Tensor]) -> list[int]:
