@@ -10,7 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
-KERNELS = ("rank1", "lowrank", "adapter", "attention", "hadamard", "prox", "bitmap", "rows", "similarity", "srht")
+KERNELS = ("rank1", "rank1_backward", "lowrank", "adapter", "attention", "hadamard", "prox", "bitmap", "rows")
+KERNELS += ("similarity", "srht")
 KERNELS += ("factored_conv", "factored_conv_backward", "factored_conv_channels", "factored_conv_planes")
 KERNELS += ("factored_conv_1x1", "factored_conv_columns", "factored_conv_depthwise", "factored_linear")
 KERNELS += ("linear_tiles", "linear_rows")
