@@ -11,7 +11,7 @@ namespace fastfact {
 namespace {
 
 constexpr int64_t kLarge = 1 << 19;   // numbers of a W that leaves the second cache
-constexpr int64_t kPixels = 1 << 10;  // whose rows are laid out in any case
+constexpr int64_t kPixels = 1 << 10;  // up to which density alone may decide, without registers of 64 bytes
 
 // Images with their channels last, and what an output pixel reads of them.
 struct Images {
@@ -376,7 +376,7 @@ bool in_columns(Type type, const Conv& c, int64_t count, bool backward) {
   // What the nonzeros cost one by one grows with their number, what tiles cost does not, and a W is read for each call.
   const double density = double(count) / double(numel);
   const bool wide = register_bytes() == 64;
-  // With 16 registers a nonzero costs 2.3–2.7 times a number of a tile, whatever the pixels; rows have to be copied.
+  // With 16 registers a nonzero costs 2.2–2.7 times a number of a tile, whatever the pixels; rows have to be copied.
   const double dense = (backward ? .375 : .45) * (1 + 135. / double(c.o));
   if (!wide && type == Type::f32 && pixels <= kPixels && density > dense) return true;
   double most = numel < kLarge ? (backward ? 350 : 150) : backward ? 620 : wide ? 500 : 300;

@@ -21,11 +21,11 @@ namespace {
 
 constexpr int64_t kSlice = 256;  // of the depth of a product; a multiple of 64
 constexpr int64_t kSliceOfPairs = 384;
-constexpr int64_t kLonger = 4;        // times are slices longer for few rows, and with registers of less than 64 bytes
+constexpr int64_t kLonger = 4;        // times are slices longer for few rows, and with registers below 64 bytes
 constexpr int64_t kShort = 64;        // rows that are few: what counts is how W is read
 constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
 constexpr int64_t kPass = 252;        // rows whose slice the second cache holds, at most
-constexpr int64_t kGroup = 128;       // columns of W made together, at most; half of them with such registers
+constexpr int64_t kGroup = 128;       // columns of W made together, at most, half with small registers; n · 128
 constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
 constexpr int64_t kItems = 16;        // wanted of work, for the threads
