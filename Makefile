@@ -16,7 +16,7 @@ CHECK := tests/test_floors.py tests/base/test_kinds.py tests/nn/test_layers.py t
 	tests/methods/test_every_method.py::test_a_cohort_computes_what_each_client_alone_does
 
 .PHONY: setup demo test test-oldest test-kernels test-all check docs fuzz fuzz-asan crash-test bench gpu-check gpu-bundle lint format clean
-setup: $(VENV)/.built
+setup: $(VENV)/.installed build/.kernels
 
 demo: setup
 	$(PY) -m fastfact compare --config examples/demo.toml --out runs/demo
@@ -24,7 +24,7 @@ demo: setup
 test: setup
 	$(PYTEST)
 
-# With the oldest PyTorch that is supported, in an environment of its own.
+# With the oldest PyTorch that is supported, in an environment of its own, and the kernels that are there.
 test-oldest:
 	$(MAKE) test VENV=build/oldest TORCH=torch==2.11.0
 
@@ -93,7 +93,8 @@ $(VENV)/.installed: pyproject.toml
 	FASTFACT_BUILD=skip $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[dev]'
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.installed setup.py $(KERNELS)
+# One build serves every environment: it takes any PyTorch from the oldest that is supported on.
+build/.kernels: setup.py $(KERNELS) | $(VENV)/.installed
 	@echo "Building the kernels"
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@

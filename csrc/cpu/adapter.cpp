@@ -93,6 +93,10 @@ struct PackRows {
   static constexpr int L = kLanes<T, B>, M = tile_rows(B);
 
   FF_INLINE static void run(const In& from, const Block& block, int64_t depth, int64_t slice, C* to) {
+    outline<B>([&]() FF_INLINE_LAMBDA { pack(from, block, depth, slice, to); });
+  }
+
+  FF_INLINE static void pack(const In& from, const Block& block, int64_t depth, int64_t slice, C* to) {
     const int64_t rows = block.rows(), tiles = ceil_div(rows, M);
     const T* data = client<T>(from, block.client) + block.row * depth;
     for (int64_t d0 = 0; d0 < depth; d0 += slice) {
@@ -461,8 +465,13 @@ struct Work {
         make_few<2>(block, source, hidden);
       }
     }
-    if (op.out && rows) make_columns(block, op.frozen, op.rank && op.joined, from, to, op.out + first * op.columns);
-    if (op.apart && rows) make_columns(block, false, op.rank, from, to, op.apart + first * op.columns);
+    auto columns = [&](bool with_sigma, bool joined, T* out) FF_INLINE_LAMBDA {
+      if (!out || !rows) return;
+      outline<B>([&]()
+                     FF_INLINE_LAMBDA { make_columns(block, with_sigma, joined, from, to, out + first * op.columns); });
+    };
+    columns(op.frozen, op.rank && op.joined, op.out);
+    columns(false, op.rank, op.apart);
     if (!op.rank) return;
     const int64_t item = block.client * cut.parts + part;
     auto parts = [&](C* sums, int64_t columns) {

@@ -47,6 +47,10 @@ struct PackPanels {
 
   // Panel p holds rows [p·width, (p + 1)·width) as [depth][width], missing rows as zeros. Items are (client, panel).
   FF_INLINE static void run(const Operand& from, int64_t first_client, int width, C* out, int64_t begin, int64_t end) {
+    outline<B>([&]() FF_INLINE_LAMBDA { pack(from, first_client, width, out, begin, end); });
+  }
+
+  FF_INLINE static void pack(const Operand& from, int64_t first_client, int width, C* out, int64_t begin, int64_t end) {
     const int64_t rows = from.row.size(), depth = from.depth.size(), panels = ceil_div(rows, width);
     const int64_t *row = from.row.data(), *at = from.depth.data();
     for (int64_t item = begin; item < end; ++item) {
