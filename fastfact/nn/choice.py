@@ -1,10 +1,11 @@
 """Which of its compute paths a layer takes: each is timed once, on the tensors at hand, and the answer remembered.
 
 As `torch.backends.cudnn.benchmark` does. The first time that a layer meets a kind of work (`Work`), its paths are run a
-few times each, in turn: once, and then until there are enough or 0.1 s have passed (a path that is far behind leaves
-early); a ResNet-50 spends about three seconds so. In evaluation two that are close are run again in other surroundings.
-Neither gradients nor random numbers are touched. The answer is remembered for this processor, build and number of
-threads (`machine.remembered`), so that the next process need not measure.
+few times each, in turn: once, and then until there are enough or 0.1 s have passed (0.3 s where so few runs fit into
+0.1 s that one disturbance decides; a path that is far behind leaves early); a ResNet-50 spends about three seconds so.
+In evaluation two that are close are run again in other surroundings. Neither gradients nor random numbers are touched.
+The answer is remembered for this processor, build and number of threads (`machine.remembered`), so that the next
+process need not measure.
 
 The paths agree up to rounding only: a run repeats bit for bit if its choices do. `choices()` are those of this process,
 to be written beside a run, and `set_choices` takes them again. $FASTFACT_CHOICE: "fixed" takes the paths that a rule of
@@ -40,9 +41,9 @@ KINDS = ("spatial", "kernel", "linear")
 """Of work, those that `rule` knows."""
 FORMER = {"reordered": "reconstruct"}
 """What paths are now that tables written before may name."""
-BUDGET, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.02, 4, 2, 12, 1.2
-"""Seconds for a question, and those that short work is repeated for at least; runs of each path after which one that
-takes so many times what another takes is left out, and those after which one that takes less is."""
+BUDGET, LONG, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.3, 0.02, 4, 2, 12, 1.2
+"""Seconds for a question, for one of fewer runs, and those that short work is repeated for at least; runs of each path
+after which one that takes so many times what another takes is left out, and those after which one that takes less is."""
 NEAR, FAR = 1 << 21, 1 << 23
 """Bytes of other memory that are written before a forward pass, and at most before each part of a training step."""
 CACHES, HEAVY, SURE, FIRM = 1 << 25, 1 << 18, 0.75, 1.1
@@ -375,8 +376,8 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
         for path in alive:
             shortest[path] = min(shortest[path], timed.of(sides[path]))
         took = timed.clock() - began
-        if done >= FEW and took > SHORT:
+        if (done >= FEW and took > SHORT) or took > BUDGET:
             least = min((shortest[path] for path in alive), default=0)
             alive = [path for path in alive if shortest[path] < (CLEAR if done >= ROUNDS else BEHIND) * least]
-        if len(alive) < 2 or took > BUDGET:
+        if len(alive) < 2 or took > (BUDGET if done >= FEW else LONG):
             return shortest
