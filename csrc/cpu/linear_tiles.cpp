@@ -19,22 +19,20 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kSlice = 256;  // of the depth of a product; a multiple of 64
-constexpr int64_t kSliceOfPairs = 384;
-constexpr int64_t kLonger = 4;        // times are slices longer for few rows, and with registers below 64 bytes
-constexpr int64_t kShort = 64;        // rows that are few: what counts is how W is read
-constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
-constexpr int64_t kPass = 252;        // rows whose slice the second cache holds, at most
-constexpr int64_t kGroup = 128;       // columns of W made together, at most, half with small registers; n · 128
-constexpr int64_t kSlab = 1 << 17;    // numbers of W kept from pass to pass
-constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
-constexpr int64_t kItems = 16;        // wanted of work, for the threads
-constexpr int64_t kNarrow = 384;      // columns of W for which rows are read where they lie in any case, and
-constexpr int64_t kPage = 4096;       // otherwise only if they are no multiple of so many bytes apart
+constexpr int64_t kSlice = 1024;         // of the depth of a product of rows and W; a multiple of 64
+constexpr int64_t kSliceOfPairs = 1536;  // in pairs
+constexpr int64_t kFewInPairs = 6;       // rows that are multiplied in float
+constexpr int64_t kPass = 252;           // rows whose slice the second cache holds, at most
+constexpr int64_t kGroup = 64;           // columns of W made together, at most; n · 64
+constexpr int64_t kPacked = 1 << 21;     // numbers of x packed at once
+constexpr int64_t kItems = 16;           // wanted of work, for the threads
+constexpr int64_t kNarrow = 384;         // columns of W for which rows are read where they lie in any case, and
+constexpr int64_t kPage = 4096;          // otherwise only if they are no multiple of so many bytes apart
 constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
 constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
-constexpr int64_t kLeastSum = 4 * kSlice;                  // rows of a part of dW
-constexpr int64_t kShortSum = 3 * kSlice / 4;              // where there are few blocks
+constexpr int64_t kRowsOfSum = 256;                        // added to dW at once
+constexpr int64_t kLeastSum = 4 * kRowsOfSum;              // rows of a part of dW
+constexpr int64_t kShortSum = 3 * kRowsOfSum / 4;          // where there are few blocks
 
 int64_t slice_of(int64_t depth, int64_t most) {
   const int64_t slices = ceil_div(std::max<int64_t>(depth, 1), most);
@@ -256,7 +254,8 @@ struct RunProduct {
     }
   }
 
-  static constexpr int64_t kAhead = 4;  // rows of W whose values are fetched before they are spread
+  static constexpr int64_t kAhead = 8;  // rows of W whose values are fetched before they are spread
+  static constexpr int64_t kNext = 64;  // values of each row that are, where the rows are the columns
 
   // The same, its columns being the terms.
   FF_INLINE static void make_turned(const Weight<T>& w, int64_t column, int64_t panels, int64_t d, int64_t terms,
@@ -276,7 +275,7 @@ struct RunProduct {
 
   template <bool kWhole>
   FF_INLINE static void make_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, float* to) {
-    static const uint8_t none[kLonger * kSlice / 8] = {};
+    static const uint8_t none[kSlice / 8] = {};
     const T* const last = w.last;
     const T* from[W];
     const uint8_t* bits[W];
@@ -284,7 +283,7 @@ struct RunProduct {
       const bool there = o + l < w.o;
       from[l] = w.values + (there ? w.support.start(o + l, d) : 0);
       bits[l] = there ? w.support.bytes(o + l, d) : none;
-      if (o + l + W < w.o) fetch(w.values + w.support.start(o + l + W, d), std::min<int64_t>(terms, 64));
+      if (o + l + W < w.o) fetch(w.values + w.support.start(o + l + W, d), std::min(terms, kNext));
     }
     const int64_t rank = w.rank, u_row = w.u_row, v_row = w.v_row;
     const float *u = w.u + d, *const v = w.v + o;
@@ -297,6 +296,7 @@ struct RunProduct {
         } else {
           lines[l] = spread_within<kWide>(bits[l] + t / 8, from[l], last);
         }
+        __builtin_prefetch(from[l] + kNext);
       }
       for (int64_t r = 0; r < rank; ++r) {
         const Vec<float, kWide> factor = load<kWide>(u + r * u_row);
@@ -396,7 +396,7 @@ struct RunProduct {
   // What is made next, from output `next_o` and term `next_d` on, is fetched meanwhile.
   FF_INLINE static void pair_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, int64_t next_o,
                                      int64_t next_d, float* to) {
-    static const uint8_t none[kLonger * kSliceOfPairs / 8] = {};
+    static const uint8_t none[kSliceOfPairs / 8] = {};
     const T* from[L];
     const uint8_t* bits[L];
     for (int l = 0; l < L; ++l) {
@@ -568,10 +568,10 @@ struct Cut {
   int64_t range, group;  // rows, columns
 };
 
-Cut share_out(int64_t rows, int64_t columns, int64_t most, int64_t threads) {
+Cut share_out(int64_t rows, int64_t columns, int64_t threads) {
   constexpr double kMade = 24;  // rows that take as long to be multiplied as W to be made
   const int64_t tile = tile_rows(register_bytes()), width = register_bytes() / 2;
-  const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width), fewest = ceil_div(columns, most);
+  const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width), fewest = ceil_div(columns, kGroup);
   Cut out{};
   double least = 0;
   for (int64_t groups = fewest; groups <= std::min(panels, fewest + threads - 1); ++groups) {
@@ -593,10 +593,7 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
   const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / (2 * kPass), 1) * 2 * kPass;
   const bool pairs = rows_in_pairs<T>(depth);
-  const bool small = register_bytes() < 64;
-  const int64_t group = small ? kGroup / 2 : kGroup;
-  const int64_t slice = slice_of(depth, (pairs ? kSliceOfPairs : kSlice) * (n <= kShort || small ? kLonger : 1)),
-                nr = register_bytes() / 2;
+  const int64_t slice = slice_of(depth, pairs ? kSliceOfPairs : kSlice), nr = register_bytes() / 2;
   // Further terms of the product where rows are few, or in pairs; otherwise added to W.
   const int64_t beside_rank = pairs || are_thin(n, w.i, w.o) ? w.rank : 0;
   const int64_t rank = w.rank > kFewRanks && !beside_rank ? w.rank : 0, of_floats = pairs ? 0 : beside_rank;
@@ -648,8 +645,7 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (pairs) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
     }
-    const Cut cut = share_out(rows, columns,
-                              rows > kPass ? std::clamp<int64_t>(kSlab / depth / 64 * 64, 64, group) : group, threads);
+    const Cut cut = share_out(rows, columns, threads);
     p.range = cut.range, p.group = cut.group, p.groups = ceil_div(columns, p.group);
     p.pass = ceil_div(ceil_div(p.range, ceil_div(p.range, kPass)), mr) * mr;
     const Items items(p.groups * ceil_div(rows, p.range));
@@ -696,16 +692,16 @@ struct RunGradient {
   FF_INLINE static void run(const Gradient<T>& g, const Items& items) {
     const int64_t most_tiles = ceil_div(g.outputs, MR);
     // A store of a register runs over the end of a row of a tile.
-    const bool pairs = in_pairs<T>(kSlice);
-    const int64_t step = kSlice / (pairs ? 2 : 1) * MR + L;
-    const Scratch<float> left(most_tiles * step), right(kSlice * NR);
+    const bool pairs = in_pairs<T>(kRowsOfSum);
+    const int64_t step = kRowsOfSum / (pairs ? 2 : 1) * MR + L;
+    const Scratch<float> left(most_tiles * step), right(kRowsOfSum * NR);
     const Scratch<float> own(g.sums ? 0 : g.size);
     for (int64_t item; (item = items.take()) < items.count();) {
       const Block block(g, item / g.parts);
       float* const sums = g.sums ? g.sums + item * g.size : own.get();
       const int64_t first = item % g.parts * g.rows, last = std::min(g.n, first + g.rows);
-      for (int64_t row = first; row < last; row += kSlice) {
-        const int64_t terms = std::min(kSlice, last - row);
+      for (int64_t row = first; row < last; row += kRowsOfSum) {
+        const int64_t terms = std::min(kRowsOfSum, last - row);
         with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
           add_rows<decltype(operand)>(g, block, row, terms, last, row == first, step, left.get(), right.get(), sums);
         });
@@ -945,7 +941,7 @@ void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dv
   // Few blocks in shorter parts, rather than threads without one.
   const int64_t shorter = std::min(n / kShortSum, ceil_div(kItems / 4, g.row_blocks * g.column_blocks));
   g.parts = std::max(g.parts, shorter);
-  g.rows = ceil_div(ceil_div(n, g.parts), kSlice) * kSlice, g.parts = ceil_div(n, g.rows);
+  g.rows = ceil_div(ceil_div(n, g.parts), kRowsOfSum) * kRowsOfSum, g.parts = ceil_div(n, g.rows);
   const int64_t blocks = g.row_blocks * g.column_blocks;
   g.size = (ceil_div(g.outputs, mr) * mr + 1) * nr * ceil_div(g.inputs, nr);
   const Scratch<float> sums(g.parts > 1 ? blocks * g.parts * g.size : 0);
