@@ -9,11 +9,20 @@
 #include "bind_cpu.h"
 #include "cpu/kernels.h"
 
-// Not there in a PyTorch without oneDNN.
+// Not there in a PyTorch without oneDNN, or MKL.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu_mkldnn__convolution_pointwise(
     AtenTensorHandle x, AtenTensorHandle w, AtenTensorHandle* bias, const int64_t* padding, int64_t,
     const int64_t* stride, int64_t, const int64_t* dilation, int64_t, int64_t groups, const char* then, const double**,
     int64_t, const char**, AtenTensorHandle* out);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(AtenTensorHandle x, AtenTensorHandle w,
+                                                                                 AtenTensorHandle* bias,
+                                                                                 const char* then, const double**,
+                                                                                 int64_t, const char**,
+                                                                                 AtenTensorHandle* out);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__mkl_linear(AtenTensorHandle x, AtenTensorHandle w,
+                                                                           AtenTensorHandle plain_w,
+                                                                           AtenTensorHandle* bias, int64_t rows,
+                                                                           AtenTensorHandle* out);
 
 namespace fastfact::direct {
 namespace {
@@ -149,9 +158,26 @@ bool multiply_few(const Layer& layer, const Tensor& x, const Tensor& w, const Op
   return true;
 }
 
+// Whether oneDNN's linear layer serves: PyTorch's product in bfloat16 takes up to half as long again with a bias, with
+// which it begins.
+bool adds_bias_last(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  static const bool has_bfloat16 =
+      aoti_torch_cpu__linear_pointwise && !std::strcmp(fastfact::instruction_set(), "x86-64-v4");
+  constexpr auto kType = ScalarType::BFloat16;
+  return has_bfloat16 && bias && layer.kind == Layer::kLinear && x.scalar_type() == kType && x.numel() &&
+         w.scalar_type() == kType && is_dense(w, 0) && bias->scalar_type() == kType && bias->dim() == 1 &&
+         bias->size(0) == w.size(0);
+}
+
 Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (layer.kind != Layer::kConvolution) {
     require(x.size(layer.kind == Layer::kPixels ? 1 : x.dim() - 1) == w.size(1), "layer", "x does not fit");
+    if (adds_bias_last(layer, x, w, bias)) {
+      AtenTensorHandle of_bias = bias->get(), y;
+      TORCH_ERROR_CODE_CHECK(
+          aoti_torch_cpu__linear_pointwise(x.get(), w.get(), &of_bias, "none", nullptr, 0, nullptr, &y));
+      return Tensor(y);
+    }
     const Tensor y = like_rows(layer, x, w.size(0));
     if (multiply_few(layer, x, w, bias, y)) return y;
     multiply(rows_of(layer, y), rows_of(layer, x), transposed(matrix(w)), bias);
@@ -307,19 +333,45 @@ bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, 
   });
 }
 
+namespace {
+
+// By a weight in a form of oneDNN or MKL, which both take a bias as it comes.
+AtenTensorHandle by_form(const Layer& of, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  if (bias) expect("layer", "bias", *bias, {of.size[0]}, x);
+  AtenTensorHandle of_bias = bias ? bias->get() : nullptr, y;
+  AtenTensorHandle* const with_bias = bias ? &of_bias : nullptr;
+  if (of.kind == Layer::kReordered) {
+    require(aoti_torch_cpu_mkldnn__convolution_pointwise, "layer", "there is no oneDNN");
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mkldnn__convolution_pointwise(x.get(), w.get(), with_bias, of.padding, 2,
+                                                                        of.stride, 2, of.dilation, 2, of.groups, "none",
+                                                                        nullptr, 0, nullptr, &y));
+    return y;
+  }
+  require(x.dim() > 0 && x.size(x.dim() - 1) == of.size[1], "layer", "x does not fit");
+  if (x.scalar_type() != ScalarType::Float) {
+    require(aoti_torch_cpu__linear_pointwise, "layer", "there is no oneDNN");
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_cpu__linear_pointwise(x.get(), w.get(), with_bias, "none", nullptr, 0, nullptr, &y));
+    return y;
+  }
+  // For other rows it would take the plain weight, of which only the size is given.
+  require(aoti_torch_cpu__mkl_linear && x.numel() == of.groups * of.size[1], "layer", "there is no MKL");
+  const Tensor size = viewed(empty(x, {1}), {of.size[0], of.size[1]}, {0, 0});
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu__mkl_linear(x.get(), w.get(), size.get(), with_bias, of.groups, &y));
+  return y;
+}
+
+}  // namespace
+
 bool dense(AtenTensorHandle out[1], const Layer& of, void* x_, void* w, void* bias_) {
   return done(out, 1, [&] {
     const Tensor x = borrowed(x_);
     const OptionalTensor bias = borrowed_if(bias_);
-    if (of.kind != Layer::kReordered) return give(dense_layer(of, x, borrowed(w), bias), out);
-    // oneDNN takes a bias as it comes.
-    if (bias) expect("layer", "bias", *bias, {of.size[0]}, x);
-    require(aoti_torch_cpu_mkldnn__convolution_pointwise, "layer", "there is no oneDNN");
-    AtenTensorHandle of_bias = bias ? bias->get() : nullptr, y;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mkldnn__convolution_pointwise(
-        x.get(), opaque(w).get(), bias ? &of_bias : nullptr, of.padding, 2, of.stride, 2, of.dilation, 2, of.groups,
-        "none", nullptr, 0, nullptr, &y));
-    out[0] = y;
+    if (of.kind == Layer::kReordered || of.kind == Layer::kPacked) {
+      out[0] = by_form(of, x, opaque(w), bias);
+    } else {
+      give(dense_layer(of, x, borrowed(w), bias), out);
+    }
   });
 }
 

@@ -13,7 +13,7 @@ namespace fastfact::direct {
 
 // What a layer is asked for besides tensors; `Layer` of fastfact/ops/direct.py.
 struct Layer {
-  enum : int64_t { kLinear, kPixels, kConvolution, kReordered } kind;
+  enum : int64_t { kLinear, kPixels, kConvolution, kReordered, kPacked } kind;
   int64_t layout, channels_last;  // of the weight
   int64_t size[4], stride[2], padding[2], dilation[2], groups;
 };
@@ -33,7 +33,8 @@ bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x, 
 bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* u, void* v,
                        void* values, void* index);
 
-// out: y of the dense layer with the weight w, which for kReordered is in oneDNN's form.
+// out: y of the dense layer with the weight w, which is in oneDNN's form for kReordered, a convolution, and for
+// kPacked, a linear layer; in float32 that one is in MKL's, for as many rows as `groups` says.
 bool dense(AtenTensorHandle out[1], const Layer& of, void* x, void* w, void* bias);
 
 // `prox_sgd_step` where all tensors are of one stretch of memory each, those of a parameter of one form. momenta: null

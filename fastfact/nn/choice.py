@@ -43,7 +43,7 @@ FORMER = {"reordered": "reconstruct"}
 """What paths are now that tables written before may name."""
 BUDGET, LONG, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.3, 0.02, 4, 2, 12, 1.2
 """Seconds for a question, for one of fewer runs, and those that short work is repeated for at least; runs of each path
-after which one that takes so many times what another takes is left out, and those after which one that takes less is."""
+after which one that takes so many times what another takes is left out, and after which one that takes less is."""
 NEAR, FAR = 1 << 21, 1 << 23
 """Bytes of other memory that are written before a forward pass, and at most before each part of a training step."""
 CACHES, HEAVY, SURE, FIRM = 1 << 25, 1 << 18, 0.75, 1.1

@@ -30,6 +30,9 @@ FEW_PIXELS = 500
 FEW_ROWS = 16
 """Rows up to which a product with a small W is no more than a loop (`multiply_few` in csrc/bind_cpu_direct.cpp)."""
 
+MANY_ROWS = 4
+"""Rows from which on a product with W in the form of oneDNN or MKL is faster: of fewer, W is read once."""
+
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLinear"]
 
 
@@ -484,11 +487,29 @@ class FactorizedLinear(FactorizedLayer):
         return direct.Call(direct.dense, (direct.settings(direct.LINEAR, 0, False, self.size), None, weight, bias), 1)
 
     def _kept_call(self, path, x, tensors, bias, kept):
-        # More rows, and half precision, took up to 10 times as long so.
-        turned = x.dim() and _is_few(x, x.numel() // max(1, x.shape[-1]), self.size)
-        if path != "reconstruct" or not turned:
+        rows = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
+        if path != "reconstruct" or not rows:
             return super()._kept_call(path, x, tensors, bias, kept)
-        return self._dense_call(x, self._kept_form("columns", tensors, kept, _by_columns), bias)
+        # More rows, and half precision, took up to 10 times as long so.
+        if _is_few(x, rows, self.size):
+            return self._dense_call(x, self._kept_form("columns", tensors, kept, _by_columns), bias)
+        if rows >= MANY_ROWS and (pack := _packing(x.dtype)) and self._can_pack(x, tensors):
+            # MKL's form is for one number of rows: those that come first, so that no more than one is kept.
+            form = "packed", rows if x.dtype == torch.float32 else None
+            if all(key[0] == form or key[0][:1] != form[:1] for key in kept.values if isinstance(key[0], tuple)):
+                weight = self._kept_form(form, tensors, kept, lambda w: pack(w, rows))
+                how = (1, 1), (0, 0), (1, 1), rows
+                settings = direct.settings(direct.PACKED, 0, False, self.size, how)
+                return direct.Call(direct.dense, (settings, None, weight, bias), 1)
+        return super()._kept_call(path, x, tensors, bias, kept)
+
+    def _can_pack(self, x, tensors):
+        """Whether W may be kept in another form for x, which computes the same."""
+        if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+            return False
+        own = [t for t in (*tensors.values(), self.bias) if t is not None and t.is_floating_point()]
+        fits = x.shape[-1] == self.size[1] and all(t.dtype == x.dtype for t in own)
+        return fits and self._is_plain(x, tensors, self.bias)
 
     def _call(self, path, x, tensors, bias):
         if path != "factored" or isinstance(self.spec, LowRank) or x.dim() < 2:
@@ -568,6 +589,21 @@ def _is_few(x: Tensor, rows: int, size: Sequence[int]) -> bool:
 def _by_columns(weight: Tensor) -> Tensor:
     """W [o, i] with its columns one after the other in memory: products of few rows read it along the outputs."""
     return weight.t().contiguous().t()
+
+
+@functools.cache
+def _packing(dtype: torch.dtype) -> Callable[[Tensor, int], Tensor] | None:
+    """(W [o, i], rows) → W as PyTorch's libraries would bring it into order in each product, where they have that."""
+    mkldnn, mkl = torch.ops.mkldnn, torch.ops.mkl
+    if not torch.backends.mkldnn.is_available():
+        return None
+    if dtype == torch.float32:
+        has = torch.backends.mkl.is_available() and hasattr(mkl, "_mkl_reorder_linear_weight")
+        return mkl._mkl_reorder_linear_weight.default if has else None
+    supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    if supported is None or not hasattr(mkldnn, "_reorder_linear_weight") or not getattr(mkldnn, supported)():
+        return None
+    return mkldnn._reorder_linear_weight.default
 
 
 @functools.cache

@@ -22,8 +22,9 @@ from torch import Tensor
 from fastfact.ops import backends
 from fastfact.ops.backends import PLAIN, dispatches
 
-LINEAR, PIXELS, CONVOLUTION, REORDERED = range(4)
-"""Kinds of layers: x Wᵀ, a 1×1 convolution as one product of pixels, any convolution, one with W in oneDNN's form."""
+LINEAR, PIXELS, CONVOLUTION, REORDERED, PACKED = range(5)
+"""Kinds of layers: x Wᵀ, a 1×1 convolution as one product of pixels, any convolution, one with W in oneDNN's form, x Wᵀ
+with W in oneDNN's form or, in float32, in MKL's for as many rows as its `groups` are."""
 
 
 def settings(kind: int, layout: int, channels_last: bool, size: Sequence[int], how: Sequence = ()) -> bytes:

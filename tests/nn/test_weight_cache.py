@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fastfact as ff
+from fastfact.nn import layers
 from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.weight_cache import MOVES, WeightCache, hold
 
@@ -504,6 +505,47 @@ def test_a_run_made_from_numbers_that_are_others_now_does_not_serve(layer, x):
     assert layer._cache.watch(kept) is layer._cache.watch(kept) is not None
     write(layer)
     assert layer._cache.watch(kept) is None
+
+
+def packed(layer):
+    """The forms, other than PyTorch's, in which W is kept."""
+    return {key[0] for key in layer._cache._kept.values if isinstance(key[0], tuple)}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@torch.no_grad()
+def test_a_linear_layer_keeps_its_weight_packed_for_the_rows_that_come_first(dtype, bias):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear(300, 70, bias=bias, dtype=dtype).eval()
+    nn.init.normal_(layer.mu, std=0.1)
+    layer.path = "reconstruct"
+    forms = []
+    for shape in ((40, 300), (3, 300), (41, 300), (2, 20, 300), (40, 300), (0, 300), (300,), (20, 1, 300)):
+        x = torch.randn(*shape[:-1], 600, dtype=dtype)[..., ::2]
+        weight, own = layer._weight(None), layer.bias
+        expected = nn.functional.linear(x.double(), weight.double(), own if own is None else own.double())
+        # Sums in another order differ by roundings of their terms.
+        terms = (
+            x.double().abs() @ weight.double().abs().t() * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        )
+        error = (nn.functional.linear(x, weight, own).double() - expected).abs()
+        allowed = (2 * error.max() + terms.max()).item() if x.numel() else 0
+        for given in (x, x.contiguous()):
+            torch.testing.assert_close(layer(given).double(), expected, rtol=0, atol=allowed)
+        forms.append(packed(layer))
+    assert forms == [forms[0]] * len(forms) and len(forms[0]) == (layers._packing(dtype) is not None)
+    layer.v.data += 1
+    assert (layer(x).double() - expected).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_a_weight_is_not_packed_where_pytorch_may_round(monkeypatch):
+    layer = ff.nn.FactorizedLinear(300, 70).eval()
+    layer.path = "reconstruct"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    layer(torch.randn(40, 300))
+    assert len(layer._cache) == 1 and not packed(layer)
 
 
 CONVERSIONS = {
