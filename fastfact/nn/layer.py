@@ -61,7 +61,7 @@ class FactorizedLayer(Factors):
 
     In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
     every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()`
-    is called; for float32 images in channels_last, and for four rows or more of a linear layer, it is kept in the form
+    is called; for images in channels_last, and for four rows or more of a linear layer, it is kept in the form
     that oneDNN or MKL computes with, into which PyTorch brings it in each call. "factored" has the kernels remember the
     order in which they take the nonzeros of μ.
     """

@@ -212,7 +212,8 @@ class FactorizedConv2d(FactorizedLayer):
         if x.shape[1] != self.size[1] * self.groups or min(self._output(x)) < 1:
             return False
         own = [t for t in (x, *tensors.values(), self.bias) if t is not None and t.is_floating_point()]
-        return self._is_plain(x, tensors, self.bias) and all(t.dtype == torch.float32 for t in own)
+        same = all(t.dtype == x.dtype for t in own)
+        return same and _onednn_computes(x.dtype) and self._is_plain(x, tensors, self.bias)
 
     def _output(self, x: Tensor) -> tuple[int, int]:
         """Rows and columns of the output for x [n, i, h, w], below 1 where x is too small."""
@@ -592,18 +593,23 @@ def _by_columns(weight: Tensor) -> Tensor:
 
 
 @functools.cache
+def _onednn_computes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in this dtype here."""
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, *asked):
+        return False
+    return dtype == torch.float32 or getattr(torch.ops.mkldnn, asked[dtype])()
+
+
+@functools.cache
 def _packing(dtype: torch.dtype) -> Callable[[Tensor, int], Tensor] | None:
     """(W [o, i], rows) → W as PyTorch's libraries would bring it into order in each product, where they have that."""
-    mkldnn, mkl = torch.ops.mkldnn, torch.ops.mkl
-    if not torch.backends.mkldnn.is_available():
+    if not _onednn_computes(dtype) or (dtype == torch.float32 and not torch.backends.mkl.is_available()):
         return None
+    of, name = torch.ops.mkldnn, "_reorder_linear_weight"
     if dtype == torch.float32:
-        has = torch.backends.mkl.is_available() and hasattr(mkl, "_mkl_reorder_linear_weight")
-        return mkl._mkl_reorder_linear_weight.default if has else None
-    supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
-    if supported is None or not hasattr(mkldnn, "_reorder_linear_weight") or not getattr(mkldnn, supported)():
-        return None
-    return mkldnn._reorder_linear_weight.default
+        of, name = torch.ops.mkl, "_mkl_reorder_linear_weight"
+    return getattr(of, name).default if hasattr(of, name) else None
 
 
 @functools.cache

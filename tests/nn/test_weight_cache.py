@@ -507,36 +507,64 @@ def test_a_run_made_from_numbers_that_are_others_now_does_not_serve(layer, x):
     assert layer._cache.watch(kept) is None
 
 
-def packed(layer):
-    """The forms, other than PyTorch's, in which W is kept."""
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def forms(layer):
+    """Those, other than PyTorch's, in which W is kept."""
     return {key[0] for key in layer._cache._kept.values if isinstance(key[0], tuple)}
 
 
+def expected_and_allowed(function, x, weight, bias):
+    """What function(x, weight, bias) is in float64, and how far from it a result may be: twice as far as in its own
+    dtype, and as sums in another order are, which differ by roundings of their terms."""
+    exact = function(x.double(), weight.double(), bias if bias is None else bias.double())
+    terms = function(x.double().abs(), weight.double().abs(), None)
+    error = (function(x, weight, bias).double() - exact).abs()
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    return exact, (2 * error.max() + eps * terms.max()).item() if x.numel() else 0
+
+
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
 def test_a_linear_layer_keeps_its_weight_packed_for_the_rows_that_come_first(dtype, bias):
     torch.manual_seed(0)
     layer = ff.nn.FactorizedLinear(300, 70, bias=bias, dtype=dtype).eval()
     nn.init.normal_(layer.mu, std=0.1)
     layer.path = "reconstruct"
-    forms = []
+    found = []
     for shape in ((40, 300), (3, 300), (41, 300), (2, 20, 300), (40, 300), (0, 300), (300,), (20, 1, 300)):
         x = torch.randn(*shape[:-1], 600, dtype=dtype)[..., ::2]
-        weight, own = layer._weight(None), layer.bias
-        expected = nn.functional.linear(x.double(), weight.double(), own if own is None else own.double())
-        # Sums in another order differ by roundings of their terms.
-        terms = (
-            x.double().abs() @ weight.double().abs().t() * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        )
-        error = (nn.functional.linear(x, weight, own).double() - expected).abs()
-        allowed = (2 * error.max() + terms.max()).item() if x.numel() else 0
+        expected, allowed = expected_and_allowed(nn.functional.linear, x, layer._weight(None), layer.bias)
         for given in (x, x.contiguous()):
             torch.testing.assert_close(layer(given).double(), expected, rtol=0, atol=allowed)
-        forms.append(packed(layer))
-    assert forms == [forms[0]] * len(forms) and len(forms[0]) == (layers._packing(dtype) is not None)
+        found.append(forms(layer))
+    assert found == [found[0]] * len(found) and len(found[0]) == (layers._packing(dtype) is not None)
     layer.v.data += 1
     assert (layer(x).double() - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_a_convolution_in_channels_last_keeps_its_weight_in_the_form_of_onednn(dtype, bias):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedConv2d(20, 12, 3, stride=2, padding=1, groups=2, bias=bias, dtype=dtype).eval()
+    nn.init.normal_(layer.mu, std=0.1)
+    layer.to(memory_format=torch.channels_last).path = "reconstruct"
+
+    def convolution(x, weight, bias):
+        return nn.functional.conv2d(x, weight, bias, 2, 1, 1, 2)
+
+    for shape in ((4, 20, 9, 9), (1, 20, 6, 11)):
+        x = torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        expected, allowed = expected_and_allowed(convolution, x, layer._weight(True), layer.bias)
+        for _ in range(2):
+            y = layer(x)
+            torch.testing.assert_close(y.double(), expected, rtol=0, atol=allowed)
+            assert y.dtype == dtype and y.is_contiguous(memory_format=torch.channels_last)
+    assert len(forms(layer)) == layers._onednn_computes(dtype)
 
 
 @torch.no_grad()
@@ -545,7 +573,7 @@ def test_a_weight_is_not_packed_where_pytorch_may_round(monkeypatch):
     layer.path = "reconstruct"
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     layer(torch.randn(40, 300))
-    assert len(layer._cache) == 1 and not packed(layer)
+    assert len(layer._cache) == 1 and not forms(layer)
 
 
 CONVERSIONS = {
