@@ -32,11 +32,15 @@ def cores() -> int:
 
 def processor() -> str:
     """The name of the CPU, as far as the system tells."""
+    return _told_of_processor("model name") or platform.processor() or platform.machine()
+
+
+def _told_of_processor(name: str) -> str | None:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(name):
                 return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return None
 
 
 def hardware() -> dict[str, Any]:
@@ -100,6 +104,8 @@ def _lasting() -> dict[str, object]:
     calling = sorted([*package.glob("ops/*.py"), *package.glob("nn/*.py")])
     return {
         "cpu": processor(),
+        # Guests of several generations have one name, with AMX and without.
+        "flags": _digest(_told_of_processor("flags")),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,

@@ -156,6 +156,17 @@ def _name(question):
     return f"{machine._digest(machine.facts())}-{machine._digest(question)}.json"
 
 
+def test_a_processor_of_the_same_name_with_other_instructions_is_asked_anew(monkeypatch):
+    monkeypatch.setattr(machine, "_lasting", machine._lasting.__wrapped__)
+    told = {"model name": "A Processor", "flags": "avx2 amx_tile"}
+    monkeypatch.setattr(machine, "_told_of_processor", told.get)
+    assert machine.processor() == "A Processor"
+    before = _name("a question")
+    assert _name("a question") == before
+    told["flags"] = "avx2"
+    assert _name("a question") != before
+
+
 def test_where_it_is_remembered(monkeypatch, tmp_path):
     monkeypatch.delenv("FASTFACT_CHOICE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
