@@ -158,6 +158,14 @@ bool multiply_few(const Layer& layer, const Tensor& x, const Tensor& w, const Op
   return true;
 }
 
+// w in PyTorch's form or in oneDNN's.
+AtenTensorHandle linear_by_onednn(const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  AtenTensorHandle of_bias = bias ? bias->get() : nullptr, y;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_cpu__linear_pointwise(x.get(), w.get(), bias ? &of_bias : nullptr, "none", nullptr, 0, nullptr, &y));
+  return y;
+}
+
 // Whether oneDNN's linear layer serves: PyTorch's product in bfloat16 takes up to half as long again with a bias, with
 // which it begins.
 bool adds_bias_last(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
@@ -172,12 +180,7 @@ bool adds_bias_last(const Layer& layer, const Tensor& x, const Tensor& w, const 
 Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (layer.kind != Layer::kConvolution) {
     require(x.size(layer.kind == Layer::kPixels ? 1 : x.dim() - 1) == w.size(1), "layer", "x does not fit");
-    if (adds_bias_last(layer, x, w, bias)) {
-      AtenTensorHandle of_bias = bias->get(), y;
-      TORCH_ERROR_CODE_CHECK(
-          aoti_torch_cpu__linear_pointwise(x.get(), w.get(), &of_bias, "none", nullptr, 0, nullptr, &y));
-      return Tensor(y);
-    }
+    if (adds_bias_last(layer, x, w, bias)) return Tensor(linear_by_onednn(x, w, bias));
     const Tensor y = like_rows(layer, x, w.size(0));
     if (multiply_few(layer, x, w, bias, y)) return y;
     multiply(rows_of(layer, y), rows_of(layer, x), transposed(matrix(w)), bias);
@@ -350,9 +353,7 @@ AtenTensorHandle by_form(const Layer& of, const Tensor& x, const Tensor& w, cons
   require(x.dim() > 0 && x.size(x.dim() - 1) == of.size[1], "layer", "x does not fit");
   if (x.scalar_type() != ScalarType::Float) {
     require(aoti_torch_cpu__linear_pointwise, "layer", "there is no oneDNN");
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_cpu__linear_pointwise(x.get(), w.get(), with_bias, "none", nullptr, 0, nullptr, &y));
-    return y;
+    return linear_by_onednn(x, w, bias);
   }
   // For other rows it would take the plain weight, of which only the size is given.
   require(aoti_torch_cpu__mkl_linear && x.numel() == of.groups * of.size[1], "layer", "there is no MKL");

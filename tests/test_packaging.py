@@ -6,13 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[1]
 
@@ -190,17 +188,6 @@ def test_pytorch_is_a_requirement_of_the_build_only_where_it_is_needed(monkeypat
     monkeypatch.setattr(backend, "compiler", lambda: "/usr/bin/c++")
     monkeypatch.setenv("FASTFACT_BUILD", "skip")
     assert backend.get_requires_for_build_wheel() == []
-
-
-def test_the_bindings_compile_with_the_headers_of_this_pytorch():
-    """The kernels, which include none of them, are built once for every PyTorch (`make test-oldest` builds none)."""
-    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    flags = ["-std=c++17", "-w", "-fsyntax-only", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
-    flags += [flag for folder in folders for flag in ("-isystem", folder)]
-    sources = sorted((ROOT / "csrc").glob("bind_cpu*.cpp"))
-    assert sources
-    for source in sources:
-        run("c++", *flags, source, cwd=ROOT)
 
 
 @pytest.mark.parametrize("version, serves", [("2.10.1", False), ("2.11.0+cpu", True), ("3.0a1", True)])

@@ -211,9 +211,11 @@ class FactorizedConv2d(FactorizedLayer):
         # What PyTorch's convolution refuses is left to it.
         if x.shape[1] != self.size[1] * self.groups or min(self._output(x)) < 1:
             return False
-        own = [t for t in (x, *tensors.values(), self.bias) if t is not None and t.is_floating_point()]
-        same = all(t.dtype == x.dtype for t in own)
-        return same and _onednn_computes(x.dtype) and self._is_plain(x, tensors, self.bias)
+        return (
+            _onednn_computes(x.dtype)
+            and _is_of_one_dtype(x, tensors, self.bias)
+            and self._is_plain(x, tensors, self.bias)
+        )
 
     def _output(self, x: Tensor) -> tuple[int, int]:
         """Rows and columns of the output for x [n, i, h, w], below 1 where x is too small."""
@@ -508,8 +510,7 @@ class FactorizedLinear(FactorizedLayer):
         """Whether W may be kept in another form for x, which computes the same."""
         if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
             return False
-        own = [t for t in (*tensors.values(), self.bias) if t is not None and t.is_floating_point()]
-        fits = x.shape[-1] == self.size[1] and all(t.dtype == x.dtype for t in own)
+        fits = x.shape[-1] == self.size[1] and _is_of_one_dtype(x, tensors, self.bias)
         return fits and self._is_plain(x, tensors, self.bias)
 
     def _call(self, path, x, tensors, bias):
@@ -590,6 +591,12 @@ def _is_few(x: Tensor, rows: int, size: Sequence[int]) -> bool:
 def _by_columns(weight: Tensor) -> Tensor:
     """W [o, i] with its columns one after the other in memory: products of few rows read it along the outputs."""
     return weight.t().contiguous().t()
+
+
+def _is_of_one_dtype(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
+    """Whether all that is no position has the dtype of x."""
+    floating = [t for t in (x, *tensors.values(), bias) if t is not None and t.is_floating_point()]
+    return all(t.dtype == x.dtype for t in floating)
 
 
 @functools.cache

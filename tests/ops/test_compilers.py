@@ -1,4 +1,5 @@
-"""The CPU kernels by compilers that did not build the library: clang, and g++ for aarch64, which an emulator runs."""
+"""The CPU kernels by compilers that did not build the library: clang, and g++ for aarch64, which an emulator runs; and
+the bindings with the headers of a PyTorch that it was not built with."""
 
 import shutil
 import subprocess
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import include_paths
 
-pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))
 BINDINGS = sorted((ROOT / "csrc").glob("bind_cpu*.cpp"))
@@ -35,6 +35,7 @@ def require(compiler):
         pytest.skip(f"{compiler} is not installed")
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("compiler", "link", "runner"),
     [("clang++", [], []), ("aarch64-linux-gnu-g++", ["-static"], ["qemu-aarch64-static"])],
@@ -55,7 +56,13 @@ def test_builds_kernels_that_run(compiler, link, runner, tmp_path):
     assert done.returncode == 0 and done.stdout.endswith(" ok\n"), done.stdout[-500:] + done.stderr[-3000:]
 
 
+@pytest.mark.kernels
 def test_clang_compiles_the_bindings_and_the_kernels_of_every_element_type():
     require("clang++")
     jobs = [(source, TORCH) for source in BINDINGS] + [(source, []) for source in KERNELS]
     compile_all("clang++", [(source, ("-fsyntax-only", *flags)) for source, flags in jobs])
+
+
+def test_the_bindings_compile_with_the_headers_of_this_pytorch():
+    """`make test-oldest` builds none."""
+    compile_all("c++", [(source, ("-fsyntax-only", *TORCH)) for source in BINDINGS])
