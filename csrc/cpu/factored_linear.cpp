@@ -17,6 +17,7 @@
 #include <memory>
 #include <vector>
 
+#include "gemm.h"
 #include "items.h"
 #include "linear_tiles.h"
 #include "recent.h"
@@ -36,7 +37,6 @@ constexpr double kTurning = 6;           // what it takes to turn a channel of a
 constexpr int64_t kFewRows = 16;         // up to these, factors are read where they lie
 constexpr int64_t kSummed = 512;         // rows of a part of du and dv, at least
 constexpr int64_t kAhead = 8;            // rows that are fetched before they are copied
-constexpr int32_t kConverted = 256;      // values converted at once
 
 // Bytes of a panel that the second cache holds beside others: with AVX-512 it has 1 MB at least.
 int64_t second_cache() { return register_bytes() == 64 ? 1 << 19 : 1 << 17; }
@@ -542,11 +542,22 @@ struct Panels {
     constexpr int kRows = 6, kColumns = std::min(N, B == 64 ? 4 : 2);
     outline<B>([&]() FF_INLINE_LAMBDA {
       Ahead none{};
+      alignas(64) C more[kRows][kColumns * L];
       for (int64_t p = 0; p < P; p += kColumns * L) {
         for (int64_t m = 0; m < rows; m += kRows) {
-          Ops::template rows_of_product<kColumns, kRows, C>(
-              std::min<int64_t>(kRows, rows - m), {factor.data + m * factor.row, factor.row, factor.step}, right + p, P,
-              depth, start ? start + m * (B / sizeof(C)) : nullptr, B / sizeof(C), 0, to + m * P + p, P, none, none);
+          const int64_t count = std::min<int64_t>(kRows, rows - m);
+          for (int64_t k = 0; k == 0 || k < depth; k += kDepth) {
+            const C* const from = k || !start ? nullptr : start + m * (B / sizeof(C));
+            C* const out = k ? more[0] : to + m * P + p;
+            Ops::template rows_of_product<kColumns, kRows, C>(
+                count, {factor.data + m * factor.row + k * factor.step, factor.row, factor.step}, right + k * P + p, P,
+                std::min(kDepth, depth - k), from, B / sizeof(C), 0, out, k ? kColumns * L : P, none, none);
+            for (int64_t row = 0; k && row < count; ++row) {
+              C* const sums = to + (m + row) * P + p;
+#pragma GCC unroll 4
+              for (int j = 0; j < kColumns * L; j += L) store<W>(sums + j, load<W>(sums + j) + load<W>(more[row] + j));
+            }
+          }
         }
       }
     });
@@ -588,49 +599,45 @@ struct Panels {
       for (int64_t o = first; o < last; ++o, bounds += w.blocks + 1, y += P) {
         const int64_t base = o * w.i;
         int32_t nz = bounds[0];
-        const int32_t end = bounds[1];
-        if (nz == end && !fresh) continue;
-        V sums[kChains][N]{};
+        for (bool begins = fresh; begins || nz < bounds[1]; begins = false) {
+          const int32_t end = std::min<int32_t>(bounds[1], nz + kDepth);
+          V sums[kChains][N]{};
+          auto add = [&](V* sums, C value) FF_INLINE_LAMBDA {
+            const C* from = x + (w.index[nz++] - base) * P;
+            const V weight = value - V{};
 #pragma GCC unroll 8
-        for (int p = 0; p < N; ++p) {
-          if (!fresh) {
-            sums[0][p] = load<W>(y + p * L);
-          } else if (start) {
-            sums[0][p] = load<W>(start + o * (B / sizeof(C)));
-          }
-        }
-        auto add = [&](V* sums, C value) FF_INLINE_LAMBDA {
-          const C* from = x + (w.index[nz++] - base) * P;
-          const V weight = value - V{};
-#pragma GCC unroll 8
-          for (int p = 0; p < N; ++p) sums[p] += weight * load<W>(from + p * L);
-        };
-        auto add_until = [&](int32_t stop, const auto& value) FF_INLINE_LAMBDA {
-          for (; nz + kChains <= stop;) {
+            for (int p = 0; p < N; ++p) sums[p] += weight * load<W>(from + p * L);
+          };
+          auto add_all = [&](const auto& value) FF_INLINE_LAMBDA {
+            while (nz + kChains <= end) {
 #pragma GCC unroll 4
-            for (int chain = 0; chain < kChains; ++chain) add(sums[chain], value());
+              for (int chain = 0; chain < kChains; ++chain) add(sums[chain], value());
+            }
+            while (nz < end) add(sums[0], value());
+          };
+          if constexpr (pairs) {
+            auto from = [&](int32_t nz) FF_INLINE_LAMBDA { return x + (w.index[nz] - base) * kHalf; };
+            for (; nz + 2 <= end; nz += 2) add_two(from(nz), from(nz + 1), pair_at(values + nz), sums[0]);
+            if (nz < end) add_two(from(nz), nullptr, single_at(values + nz), sums[0]), ++nz;
+          } else if constexpr (std::is_same_v<T, C>) {
+            add_all([&]() FF_INLINE_LAMBDA { return values[nz]; });
+          } else {
+            alignas(64) C converted[kDepth];
+            const int32_t begin = nz;
+            copy<B>(values + nz, end - nz, converted);
+            add_all([&]() FF_INLINE_LAMBDA { return converted[nz - begin]; });
           }
-          while (nz < stop) add(sums[0], value());
-        };
-        if constexpr (pairs) {
-          auto from = [&](int32_t nz) FF_INLINE_LAMBDA { return x + (w.index[nz] - base) * kHalf; };
-          for (; nz + 2 <= end; nz += 2) add_two(from(nz), from(nz + 1), pair_at(values + nz), sums[0]);
-          if (nz < end) add_two(from(nz), nullptr, single_at(values + nz), sums[0]);
-        } else if constexpr (std::is_same_v<T, C>) {
-          add_until(end, [&]() FF_INLINE_LAMBDA { return values[nz]; });
-        } else {
-          alignas(64) C converted[kConverted];
-          while (nz < end) {
-            const int32_t begin = nz, count = std::min<int32_t>(kConverted, end - nz);
-            copy<B>(values + nz, count, converted);
-            add_until(nz + count, [&]() FF_INLINE_LAMBDA { return converted[nz - begin]; });
-          }
-        }
 #pragma GCC unroll 8
-        for (int p = 0; p < N; ++p) {
+          for (int p = 0; p < N; ++p) {
 #pragma GCC unroll 4
-          for (int chain = 1; chain < kChains; ++chain) sums[0][p] += sums[chain][p];
-          store<W>(y + p * L, sums[0][p]);
+            for (int chain = 1; chain < kChains; ++chain) sums[0][p] += sums[chain][p];
+            if (!begins) {
+              sums[0][p] += load<W>(y + p * L);
+            } else if (start) {
+              sums[0][p] += load<W>(start + o * (B / sizeof(C)));
+            }
+            store<W>(y + p * L, sums[0][p]);
+          }
         }
       }
     });
@@ -648,37 +655,37 @@ struct Panels {
       const C *const values = w.values, *const from = dy;
       int32_t nz = bounds[first], held = 0;
       for (int64_t i = first; i < last; ++i) {
-        const int32_t end = bounds[i + 1];
-        if (nz == end) continue;
-        V in[N], sums[N];
+        if (nz == bounds[i + 1]) continue;
+        V in[N];
 #pragma GCC unroll 8
-        for (int p = 0; p < N; ++p) {
-          if constexpr (kValues) in[p] = load<W>(x + i * P + p * L);
-          if constexpr (kInput) sums[p] = load<W>(dx + i * P + p * L);
-        }
-        for (; nz < end; ++nz) {
-          const C* const out = from + outputs[nz] * int64_t(P);
-          const V weight = values[nz] - V{};
-          V dots[2]{};
+        for (int p = 0; p < N && kValues; ++p) in[p] = load<W>(x + i * P + p * L);
+        while (nz < bounds[i + 1]) {
+          const int32_t end = std::min<int32_t>(bounds[i + 1], nz + kDepth);
+          V sums[N]{};
+          for (; nz < end; ++nz) {
+            const C* const out = from + outputs[nz] * int64_t(P);
+            const V weight = values[nz] - V{};
+            V dots[2]{};
 #pragma GCC unroll 8
-          for (int p = 0; p < N; ++p) {
-            V gradient = load<W>(out + p * L);
-            if constexpr (kInput && kValues) gradient = in_register(gradient);
-            if constexpr (kInput) sums[p] += weight * gradient;
-            if constexpr (kValues) dots[p % 2] += in[p] * gradient;
-          }
-          if constexpr (kValues) {
-            store<W>(lanes + held * L, dots[0] + dots[1]);
-            if (++held == L) {
-              C* const to = grads + nz + 1 - L;
-              store<W>(to, load<W>(to) + sums_of_rows<L, V>(waiting, 0));
-              held = 0;
+            for (int p = 0; p < N; ++p) {
+              V gradient = load<W>(out + p * L);
+              if constexpr (kInput && kValues) gradient = in_register(gradient);
+              if constexpr (kInput) sums[p] += weight * gradient;
+              if constexpr (kValues) dots[p % 2] += in[p] * gradient;
+            }
+            if constexpr (kValues) {
+              store<W>(lanes + held * L, dots[0] + dots[1]);
+              if (++held == L) {
+                C* const to = grads + nz + 1 - L;
+                store<W>(to, load<W>(to) + sums_of_rows<L, V>(waiting, 0));
+                held = 0;
+              }
             }
           }
-        }
-        if constexpr (kInput) {
+          if constexpr (kInput) {
 #pragma GCC unroll 8
-          for (int p = 0; p < N; ++p) store<W>(dx + i * P + p * L, sums[p]);
+            for (int p = 0; p < N; ++p) store<W>(dx + i * P + p * L, load<W>(dx + i * P + p * L) + sums[p]);
+          }
         }
       }
       // As above, so that no sum depends on where the inputs are cut.
@@ -1023,25 +1030,34 @@ struct FactorSums {
 template <class T, int B>
 struct SumFactors {
   using C = Compute<T>;
+  using V = Vec<C, B>;
   using Ops = Tiles<C, B>;
   static constexpr int kWide = wide(B), L = kLanes<C, B>, kColumns = kWide * L;
 
   // Items are (side, panel of columns, part of the units).
   FF_INLINE static void run(const FactorSums<T>& f, int64_t begin, int64_t end) {
     const int64_t of_first = f.sides[0].panels * f.parts, size = f.rank * kColumns;
-    const Scratch<C> own(f.parts > 1 ? 0 : size), right(f.row * kColumns);
+    const Scratch<C> own(f.parts > 1 ? 0 : size), recent(size), right(f.row * kColumns);
     for (int64_t item = begin; item < end; ++item) {
       const auto& side = f.sides[item >= of_first];
       const int64_t at = item - (item >= of_first ? of_first : 0), panel = at / f.parts, part = at % f.parts;
       C* const sums = f.parts > 1 ? side.sums + at * size : own.get();
-      std::memset(static_cast<void*>(sums), 0, size * sizeof(C));
+      for (C* to : {sums, recent.get()}) std::memset(static_cast<void*>(to), 0, size * sizeof(C));
       const int64_t column = panel * kColumns, columns = std::min<int64_t>(kColumns, side.rows.channels - column);
       const int64_t last = (part + 1) * f.count / f.parts;
+      int64_t rows = 0;  // that `recent` is of
       for (int64_t n = part * f.count / f.parts; n < last; ++n) {
+        rows += f.units[n].rows;
+        const bool ends = rows >= kDepth || n + 1 == last;
+        if (ends) rows = 0;
         outline<B>([&]() FF_INLINE_LAMBDA {
           const Unit &unit = f.units[n], none{}, &next = n + 1 < last ? f.units[n + 1] : none;
           fill(side, unit, column, columns, right.get());
-          add(f, side, unit, n, right.get(), next, column, columns, sums);
+          add(f, side, unit, n, right.get(), next, column, columns, recent.get());
+          for (int64_t j = 0; j < size && ends; j += L) {
+            store<B>(sums + j, load<B>(sums + j) + load<B>(recent.get() + j));
+            store<B>(recent.get() + j, V{});
+          }
         });
       }
       if (f.parts == 1) write(f, side, column, columns, sums);
