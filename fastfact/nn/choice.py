@@ -1,9 +1,10 @@
 """Which of its compute paths a layer takes: each is timed once, on the tensors at hand, and the answer remembered.
 
 As `torch.backends.cudnn.benchmark` does. The first time that a layer meets a kind of work (`Work`), its paths are run a
-few times each, in turn: once, and then until there are enough or 0.1 s have passed (0.3 s where so few runs fit into
-0.1 s that one disturbance decides; a path that is far behind leaves early); a ResNet-50 spends about three seconds so.
-In evaluation two that are close are run again in other surroundings. Neither gradients nor random numbers are touched.
+few times each, in turn, and a path leaves once it is too far behind for the number of runs so far. Paths that stay
+close are run 16 times, for 0.03 s at least and 0.1 s at most (0.2 s where fewer than three runs of each fit into that);
+a ResNet-50 spends about three seconds so. In evaluation two that are close are run again in other surroundings. Neither
+gradients nor random numbers are touched.
 The answer is remembered for this processor, build and number of threads (`machine.remembered`), so that the next
 process need not measure.
 
@@ -41,9 +42,12 @@ KINDS = ("spatial", "kernel", "linear")
 """Of work, those that `rule` knows."""
 FORMER = {"reordered": "reconstruct"}
 """What paths are now that tables written before may name."""
-BUDGET, LONG, SHORT, FEW, BEHIND, ROUNDS, CLEAR = 0.1, 0.3, 0.02, 4, 2, 12, 1.2
-"""Seconds for a question, for one of fewer runs, and those that short work is repeated for at least; runs of each path
-after which one that takes so many times what another takes is left out, and after which one that takes less is."""
+BUDGET, LONG, FEW = 0.1, 0.2, 3
+"""Seconds for a question, and for one of fewer runs of each path."""
+ENOUGH, SHORT = 16, 0.03
+"""Runs of each path, and seconds, after which those that are left are equally fast."""
+BEHIND = {2: 1.3, 3: 1.2, 5: 1.12, 8: 1.08, 12: 1.05}
+"""After how many runs of each a path is left out that takes how many times what another takes."""
 NEAR, FAR = 1 << 21, 1 << 23
 """Bytes of other memory that are written before a forward pass, and at most before each part of a training step."""
 CACHES, HEAVY, SURE, FIRM = 1 << 25, 1 << 18, 0.75, 1.1
@@ -346,12 +350,12 @@ def times(sides: Mapping[str, Side]) -> dict[str, float]:
 def repeated(sides: Mapping[str, Side], others: int) -> dict[str, float]:
     """path → the shortest time of runs with so many bytes of other memory between them, in seconds."""
     timed, shortest = Timed(others), dict.fromkeys(sides, math.inf)
-    for _ in range(3):
+    for _ in range(2):
         for path, side in sides.items():
             began = timed.clock()
             for done in itertools.count(1):
                 shortest[path] = min(shortest[path], timed.of(side))
-                if done > FEW and timed.clock() - began > SHORT / 10:
+                if done >= FEW and timed.clock() - began > SHORT / 10:
                     break
     return shortest
 
@@ -365,19 +369,19 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
         except (RuntimeError, ValueError) as error:
             log.debug("%s cannot be taken: %s", path, error)
     # The first run of a path also prepares, and another program may be in the way: it counts only where it was long.
-    behind = max(4 * BEHIND * min(first.values(), default=0), SHORT)
+    far = max(8 * min(first.values(), default=0), SHORT)
     path = next(iter(first), None)
-    if path and first[path] >= behind:
+    if path and first[path] >= far:
         # What the process prepares once, such as a library, falls to the first run of all.
         first[path] = min(first[path], timed.of(sides[path]))
-    alive = [path for path in first if first[path] < behind]
-    shortest = dict(first)
+    alive = [path for path in first if first[path] < far]
+    shortest, behind = dict(first), math.inf
     for done in itertools.count(1):
         for path in alive:
             shortest[path] = min(shortest[path], timed.of(sides[path]))
-        took = timed.clock() - began
-        if (done >= FEW and took > SHORT) or took > BUDGET:
-            least = min((shortest[path] for path in alive), default=0)
-            alive = [path for path in alive if shortest[path] < (CLEAR if done >= ROUNDS else BEHIND) * least]
-        if len(alive) < 2 or took > (BUDGET if done >= FEW else LONG):
+        behind, took = BEHIND.get(done, behind), timed.clock() - began
+        least = min((shortest[path] for path in alive), default=0)
+        alive = [path for path in alive if shortest[path] <= behind * least]
+        enough = done >= ENOUGH and took > SHORT
+        if len(alive) < 2 or enough or took > (BUDGET if done >= FEW else LONG):
             return shortest

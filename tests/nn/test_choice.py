@@ -454,10 +454,28 @@ def test_the_budget_holds_and_a_path_far_behind_or_impossible_is_left_out(monkey
     assert time.perf_counter() - began < 1.5
     assert min(seconds, key=seconds.get) == "quick" and set(seconds) == {"slow", "quick"} and runs["slow"] == 2
     choice.times({"slower": side("slower", 0.06), "slow": side("slow", 0.06)})
-    assert runs["slower"] == 3
-    choice.times({"slower": side("slower", 0.16), "slow": side("slow", 0.16)})
-    assert runs["slower"] == 5
+    assert runs["slower"] == 2
+    choice.times({"slower": side("slower", 0.04), "slow": side("slow", 0.04)})
+    assert runs["slower"] == 2 + 3
     assert choice.times({"fails": fails}) == {}
+
+
+def test_a_path_leaves_once_it_is_too_far_behind_for_the_number_of_runs(monkeypatch):
+    now, runs = [0.0], []
+
+    def side(name, seconds):
+        def run():
+            runs.append(name)
+            now[0] += seconds
+
+        return timed(run)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
+    for behind, expected in ((1.6, 1 + 2), (1.25, 1 + 3), (1.0, 1 + choice.ENOUGH)):
+        runs.clear()
+        choice.times({"quick": side("quick", 0.002), "behind": side("behind", 0.002 * behind)})
+        assert runs.count("behind") == expected, behind
 
 
 @pytest.mark.parametrize("held_up", [0, 1])
