@@ -331,7 +331,9 @@ struct Work {
             sum.clear();
             for (int64_t d = 0; d < op.depth; d += op.slice) {
               const int64_t terms = std::min(op.slice, op.depth - d);
+              if (d) sum.put(found), sum.clear();
               sum.add(from + d * all * M + tile * terms * M, pair ? terms * M : 0, right + d * W * L, terms);
+              if (d) sum.add(found);
             }
 #pragma GCC unroll 32
             for (int e = 0; e < R * M * W; ++e) sum.sums[e] *= op.scale;

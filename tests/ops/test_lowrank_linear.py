@@ -96,6 +96,26 @@ def test_a_trained_sigma_is_the_dense_part_of_one_kernel(monkeypatch):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("rows, inputs, outputs, rank", [(300, 5000, 90, 4), (300, 5000, 90, 20), (2000, 90, 5000, 16)])
+def test_deep_layers_are_as_accurate_as_products_of_matrices(rows, inputs, outputs, rank):
+    """Rounding grows with the number of terms that are added one after the other: at most some hundreds are."""
+    g = torch.Generator().manual_seed(0)
+    shapes = ((rows, inputs), (outputs, inputs), (rank, inputs), (outputs, rank), (outputs,))
+    numbers = [torch.randn(shape, generator=g) for shape in shapes]
+    grad = torch.randn(rows, outputs, generator=g)
+
+    def results(layer, dtype):
+        parts = leaves(dict(zip(NAMES, (t.to(dtype) for t in numbers), strict=True)))
+        y = layer(parts)
+        return y.detach(), *torch.autograd.grad(y, [parts[n] for n in NAMES if n != "sigma"], grad.to(dtype))
+
+    found = results(lambda parts: ops.lowrank_linear(**parts, scaling=SCALE), torch.float32)
+    plain, truth = (results(lambda parts: formula(**parts), dtype) for dtype in (torch.float32, torch.float64))
+    for ours, theirs, true in zip(found, plain, truth, strict=True):
+        allowed = 2 * (theirs.double() - true).abs().max() + 4e-7 * true.abs().max()
+        assert (ours.double() - true).abs().max() <= allowed
+
+
 def test_more_axes_no_rows_and_no_bias():
     parts = tensors()
     x = torch.randn(2, 3, IN, dtype=torch.float64)
