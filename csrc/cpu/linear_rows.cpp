@@ -285,17 +285,23 @@ struct RunFewBackward {
   FF_INLINE static void run(const Backward<T>& g, const Items& items) {
     const TiledWeight<T>& w = g.w;
     const Scratch<typename Piece<T>::Last> last(1);
+    const Scratch<float> recent(g.dx ? g.n * g.width() : 0);
     for (int64_t item; (item = items.take()) < items.count();) {
       const int64_t c = item / g.parts * g.inputs, count = std::min(g.inputs, w.i - c);
       const int64_t width = ceil_div(count, kLane) * kLane, first = item % g.parts * g.outputs;
+      const int64_t end = std::min(first + g.outputs, w.o);
       float* const sums = g.of(item / g.parts, item % g.parts);
-      if (g.dx) start(g, c, width, first == 0, sums);
-      for (int64_t o = first; o < std::min(first + g.outputs, w.o); o += kRowsOfW) {
-        outline<B>([&]() FF_INLINE_LAMBDA {
-          if (g.dx && g.dvalues) add<true, true>(g, o, c, count, width, sums, *last.get());
-          if (g.dx && !g.dvalues) add<true, false>(g, o, c, count, width, sums, *last.get());
-          if (!g.dx) add<false, true>(g, o, c, count, width, sums, *last.get());
-        });
+      for (int64_t begin = first; begin < end; begin += kDepth) {
+        float* const to = begin == first ? sums : recent.get();
+        if (g.dx) start(g, c, width, begin == 0, to);
+        for (int64_t o = begin; o < std::min(begin + kDepth, end); o += kRowsOfW) {
+          outline<B>([&]() FF_INLINE_LAMBDA {
+            if (g.dx && g.dvalues) add<true, true>(g, o, c, count, width, to, *last.get());
+            if (g.dx && !g.dvalues) add<true, false>(g, o, c, count, width, to, *last.get());
+            if (!g.dx) add<false, true>(g, o, c, count, width, to, *last.get());
+          });
+        }
+        for (int64_t k = 0; g.dx && to != sums && k < g.n * g.width(); ++k) sums[k] += to[k];
       }
     }
   }

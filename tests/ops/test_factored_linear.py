@@ -143,8 +143,8 @@ def test_a_dense_mu_needs_no_positions(backend, dtype):
 
 
 @pytest.mark.parametrize("rank, density", [(0, 0.1), (1, 0.01), (8, 0.05), (8, 0.6)])
-@pytest.mark.parametrize("size", [(90, 5000), (5000, 90)], ids=str)
-@pytest.mark.parametrize("rows", [8, 40, 200, 3000])
+@pytest.mark.parametrize("size", [(90, 5000), (12000, 90)], ids=str)
+@pytest.mark.parametrize("rows", [8, 40, 200, 1500])
 def test_deep_layers_are_as_accurate_as_products_of_matrices(rows, size, rank, density):
     """Rounding grows with the number of terms that are added one after the other: at most some hundreds are."""
     compare(draw((rows,), size, rank, density, torch.float32), size, atol=4e-7)
