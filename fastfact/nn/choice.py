@@ -66,7 +66,8 @@ class Work(NamedTuple):
     kind: "spatial", "kernel" (the layouts of a convolution), "linear", or another spec than `Rank1`. size: of W. rows:
     images of an input, or rows of a linear layer's. image: (h, w) of the input, (1, 1) of a linear layer. nonzeros:
     numbers of μ, 0 without μ. step: "evaluation" (what is made once is kept), "forward", "training" (forward and
-    backward) or "weights" (the same where the input wants no gradient, as in the first layer of a network). dense:
+    backward), "weights" (the same where the input wants no gradient, as in the first layer of a network) or "kept" (the
+    product with a W that is kept: "product" where that is in the order in which PyTorch's library reads it). dense:
     whether μ is.
     """
 
@@ -119,6 +120,8 @@ def rule(work: Work) -> str:
     of μ costs beside one of a dense product."""
     if work.device != "cpu" or not loaded("cpu") or work.kind not in KINDS:
         return "reconstruct"
+    if work.step == "kept":
+        return "reconstruct" if work.dtype == torch.float32 else "product"
     o, i, kh, kw = (*work.size, 1, 1)[:4]
     o, taps = o / work.groups, kh * kw
     if work.kind == "linear":

@@ -477,7 +477,9 @@ class FactorizedLayer(Factors):
                 direct.still(watched)
             return call(path)(x)
 
-        return {path: _side(functools.partial(forward, path), inputs, leaves, trained) for path in paths}
+        if watched:
+            call("reconstruct")  # which may put a question of its own, not in the middle of this one
+        return {path: side(functools.partial(forward, path), inputs, leaves, trained) for path in paths}
 
     def times(self, x: Tensor, training: bool) -> tuple[dict[str, float], str]:
         """(path → seconds, the path that "auto" takes) for x, as it is in evaluation, or for a training step; the
@@ -502,7 +504,7 @@ class FactorizedLayer(Factors):
         dense, inputs = self.to_dense(), x.detach().requires_grad_(trained and x.requires_grad)
         if is_channels_last(x):
             dense.to(memory_format=torch.channels_last)
-        return _side(dense.forward, inputs, [t for t in (inputs, *dense.parameters()) if t.requires_grad], trained)
+        return side(dense.forward, inputs, [t for t in (inputs, *dense.parameters()) if t.requires_grad], trained)
 
     def work(self, x: Tensor, tensors: dict[str, Tensor], trained: bool) -> choice.Work:
         """What the choice is asked about for an input x."""
@@ -638,7 +640,7 @@ class FactorizedLayer(Factors):
         self._note_kind()
 
 
-def _side(forward: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], trained: bool) -> choice.Side:
+def side(forward: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], trained: bool) -> choice.Side:
     """A run of forward(x), with the gradients of `leaves` where `trained`, for `choice`."""
     others = choice.between(x) if trained else None
 

@@ -14,7 +14,7 @@ from fastfact import ops
 from fastfact.nn import choice, compiled, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.factors import INDEX, is_dense, rank1_parts
-from fastfact.nn.layer import PATHS, FactorizedLayer, cast, converted, densified, dtype_of
+from fastfact.nn.layer import PATHS, FactorizedLayer, cast, converted, densified, dtype_of, side
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
@@ -31,7 +31,7 @@ FEW_ROWS = 16
 """Rows up to which a product with a small W is no more than a loop (`multiply_few` in csrc/bind_cpu_direct.cpp)."""
 
 MANY_ROWS = 4
-"""Rows from which on a product with W in the form of oneDNN or MKL is faster: of fewer, W is read once."""
+"""Rows from which on a product with W in the form of oneDNN or MKL may be faster: of fewer, W is read once."""
 
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLinear"]
 
@@ -496,15 +496,32 @@ class FactorizedLinear(FactorizedLayer):
         # More rows, and half precision, took up to 10 times as long so.
         if _is_few(x, rows, self.size):
             return self._dense_call(x, self._kept_form("columns", tensors, kept, _by_columns), bias)
-        if rows >= MANY_ROWS and (pack := _packing(x.dtype)) and self._can_pack(x, tensors):
-            # MKL's form is for one number of rows: those that come first, so that no more than one is kept.
-            form = "packed", rows if x.dtype == torch.float32 else None
-            if all(key[0] == form or key[0][:1] != form[:1] for key in kept.values if isinstance(key[0], tuple)):
-                weight = self._kept_form(form, tensors, kept, lambda w: pack(w, rows))
-                how = (1, 1), (0, 0), (1, 1), rows
-                settings = direct.settings(direct.PACKED, 0, False, self.size, how)
-                return direct.Call(direct.dense, (settings, None, weight, bias), 1)
-        return super()._kept_call(path, x, tensors, bias, kept)
+        packed = self._packed_call(x, rows, tensors, bias, kept)
+        return packed or super()._kept_call(path, x, tensors, bias, kept)
+
+    def _packed_call(self, x, rows, tensors, bias, kept):
+        """The product with W in the order in which PyTorch's library reads it, None where that is no faster."""
+        pack = _packing(x.dtype)
+        if rows < MANY_ROWS or pack is None or not self._can_pack(x, tensors):
+            return None
+        # MKL's form is for one number of rows: those that come first, so that no more than one is kept.
+        form = "packed", rows if x.dtype == torch.float32 else None
+        if any(key[0] != form and key[0][:1] == form[:1] for key in kept.values if isinstance(key[0], tuple)):
+            return None
+
+        def call(kept: weight_cache.Kept) -> direct.Call:
+            weight = self._kept_form(form, tensors, kept, lambda w: pack(w, rows))
+            settings = direct.settings(direct.PACKED, 0, False, self.size, ((1, 1), (0, 0), (1, 1), rows))
+            return direct.Call(direct.dense, (settings, None, weight, bias), 1)
+
+        def sides() -> dict[str, choice.Side]:
+            once = weight_cache.Kept(kept.factors, kept.digest, {})  # what is made for a measurement is not kept
+            plain = self._dense_call(x, self._weight_for(False, tensors, once), bias)
+            return {"reconstruct": side(plain, x, [], False), "product": side(call(once), x, [], False)}
+
+        ones = ((1, 1),) * 4
+        work = choice.Work("linear", self.size, 1, rows, *ones, 0, 0, False, "kept", x.dtype, x.device.type)
+        return call(kept) if choice.choose(work, sides) == "product" else None
 
     def _can_pack(self, x, tensors):
         """Whether W may be kept in another form for x, which computes the same."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact.nn import layers
+from fastfact.nn import choice, layers
 from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.weight_cache import MOVES, WeightCache, hold
 
@@ -517,18 +517,35 @@ def forms(layer):
 
 def expected_and_allowed(function, x, weight, bias):
     """What function(x, weight, bias) is in float64, and how far from it a result may be: twice as far as in its own
-    dtype, and as sums in another order are, which differ by roundings of their terms."""
+    dtype, and as sums in another order are, which differ by roundings of their terms, each of the two by its own."""
     exact = function(x.double(), weight.double(), bias if bias is None else bias.double())
     terms = function(x.double().abs(), weight.double().abs(), None)
     error = (function(x, weight, bias).double() - exact).abs()
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    return exact, (2 * error.max() + eps * terms.max()).item() if x.numel() else 0
+    return exact, (2 * error.max() + 2 * eps * terms.max()).item() if x.numel() else 0
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What was asked about a product with a kept weight, which is said to be faster packed."""
+    found, choose = [], choice.choose
+
+    def answer(work, sides):
+        if work.step != "kept":
+            return choose(work, sides)
+        found.append(work)
+        times = choice.times(sides())
+        assert list(times) == ["reconstruct", "product"]
+        return "product"
+
+    monkeypatch.setattr(choice, "choose", answer)
+    return found
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_a_linear_layer_keeps_its_weight_packed_for_the_rows_that_come_first(dtype, bias):
+def test_a_linear_layer_keeps_its_weight_packed_for_the_rows_that_come_first(asked, dtype, bias):
     torch.manual_seed(0)
     layer = ff.nn.FactorizedLinear(300, 70, bias=bias, dtype=dtype).eval()
     nn.init.normal_(layer.mu, std=0.1)
@@ -541,6 +558,8 @@ def test_a_linear_layer_keeps_its_weight_packed_for_the_rows_that_come_first(dty
             torch.testing.assert_close(layer(given).double(), expected, rtol=0, atol=allowed)
         found.append(forms(layer))
     assert found == [found[0]] * len(found) and len(found[0]) == (layers._packing(dtype) is not None)
+    assert len(found[0]) == len({(work.size, work.dtype) for work in asked})
+    assert dtype != torch.float32 or {work.rows for work in asked} <= {40}
     layer.v.data += 1
     assert (layer(x).double() - expected).abs().max() > 0.1
 
@@ -568,12 +587,21 @@ def test_a_convolution_in_channels_last_keeps_its_weight_in_the_form_of_onednn(d
 
 
 @torch.no_grad()
-def test_a_weight_is_not_packed_where_pytorch_may_round(monkeypatch):
+def test_a_weight_is_packed_only_where_that_is_faster(monkeypatch):
+    layer = ff.nn.FactorizedLinear(300, 70).eval()
+    layer.path = "reconstruct"
+    monkeypatch.setattr(choice, "choose", lambda work, sides: "reconstruct")
+    layer(torch.randn(40, 300))
+    assert len(layer._cache) == 1 and not forms(layer)
+
+
+@torch.no_grad()
+def test_a_weight_is_not_packed_where_pytorch_may_round(asked, monkeypatch):
     layer = ff.nn.FactorizedLinear(300, 70).eval()
     layer.path = "reconstruct"
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     layer(torch.randn(40, 300))
-    assert len(layer._cache) == 1 and not forms(layer)
+    assert len(layer._cache) == 1 and not forms(layer) and not asked
 
 
 CONVERSIONS = {
