@@ -1,5 +1,6 @@
 """What the factorized layers share: the paths on which a forward may compute, and the choice of one."""
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -478,7 +479,9 @@ class FactorizedLayer(Factors):
             return call(path)(x)
 
         if watched:
-            call("reconstruct")  # which may put a question of its own, not in the middle of this one
+            # It may put a question of its own, which must not wait for this one where that is timed in another thread.
+            with contextlib.suppress(RuntimeError, ValueError):
+                call("reconstruct")
         return {path: side(functools.partial(forward, path), inputs, leaves, trained) for path in paths}
 
     def times(self, x: Tensor, training: bool) -> tuple[dict[str, float], str]:

@@ -225,6 +225,24 @@ def test_checkpointed_layers_are_measured_aside(remembering):
     torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
 
 
+@torch.no_grad()
+def test_a_question_about_a_kept_weight_does_not_wait_for_the_one_that_leads_to_it(remembering):
+    """The first is answered before the other is timed, in a thread of its own."""
+    layer = ff.nn.FactorizedLinear(300, 70).eval()
+    layer.prune_(density=0.6)
+    layer.compact()
+
+    def evaluate():
+        with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            layer(torch.randn(40, 300))
+
+    thread = threading.Thread(target=evaluate, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [question.split()[1] for question in choice.choices()] == ["kept", "evaluation"]
+
+
 def test_a_mode_a_transform_and_a_tracer_see_no_measurement(measured):
     from torch.utils.flop_counter import FlopCounterMode
 
