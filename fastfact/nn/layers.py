@@ -509,19 +509,20 @@ class FactorizedLinear(FactorizedLayer):
         if any(key[0] != form and key[0][:1] == form[:1] for key in kept.values if isinstance(key[0], tuple)):
             return None
 
-        def call(kept: weight_cache.Kept) -> direct.Call:
-            weight = self._kept_form(form, tensors, kept, lambda w: pack(w, rows))
-            settings = direct.settings(direct.PACKED, 0, False, self.size, ((1, 1), (0, 0), (1, 1), rows))
-            return direct.Call(direct.dense, (settings, None, weight, bias), 1)
+        settings = direct.settings(direct.PACKED, 0, False, self.size, ((1, 1), (0, 0), (1, 1), rows))
+
+        def call(packed: Tensor) -> direct.Call:
+            return direct.Call(direct.dense, (settings, None, packed, bias), 1)
 
         def sides() -> dict[str, choice.Side]:
-            once = weight_cache.Kept(kept.factors, kept.digest, {})  # what is made for a measurement is not kept
-            plain = self._dense_call(x, self._weight_for(False, tensors, once), bias)
-            return {"reconstruct": side(plain, x, [], False), "product": side(call(once), x, [], False)}
+            weight = self._made(tensors, False)
+            calls = {"reconstruct": self._dense_call(x, weight, bias), "product": call(pack(weight, rows))}
+            return {path: side(one, x, [], False) for path, one in calls.items()}
 
-        ones = ((1, 1),) * 4
-        work = choice.Work("linear", self.size, 1, rows, *ones, 0, 0, False, "kept", x.dtype, x.device.type)
-        return call(kept) if choice.choose(work, sides) == "product" else None
+        work = self._work(x.shape, {}, False, "kept", x.dtype, x.device.type)._replace(kind="linear")
+        if choice.choose(work, sides) != "product":
+            return None
+        return call(self._kept_form(form, tensors, kept, lambda w: pack(w, rows)))
 
     def _can_pack(self, x, tensors):
         """Whether W may be kept in another form for x, which computes the same."""
