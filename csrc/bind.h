@@ -1,6 +1,7 @@
 // What the bindings share: looking at PyTorch's tensors, making outputs, threads, errors. They use its stable ABI only.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -150,5 +151,16 @@ inline void expect_dim(const char* op, const char* name, const Tensor& t, int64_
     fail(op, std::string(name) + " has shape " + to_string(shape_of(t)) + ", must have " + std::to_string(dim) +
                  " dimensions");
 }
+
+// The same memory in another form, as no view of autograd's: `torch::stable::transpose` takes longer than a small
+// product.
+inline Tensor viewed(const Tensor& t, const Shape& sizes, const Shape& strides) {
+  AtenTensorHandle out;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), sizes.size(), sizes.data(), strides.data(), 0, &out));
+  return Tensor(out);
+}
+
+// tᵀ of a matrix.
+inline Tensor transposed(const Tensor& t) { return viewed(t, {t.size(1), t.size(0)}, {t.stride(1), t.stride(0)}); }
 
 }  // namespace fastfact::bind

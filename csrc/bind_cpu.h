@@ -1,4 +1,4 @@
-// What the files of the CPU binding share: the ops of a layer, and views without PyTorch's dispatcher.
+// What the files of the CPU binding share: the ops of a layer.
 #pragma once
 
 #include <tuple>
@@ -10,6 +10,8 @@ namespace fastfact::ops {
 using bind::OptionalTensor;
 using bind::Shape;
 using bind::Tensor;
+using bind::transposed;
+using bind::viewed;
 
 Tensor rank1_weight(OptionalTensor mu, Tensor u, Tensor v, int64_t layout, bool channels_last);
 Tensor compact_weight(Tensor u, Tensor v, Tensor values, Tensor index, int64_t layout, bool channels_last);
@@ -32,16 +34,5 @@ Tensor factored_linear(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTen
 std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad, Tensor x, OptionalTensor u,
                                                                     OptionalTensor v, OptionalTensor values,
                                                                     OptionalTensor index, Shape size, int64_t needs);
-
-// The same memory in another form, as no view of autograd's: `torch::stable::transpose` takes longer than a small
-// product.
-inline Tensor viewed(const Tensor& t, const Shape& sizes, const Shape& strides) {
-  AtenTensorHandle out;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), sizes.size(), sizes.data(), strides.data(), 0, &out));
-  return Tensor(out);
-}
-
-// tᵀ of a matrix.
-inline Tensor transposed(const Tensor& t) { return viewed(t, {t.size(1), t.size(0)}, {t.stride(1), t.stride(0)}); }
 
 }  // namespace fastfact::ops

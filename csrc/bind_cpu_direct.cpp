@@ -30,17 +30,6 @@ namespace {
 using namespace fastfact::bind;
 using namespace fastfact::ops;
 
-Shape weight_size(const Layer& of) {
-  return of.kind == Layer::kLinear ? Shape{of.size[0], of.size[1]} : Shape(of.size, of.size + 4);
-}
-
-// A tensor that PyTorch's own code alone reads.
-Tensor opaque(void* tensor) {
-  AtenTensorHandle out;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(reinterpret_cast<AtenTensorHandle>(&tensor), &out));
-  return Tensor(out);
-}
-
 Tensor borrowed(void* tensor) {
   const Tensor t = opaque(tensor);
   require(data_of(t) || t.numel() == 0, "layer", "a tensor has no memory");
@@ -48,22 +37,6 @@ Tensor borrowed(void* tensor) {
 }
 
 OptionalTensor borrowed_if(void* tensor) { return tensor ? OptionalTensor(borrowed(tensor)) : std::nullopt; }
-
-void give(const Tensor& t, AtenTensorHandle* to) { TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(t.get(), to)); }
-
-template <class F>
-bool done(AtenTensorHandle* out, int count, const F& body) noexcept {
-  std::fill(out, out + count, nullptr);
-  try {
-    body();
-    return true;
-  } catch (...) {
-    for (int n = 0; n < count; ++n) {
-      if (out[n]) aoti_torch_delete_tensor_object(out[n]);
-    }
-    return false;
-  }
-}
 
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
@@ -205,10 +178,6 @@ Tensor channel_sums(const Tensor& grad) {
                          parallel_for);
   return out;
 }
-
-struct Gradients {
-  OptionalTensor x, w, bias;
-};
 
 Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Tensor& x, const Tensor& w, bool of_x,
                                bool of_w, bool of_bias) {
@@ -385,15 +354,16 @@ bool form_of(const Watched& watched, fastfact::Stretch* parts, uint64_t& form) {
     const auto handle = reinterpret_cast<AtenTensorHandle>(const_cast<void**>(watched.tensors + n));
     const void* data = nullptr;
     int64_t dim = 0, numel = 0, *sizes = nullptr, *strides = nullptr;
-    int32_t type = 0;
+    int32_t type = 0, device = 0;
     if (torch_get_const_data_ptr(handle, &data) || aoti_torch_get_dim(handle, &dim) || dim > Watched::kAxes ||
         aoti_torch_get_numel(handle, &numel) || aoti_torch_get_sizes(handle, &sizes) ||
-        aoti_torch_get_strides(handle, &strides) || aoti_torch_get_dtype(handle, &type)) {
+        aoti_torch_get_strides(handle, &strides) || aoti_torch_get_dtype(handle, &type) ||
+        aoti_torch_get_device_type(handle, &device) || (device == aoti_torch_device_type_cpu()) != watched.reads) {
       return false;
     }
     *to++ = reinterpret_cast<int64_t>(data), *to++ = type, *to++ = dim;
     to = std::copy_n(strides, dim, std::copy_n(sizes, dim, to));
-    parts[n] = {data, numel * static_cast<int64_t>(aoti_torch_dtype_element_size(type))};
+    parts[n] = {data, watched.reads ? numel * static_cast<int64_t>(aoti_torch_dtype_element_size(type)) : 0};
   }
   form = fastfact::digest(facts, (to - facts) * sizeof(int64_t), watched.count, parallel_for);
   return true;
@@ -405,58 +375,6 @@ uint64_t numbers_of(const fastfact::Stretch* parts, int64_t count) {
 
 }  // namespace
 
-namespace {
-
-// A tensor as it lies in memory.
-struct Form {
-  int32_t type, device;
-  int64_t dim, numel, *sizes, *strides;
-  void* data;
-
-  bool read(void* tensor) {
-    const auto handle = reinterpret_cast<AtenTensorHandle>(&tensor);
-    return !aoti_torch_get_data_ptr(handle, &data) && !aoti_torch_get_dim(handle, &dim) &&
-           !aoti_torch_get_numel(handle, &numel) && !aoti_torch_get_sizes(handle, &sizes) &&
-           !aoti_torch_get_strides(handle, &strides) && !aoti_torch_get_dtype(handle, &type) &&
-           !aoti_torch_get_device_type(handle, &device) && dim <= Watched::kAxes && (data || !numel);
-  }
-
-  bool is_like(const Form& other) const {
-    if (type != other.type || device != other.device || dim != other.dim) return false;
-    for (int64_t d = 0; d < dim; ++d) {
-      if (sizes[d] != other.sizes[d] || (sizes[d] > 1 && strides[d] != other.strides[d])) return false;
-    }
-    return true;
-  }
-
-  // Whether the elements fill one stretch of memory, in whatever order.
-  bool fills_memory() const {
-    if (numel == 0) return true;
-    int64_t expected = 1;
-    for (int64_t found = 0, axes = 0; axes < dim; axes += found, found = 0) {
-      for (int64_t d = dim; d-- > 0;) {
-        if (sizes[d] > 1 && strides[d] == expected) {
-          expected *= sizes[d], found = 1;
-          break;
-        }
-      }
-      if (!found) return expected == numel;
-    }
-    return expected == numel;
-  }
-
-  std::optional<fastfact::Type> kind() const {
-    const int32_t known[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float64(), aoti_torch_dtype_bfloat16(),
-                             aoti_torch_dtype_float16()};
-    for (int n = 0; n < 4; ++n) {
-      if (type == known[n]) return fastfact::Type(n);
-    }
-    return std::nullopt;
-  }
-};
-
-}  // namespace
-
 bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void* const* grads, void* const* momenta,
                    const double* l1) noexcept try {
   std::vector<fastfact::Step> steps(count);
@@ -464,7 +382,7 @@ bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void*
     Form param, grad, momentum;
     if (!param.read(params[n]) || !grad.read(grads[n]) || !param.fills_memory() || !grad.is_like(param)) return false;
     if (momenta && (!momentum.read(momenta[n]) || !momentum.is_like(param))) return false;
-    const auto type = param.kind();
+    const auto type = kind_of<fastfact::Type>(param);
     if (!type || param.device != aoti_torch_device_type_cpu() || !(l1[n] >= 0 && std::isfinite(l1[n]))) return false;
     steps[n] = {*type, param.numel, param.data, grad.data, momenta ? momentum.data : nullptr, l1[n]};
   }
@@ -481,7 +399,7 @@ bool adam_threshold(int64_t count, void* const* params, void* const* seconds, co
     Form param, second;
     if (!param.read(params[n]) || !second.read(seconds[n]) || !param.fills_memory() || !second.is_like(param))
       return false;
-    const auto type = param.kind();
+    const auto type = kind_of<fastfact::Type>(param);
     if (!type || (*type != fastfact::Type::f32 && *type != fastfact::Type::f64) ||
         param.device != aoti_torch_device_type_cpu())
       return false;
@@ -498,6 +416,9 @@ bool watch(Watched& out, void* const* tensors, int64_t count) noexcept try {
   if (count > Watched::kMost) return false;
   out.count = count;
   std::copy_n(tensors, count, out.tensors);
+  int32_t device = aoti_torch_device_type_cpu();
+  if (count && aoti_torch_get_device_type(reinterpret_cast<AtenTensorHandle>(out.tensors), &device)) return false;
+  out.reads = device == aoti_torch_device_type_cpu();
   if (!form_of(out, parts, out.form)) return false;
   out.bytes = 0;
   for (int64_t n = 0; n < count; ++n) out.bytes += parts[n].bytes;

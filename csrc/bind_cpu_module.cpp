@@ -1,5 +1,6 @@
 // The Python module fastfact._cpu: what is asked before a layer, and the layer, in one call. Used by
-// fastfact/ops/direct.py, which says what the functions are for; limited API of Python 3.10.
+// fastfact/ops/direct.py, which says what the functions are for; limited API of Python 3.10. Tensors on another device
+// go to that one's library, once it was named (`take_library`).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -16,6 +17,7 @@ extern "C" AOTITorchError torch_get_num_threads(uint32_t*);
 namespace {
 
 using fastfact::direct::Layer;
+using fastfact::direct::Library;
 using fastfact::direct::Watched;
 
 // A reference that is given back.
@@ -43,6 +45,7 @@ constexpr int64_t kLittle = 1 << 16;  // multiplications that do not
 PyObject *cdata_, *requires_grad_, *version_, *is_neg_, *saved_tensors_, *needs_input_grad_, *plan_, *to_save_,
     *forward_, *backward_;
 PyObject *tensor_type, *parameter_type, *questions[kQuestions], *take, *serving;
+const Library* other = nullptr;  // of another device
 
 PyObject* none() { return Py_INCREF(Py_None), Py_None; }
 
@@ -79,6 +82,15 @@ bool addresses_of(PyObject* const* tensors, void** out) {
     if (!address_of(tensors[n], out + n)) return false;
   }
   return true;
+}
+
+// Whether there is a library for a tensor: nullptr is the one for the CPU.
+bool find_library(void* tensor, const Library** out) {
+  int32_t type = 0;
+  const auto handle = reinterpret_cast<AtenTensorHandle>(&tensor);
+  if (!tensor || aoti_torch_get_device_type(handle, &type)) return false;
+  *out = other && type == other->device_type ? other : nullptr;
+  return *out || type == aoti_torch_device_type_cpu();
 }
 
 bool is_plain(PyObject* tensor) {
@@ -170,23 +182,31 @@ PyObject* key_of(PyObject* x, PyObject* training) {
   const void* data;
   if (!address_of(x, &address)) return nullptr;
   const auto handle = reinterpret_cast<AtenTensorHandle>(&address);
-  int32_t type = 0, device = 0;
+  int32_t type = 0, device = 0, number = 0;
   int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
   uint32_t threads = 0;
   if (torch_get_const_data_ptr(handle, &data) || aoti_torch_get_device_type(handle, &device) ||
-      aoti_torch_get_dim(handle, &dim) || aoti_torch_get_dtype(handle, &type) || aoti_torch_get_sizes(handle, &sizes) ||
-      aoti_torch_get_strides(handle, &strides) || torch_get_num_threads(&threads) || dim > kAxes ||
-      device != aoti_torch_device_type_cpu()) {
+      aoti_torch_get_device_index(handle, &number) || aoti_torch_get_dim(handle, &dim) ||
+      aoti_torch_get_dtype(handle, &type) || aoti_torch_get_sizes(handle, &sizes) ||
+      aoti_torch_get_strides(handle, &strides) || torch_get_num_threads(&threads) || dim > kAxes) {
     return none();
   }
+  const Library* library;
+  // What is recorded is run again when nobody asks.
+  if (!find_library(address, &library) || (library && library->records(address))) return none();
   if (const int negative = is_negative(x)) return negative < 0 ? nullptr : none();
   const int trained = is_true(PyObject_GetAttr(x, requires_grad_));
   if (trained < 0) return nullptr;
-  int64_t facts[4 + 2 * kAxes] = {trained | aoti_torch_grad_mode_is_enabled() << 1 | (training == Py_True) << 2, type,
-                                  threads, dim};
-  std::copy_n(sizes, dim, facts + 4);
-  std::copy_n(strides, dim, facts + 4 + dim);
-  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(facts), (4 + 2 * dim) * sizeof(int64_t));
+  constexpr int kFacts = 6;
+  int64_t facts[kFacts + 2 * kAxes] = {trained | aoti_torch_grad_mode_is_enabled() << 1 | (training == Py_True) << 2,
+                                       type,
+                                       threads,
+                                       device,
+                                       number,
+                                       dim};
+  std::copy_n(sizes, dim, facts + kFacts);
+  std::copy_n(strides, dim, facts + kFacts + dim);
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(facts), (kFacts + 2 * dim) * sizeof(int64_t));
 }
 
 PyObject* key(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -212,6 +232,12 @@ int has_version(PyObject* noted) {
   return version ? PyObject_RichCompareBool(version, PyTuple_GetItem(noted, 1), Py_EQ) : -1;
 }
 
+// Whether this is the version of a tensor, of those that count.
+int has_number(PyObject* tensor, int64_t wanted) {
+  const Ref version(PyObject_GetAttr(tensor, version_));
+  return version ? PyLong_AsLongLong(version) == wanted : -1;
+}
+
 // Of None or (tensor, its shape as bytes).
 int has_shape(PyObject* form) {
   if (form == Py_None) return 1;
@@ -235,6 +261,10 @@ int is_as_watched(PyObject* watch) {
     void* address;
     if (!address_of(PyTuple_GetItem(tensors, n), &address)) return -1;
     if (address != watched.tensors[n]) return 0;
+    if (!watched.reads) {
+      const int same = has_number(PyTuple_GetItem(tensors, n), watched.versions[n]);
+      if (same <= 0) return same;
+    }
   }
   return watched.bytes < kLong ? still(watched) : released([&] { return still(watched); });
 }
@@ -268,11 +298,12 @@ PyObject* prox_sgd_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_Clear();
     fits = false;
   }
-  const bool done =
-      fits && released([&] {
-        void* const* const momenta = moves ? tensors[2].data() : nullptr;
-        return fastfact::direct::prox_sgd_step(group, params, tensors[0].data(), tensors[1].data(), momenta, l1.data());
-      });
+  const Library* library = nullptr;
+  const bool done = fits && (!params || find_library(tensors[0][0], &library)) && released([&] {
+                      const auto step = library ? library->prox_sgd_step : fastfact::direct::prox_sgd_step;
+                      void* const* const momenta = moves ? tensors[2].data() : nullptr;
+                      return step(group, params, tensors[0].data(), tensors[1].data(), momenta, l1.data());
+                    });
   return PyBool_FromLong(done);
 }
 
@@ -303,6 +334,11 @@ PyObject* watch(PyObject*, PyObject* tensors) {
   }
   Watched found = {};
   if (!released([&] { return fastfact::direct::watch(found, addresses, count); })) return none();
+  for (Py_ssize_t n = 0; !found.reads && n < count; ++n) {
+    const Ref version(PyObject_GetAttr(PyTuple_GetItem(tensors, n), version_));
+    if (!version) return PyErr_Clear(), none();  // of inference mode, which counts none
+    found.versions[n] = PyLong_AsLongLong(version);
+  }
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&found), sizeof found);
 }
 
@@ -400,8 +436,11 @@ PyObject* dense(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* t[3];  // x, W, bias
   const Layer* of;
   if (!expects("dense", count, 4) || !(of = layer_of(args[0])) || !addresses_of<3>(args + 1, t)) return nullptr;
-  return given_out<1>(*of, t[0], true,
-                      [&](AtenTensorHandle* out) { return fastfact::direct::dense(out, *of, t[0], t[1], t[2]); });
+  const Library* library;
+  return given_out<1>(*of, t[0], true, [&](AtenTensorHandle* out) {
+    if (!find_library(t[0], &library)) return false;
+    return (library ? library->dense : fastfact::direct::dense)(out, *of, t[0], t[1], t[2]);
+  });
 }
 
 // What a Function is asked for: `Plan` of fastfact/ops/direct.py.
@@ -409,11 +448,12 @@ struct Plan {
   const Layer* settings;
   bool makes;  // W is made, and saved
   PyObject* function;
+  void* support;
 
   bool read(PyObject* plan) {
-    if (PyTuple_Size(plan) < 3 || !(settings = layer_of(PyTuple_GetItem(plan, 0)))) return false;
+    if (PyTuple_Size(plan) < 5 || !(settings = layer_of(PyTuple_GetItem(plan, 0)))) return false;
     makes = PyTuple_GetItem(plan, 1) == Py_True, function = PyTuple_GetItem(plan, 2);
-    return true;
+    return address_of(PyTuple_GetItem(plan, 4), &support);
   }
 };
 
@@ -426,11 +466,17 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* t[kGiven];
   if (!plan.read(args[1]) || !addresses_of<kGiven>(args + 2, t)) return nullptr;
   AtenTensorHandle handles[2];
-  const bool done = computed(*plan.settings, t[kX], [&] {
-    using namespace fastfact::direct;
-    if (plan.makes) return layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
-    return factored(handles, *plan.settings, false, t[kX], t[kU], t[kV], t[kMu], t[kIndex], t[kBias]);
-  });
+  const Library* library;
+  const bool done = find_library(t[kX], &library) && computed(*plan.settings, t[kX], [&] {
+                      using namespace fastfact::direct;
+                      if (library) {
+                        return plan.makes && library->layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex],
+                                                            plan.support, t[kU], t[kV]);
+                      }
+                      if (plan.makes)
+                        return layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
+                      return factored(handles, *plan.settings, false, t[kX], t[kU], t[kV], t[kMu], t[kIndex], t[kBias]);
+                    });
   if (!done) {
     const Ref function(PyObject_GetAttr(plan.function, forward_)), given(tuple_of(args, count));
     return function && given ? PyObject_CallObject(function, given) : nullptr;
@@ -487,11 +533,18 @@ PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
     int64_t needs = 0;
     for (int n = 0; n < 5; ++n) needs |= int64_t{PyTuple_GetItem(needed, 1 + order[n]) == Py_True} << n;
     AtenTensorHandle handles[5];
-    const bool done = computed(*plan.settings, t[kX], [&] {
-      using namespace fastfact::direct;
-      if (plan.makes) return layer_backward(handles, *plan.settings, needs, by, t[kX], t[kW], t[kIndex], t[kU], t[kV]);
-      return factored_backward(handles, *plan.settings, needs, by, t[kX], t[kU], t[kV], t[kMu], t[kIndex]);
-    });
+    const Library* library;
+    const bool done =
+        find_library(t[kX], &library) && computed(*plan.settings, t[kX], [&] {
+          using namespace fastfact::direct;
+          if (library) {
+            return plan.makes && library->layer_backward(handles, *plan.settings, needs, by, t[kX], t[kW], t[kIndex],
+                                                         plan.support, t[kU], t[kV]);
+          }
+          if (plan.makes)
+            return layer_backward(handles, *plan.settings, needs, by, t[kX], t[kW], t[kIndex], t[kU], t[kV]);
+          return factored_backward(handles, *plan.settings, needs, by, t[kX], t[kU], t[kV], t[kMu], t[kIndex]);
+        });
     if (done) {
       PyObject* found[5];
       if (!wrap(handles, 5, found)) return nullptr;
@@ -522,6 +575,12 @@ PyObject* begin(PyObject*, PyObject* fact) {
   return none();
 }
 
+// take_library(address of a `Library`)
+PyObject* take_library(PyObject*, PyObject* address) {
+  other = static_cast<const Library*>(PyLong_AsVoidPtr(address));
+  return PyErr_Occurred() ? nullptr : none();
+}
+
 #define FAST(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, nullptr}
 
 PyMethodDef functions[] = {FAST(key),
@@ -537,6 +596,7 @@ PyMethodDef functions[] = {FAST(key),
                            {"still", still_watched, METH_O, nullptr},
                            {"compute_backward", compute_backward, METH_O, nullptr},
                            {"begin", begin, METH_O, nullptr},
+                           {"take_library", take_library, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fastfact._cpu", nullptr, -1, functions};

@@ -1,5 +1,5 @@
 // The CUDA library: registers the kernels of csrc/cuda with PyTorch's dispatcher, on PyTorch's stable ABI.
-#include <torch/csrc/stable/accelerator.h>
+#include "bind_cuda.h"
 
 #include <algorithm>
 #include <array>
@@ -10,9 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "bind.h"
-#include "cuda/kernels.h"
-
 // The tests build this file with the kernels emulated on the CPU, under names of their own.
 #ifndef FASTFACT_NAMESPACE
 #define FASTFACT_NAMESPACE fastfact
@@ -21,10 +18,13 @@
 
 namespace {
 
+using fastfact::bind::check_error;
 using fastfact::bind::fills_memory;
 using fastfact::bind::is_dense;
+using fastfact::bind::On;
 using fastfact::bind::same_strides;
 using fastfact::bind::shape_of;
+using fastfact::bind::type_of;
 using fastfact_cuda::Factor;
 using fastfact_cuda::Side;
 using fastfact_cuda::Size;
@@ -35,12 +35,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = fastfact::bind::Shape;
 
-fastfact_cuda::Type type_of(const Tensor& x) { return fastfact::bind::type_of<fastfact_cuda::Type>("fastfact", x); }
-
-void check_error(const char* op, int error) {
-  STD_TORCH_CHECK(error == 0, op, ": ", fastfact_cuda::error_string(error));
-}
-
 // Every tensor of a call has the type and the device of the first.
 void check_alike(const char* op, const Tensor& first, std::initializer_list<const Tensor*> others) {
   for (const Tensor* other : others) {
@@ -49,25 +43,6 @@ void check_alike(const char* op, const Tensor& first, std::initializer_list<cons
         ": the tensors must have one dtype and lie on one device");
   }
 }
-
-// The device of a tensor made current, and its current stream.
-class On {
- public:
-#ifdef FASTFACT_EMULATED
-  explicit On(const Tensor&) {}
-#else
-  explicit On(const Tensor& x) : guard_(x.get_device_index()) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream_));
-  }
-#endif
-  void* stream() const { return stream_; }
-
- private:
-#ifndef FASTFACT_EMULATED
-  torch::stable::accelerator::DeviceGuard guard_;
-#endif
-  void* stream_ = nullptr;
-};
 
 Tensor empty(const Tensor& like, const Sizes& size, std::optional<ScalarType> dtype = std::nullopt) {
   return torch::stable::new_empty(like, IntHeaderOnlyArrayRef(size.data(), size.size()), dtype);

@@ -191,4 +191,7 @@ int srht(const Srht& op, void* stream);
 
 const char* error_string(int error);
 
+// Whether what is launched on a stream now is only recorded into a graph.
+bool is_recorded(void* stream);
+
 }  // namespace fastfact_cuda

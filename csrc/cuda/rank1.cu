@@ -567,4 +567,11 @@ int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, 
 
 const char* error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
+#ifndef FASTFACT_EMULATED
+bool is_recorded(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) || status != cudaStreamCaptureStatusNone;
+}
+#endif
+
 }  // namespace fastfact_cuda

@@ -15,6 +15,7 @@ memory      the most that a process of its own holds in such steps, in MiB beyon
 
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import os
@@ -102,9 +103,10 @@ def specs(name: str, sparse: bool) -> Callable[[str, nn.Module], ff.Rank1]:
     return spec
 
 
+@functools.lru_cache(1)
 def pair(name: str, density: float, side: int, form: str = "channels_last") -> dict[str, nn.Module]:
     """Ours and the dense network of the same function, batch norms with the statistics of a batch: with those of a new
-    network activations may vanish or overflow in evaluation."""
+    network activations may vanish or overflow in evaluation. Not to be changed: the next row may ask for them again."""
     ours = ff.factorize(network(name, side), specs(name, density > 0), init="svd").train()
     layers = ff.factorized_layers(ours).values() if 0 < density < 1 else ()
     for layer in layers:
@@ -178,7 +180,7 @@ def timed(row: dict[str, Any], rounds: int, rivals: bool) -> dict:
     """Milliseconds of each side, dense / ours, and the paths."""
     name, op, density, side, form, dtype = (row[key] for key in ("shape", "op", "density", "side", "format", "dtype"))
     device = row["device"]
-    sides, x = pair(name, density, side, form), images(row["batch"], side, form, dtype, device)
+    sides, x = copy.deepcopy(pair(name, density, side, form)), images(row["batch"], side, form, dtype, device)
     exact = copy.deepcopy(sides["dense"]).to(device).eval()
     check({key: model.to(device, DTYPES[dtype]).eval() for key, model in sides.items()}, x[:2], (name, density), exact)
     if rivals:

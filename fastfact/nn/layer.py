@@ -30,7 +30,7 @@ OF_WEIGHT = ("reconstruct", "product")
 SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
 """What the path, or a kept weight, depends on besides tensors, and one may assign to."""
 
-OF_PROCESS = {"_answers", "_nodes", "_noted", "_held", "_how"}
+OF_PROCESS = {"_answers", "_nodes", "_noted", "_held", "_how", "_words"}
 """What a layer knows of this process, and a copy does not."""
 
 
@@ -73,6 +73,8 @@ class FactorizedLayer(Factors):
     paths = PATHS
     _pads = False
     """Whether `_padded` makes of an input what the layer computes with."""
+    _words: tuple[Tensor, int, Tensor] | None = None
+    """The positions of compact μ on a GPU, their version, and what `sparsity.words` made of them."""
     _how: str | None = None
     """What the layer is for torch.compile, in evaluation; None where a graph of it has to do."""
 
@@ -158,6 +160,9 @@ class FactorizedLayer(Factors):
 
     def _forward(self, x: Tensor) -> Tensor:
         """The forward where no node serves."""
+        if x.is_cuda and weight_cache.recorded():
+            self._drop()
+            self._cache.note_recording()
         if not self.training and weight_cache.allowed():
             return self._evaluate(x)
         if (y := self._by_twin(x, FactorizedLayer.forward)) is not None:
@@ -254,7 +259,21 @@ class FactorizedLayer(Factors):
         if any(part is not None and all(part is not t for t in tensors.values()) for part in parts):
             return None
         of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size)
-        return call_of(of, bias, *parts)
+        return call_of(of, self._support(tensors), bias, *parts)
+
+    def _support(self, tensors: dict[str, Tensor]) -> Tensor | None:
+        """Where compact μ is, as the CUDA kernels read it, made once for its positions. None where they serve not."""
+        index = tensors.get(INDEX)
+        if index is None or index.device.type != direct.OTHER or index.is_inference() or not choice.can_measure():
+            return None
+        made = self._words
+        if made is None or made[0] is not index or made[1] != index._version:
+            words = sparsity.words(index, torch.Size(self.size).numel())
+            if words.is_cuda:
+                # they may serve on another stream next
+                torch.cuda.current_stream(words.device).synchronize()
+            self._words = made = index, index._version, words
+        return made[2]
 
     def _evaluate(self, x: Tensor) -> Tensor:
         """The forward where what is made from the factors may be kept, and no node serves."""
@@ -347,7 +366,7 @@ class FactorizedLayer(Factors):
         """The factors for evaluation, with compact μ where it is dense but mostly zeros, and what is kept for them if
         that depends on their numbers."""
         mu = tensors.get("mu")
-        if self.path != "auto" or mu is None or mu.dim() == 1 or not self._has_factored_form():
+        if self.path != "auto" or mu is None or mu.dim() == 1 or not mu.is_cpu or not self._has_factored_form():
             return tensors, None
         packed = kept and kept.value("packed", lambda: _pack(mu))
         return ({**tensors, "mu": packed[0], INDEX: packed[1]} if packed else tensors), kept
@@ -560,15 +579,17 @@ class FactorizedLayer(Factors):
         return None
 
     def _is_one_node(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
-        """Whether W and the layer can be one node of the graph: in eager training on the CPU."""
+        """Whether W and the layer can be one node of the graph: in eager training."""
         if not torch.is_grad_enabled() or type(self.spec).weight is not Spec.weight:
             return False
-        return self._is_plain(x, tensors, bias)
+        return self._is_plain(x, tensors, bias, device=direct.OTHER if x.device.type == direct.OTHER else "cpu")
 
     @staticmethod
-    def _is_plain(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, casts: bool = False) -> bool:
-        """Whether nothing transforms or, unless `casts`, casts, and all tensors are plain, on the CPU."""
-        if not x.is_cpu or (torch.is_autocast_enabled("cpu") and not casts) or transforming():
+    def _is_plain(
+        x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, casts: bool = False, device: str = "cpu"
+    ) -> bool:
+        """Whether nothing transforms or, unless `casts`, casts, and all tensors are plain, x on this device."""
+        if x.device.type != device or (torch.is_autocast_enabled(device) and not casts) or transforming():
             return False
         own = (x, *tensors.values()) if bias is None else (x, *tensors.values(), bias)
         return all(type(t) in PLAIN and not t.is_neg() for t in own)

@@ -494,7 +494,7 @@ class FactorizedLinear(FactorizedLayer):
         if path != "reconstruct" or not rows:
             return super()._kept_call(path, x, tensors, bias, kept)
         # More rows, and half precision, took up to 10 times as long so.
-        if _is_few(x, rows, self.size):
+        if x.is_cpu and _is_few(x, rows, self.size):
             return self._dense_call(x, self._kept_form("columns", tensors, kept, _by_columns), bias)
         packed = self._packed_call(x, rows, tensors, bias, kept)
         return packed or super()._kept_call(path, x, tensors, bias, kept)

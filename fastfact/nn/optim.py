@@ -63,12 +63,16 @@ class ProxSGD(Optimizer):
         _note_supports(self)
 
     def _step_at_once(self, group, params) -> bool:
-        """The step on all parameters, whatever their types, where they are plain tensors on the CPU; whether they are.
+        """The step on all parameters, whatever their types, where they are plain tensors on one device; whether they
+        are.
 
         A small network's takes no longer than the checks of `ops.prox_sgd_step`.
         """
         how = group["lr"], group["momentum"], group["weight_decay"]
-        if not all(map(math.isfinite, how)) or not all(param.is_cpu for param in params):
+        if not params or not all(map(math.isfinite, how)):
+            return False
+        device = params[0].device
+        if device.type not in ("cpu", direct.OTHER) or not all(param.device == device for param in params):
             return False
         momenta = self._momenta(group, params)
         done = direct.prox_sgd_step(

@@ -27,6 +27,16 @@ def density(x: Tensor) -> float:
     return torch.count_nonzero(x).item() / x.numel() if x.numel() else 0.0
 
 
+@torch.no_grad()
+def words(index: Tensor, numel: int) -> Tensor:
+    """Where a compact μ of these ascending positions [nnz] in a W of `numel` elements is, as the CUDA kernels read it:
+    int64 [⌈numel / 32⌉], the bits of 32 neighbours below, above them how many positions lie before these."""
+    first = torch.arange(0, numel, 32, device=index.device, dtype=index.dtype)
+    bits = torch.zeros_like(first, dtype=torch.int64)
+    bits.index_add_(0, index // 32, 1 << (index % 32).long())
+    return bits | torch.searchsorted(index, first) << 32
+
+
 def support_version(parameter: Tensor) -> int:
     """A number that changes whenever the elements of `parameter` come to stand for other positions of μ."""
     return getattr(parameter, _SUPPORT, 0)

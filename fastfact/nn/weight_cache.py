@@ -9,6 +9,11 @@ Numbers that nothing can write to where they lie need not be read again. `hold` 
 write (as `torch._lazy_clone` does): whatever asks PyTorch for memory to write to, through `.data`, a view, numpy or
 `data_ptr()`, finds the numbers in other memory, which a `Watch` sees. Only who had asked before could write unseen, so
 tensors that share their memory with something else, as with a numpy array, are read each time.
+
+On a GPU no number is read, for which the processor would have to wait: a kept weight serves while every factor is held
+so, lies where it lay and has the version that it had. (Of PyTorch's own operations the `_foreach` ones alone write to
+what is held without moving it; the version tells, unless they are given `.data`: then `train()` or `eval()` has W made
+anew.) A layer that was recorded into a CUDA graph, which would go on with the old memory, keeps nothing there.
 """
 
 import operator
@@ -42,33 +47,56 @@ def allowed(casting: bool = False) -> bool:
         return False
     if torch._C._is_any_autocast_enabled() and not casting:
         return False
-    return loaded("cpu")
+    return loaded("cpu") and not recorded()
+
+
+def recorded() -> bool:
+    """Whether what is computed now goes into a CUDA graph, to be run again without this process's knowledge."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def hold(tensor: Tensor, others: int = 0) -> object | None:
     """What keeps the numbers of a plain tensor where they lie: a write moves it to other memory while this lives. None
     where that does not pay, or more than so many others have its memory."""
     lazy, sharing = getattr(torch, "_lazy_clone", None), getattr(torch._C, "_storage_Use_Count", None)
-    if lazy is None or sharing is None or not tensor.is_cpu or transforming():
+    if lazy is None or sharing is None or transforming():
         return None
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < LEAST or storage.nbytes() != tensor.nbytes or sharing(storage._cdata) > 2 + others:
+    storage, least = tensor.untyped_storage(), LEAST if tensor.is_cpu else 1
+    if storage.nbytes() < least or storage.nbytes() != tensor.nbytes or sharing(storage._cdata) > 2 + others:
         return None
     try:
         with torch.no_grad():
-            return direct.hold(lazy(tensor.detach()))
+            held = lazy(tensor.detach())
     except RuntimeError:  # of memory that is not PyTorch's own
         return None
+    return direct.hold(held) if tensor.is_cpu else held
 
 
 def watch(tensors: Sequence[Tensor], others: int = 0, holds: bool = True) -> direct.Watch | None:
     """A `Watch` of these tensors, None where there can be none. others: tensors that are known to share the memory of
     each. holds: whether their memory is held where it can be."""
-    if not all(tensor.is_cpu and tensor.dim() <= AXES and _is_dense(tensor) for tensor in tensors):
+    if not all(tensor.dim() <= AXES and _is_dense(tensor) for tensor in tensors):
         return None
-    held = tuple((hold(tensor, others) if holds else None) or tensor.detach() for tensor in tensors)
+    read = _on_cpu(tensors)
+    if not read and not (holds and _on_gpu(tensors)):
+        return None
+    held = []
+    for tensor in tensors:
+        one = hold(tensor, others) if holds else None
+        if one is None and not read:
+            return None
+        held.append(tensor.detach() if one is None else one)
     noted = direct.watch(tuple(tensors))
-    return noted and direct.Watch(noted, tuple(tensors), held)
+    return noted and direct.Watch(noted, tuple(tensors), tuple(held))
+
+
+def _on_cpu(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_cpu for tensor in tensors)
+
+
+def _on_gpu(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are on one GPU and have numbers."""
+    return all(tensor.is_cuda and tensor.numel() and tensor.device == tensors[0].device for tensor in tensors)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -76,11 +104,18 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class Kept(NamedTuple):
-    """What was made from `factors` while their numbers had this digest: a value for each key that was asked for."""
+    """What was made from `factors` while their numbers had this digest, on a GPU while this `Watch` finds them as they
+    were: a value for each key that was asked for."""
 
     factors: Sequence[Tensor]
-    digest: int
+    digest: int | direct.Watch
     values: dict[Hashable, object]
+
+    def is_of_now(self) -> bool:
+        """Whether the numbers are what they were."""
+        if isinstance(self.digest, direct.Watch):
+            return direct.still(self.digest)
+        return digest_of(self.factors) == self.digest
 
     def value(self, key: Hashable, make: Callable[[], object]) -> object:
         """The value for `key`: kept, or make(), which is then kept. make() must depend on nothing but the factors and
@@ -89,7 +124,10 @@ class Kept(NamedTuple):
             return self.values[key]
         versions = _versions(self.factors)
         value = make()
-        if _versions(self.factors) == versions and digest_of(self.factors) == self.digest:
+        if isinstance(self.digest, direct.Watch):
+            # it may serve on another stream next
+            torch.cuda.current_stream(self.factors[0].device).synchronize()
+        if _versions(self.factors) == versions and self.is_of_now():
             self.values[key] = value
         return value
 
@@ -101,6 +139,7 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._kept: Kept | None = None
+        self._recorded = False
         self._watch: direct.Watch | None = None
         self._last: tuple[Hashable, direct.Watch, object] | None = None
         self._asked: tuple[int, Hashable] | None = None
@@ -115,6 +154,13 @@ class WeightCache:
         """Let what is kept serve only once the factors were read again."""
         self._watch = self._last = None
         self._moves = 0
+        if self._kept is not None and isinstance(self._kept.digest, direct.Watch):
+            self._kept = None
+
+    def note_recording(self) -> None:
+        """The factors are recorded into a CUDA graph, which reads them, or writes to them, where they lie now."""
+        self.clear()
+        self._recorded = True
 
     def __len__(self) -> int:
         return self._kept is not None and len(self._kept.values)
@@ -124,10 +170,11 @@ class WeightCache:
 
     def of(self, factors: Sequence[Tensor]) -> Kept | None:
         """What is kept for factors with these numbers, empty if they are others than before. None where some are no
-        plain tensors on the CPU."""
-        for factor in factors:
-            if type(factor) not in PLAIN or not factor.is_cpu:
-                return None
+        plain tensors on the CPU or, held, on a GPU."""
+        if any(type(factor) not in PLAIN for factor in factors):
+            return None
+        if not _on_cpu(factors):
+            return self._of_gpu(factors)
         kept, digest = self._kept, digest_of(factors)
         if kept is not None and kept.digest == digest and _same(kept.factors, factors):
             return kept
@@ -135,9 +182,26 @@ class WeightCache:
         self._kept = kept = Kept(factors, digest, values)
         return kept
 
+    def _of_gpu(self, factors: Sequence[Tensor]) -> Kept | None:
+        kept = self._kept
+        if self._recorded or self._moves > MOVES:
+            return None
+        if kept is not None and _same(kept.factors, factors) and isinstance(kept.digest, direct.Watch):
+            if direct.still(kept.digest):
+                return kept
+            # Who asks for memory to write to in each call would have it copied each time.
+            self._moves += 1
+        self._kept = None
+        found = watch(factors)
+        if found is not None:
+            self._kept = Kept(factors, found, {})
+        return self._kept
+
     def watch(self, kept: Kept) -> direct.Watch | None:
         """What tells whether the numbers that `kept` is of are others, the same one as long as they are not. None where
         they are, or nothing can tell."""
+        if isinstance(kept.digest, direct.Watch):
+            return kept.digest if kept.is_of_now() else None
         found = self._watch
         same = found is not None and _same(found.tensors, kept.factors)
         if not same or not direct.still(found):

@@ -1,18 +1,23 @@
-"""Small layers computed by the CPU library in one call forward and one backward, without PyTorch's dispatcher.
+"""Layers computed by the compiled libraries in one call forward and one backward, without PyTorch's dispatcher.
 
-The ops of a small layer, called one by one through the dispatcher, take as long as it computes, and so do the questions
+The ops of a small layer, called one by one through the dispatcher, take as long as it computes, on a GPU longer than
+those of most networks, and so do the questions
 that a layer asks before it. Both are answered by the library as a module of Python, `fastfact._cpu`
 (`csrc/bind_cpu_module.cpp`): `serve` looks for a `Node` that says what to compute for an input, asks whether all it
 depends on is as it was, and computes. What stands between an op and its kernel is passed by, so that nothing may
-transform, cast, record or dispatch elsewhere, and all tensors must be plain ones on the CPU. `serve` asks for that;
-whoever calls the rest asks `serves`. Where a function returns None nothing was computed, and the ops serve, which say
-what does not fit.
+transform, cast, record or dispatch elsewhere, and all tensors must be plain ones on the CPU or, for layers whose weight
+is made or at hand, on one device of the CUDA library (`csrc/bind_cuda_direct.cpp`). `serve` asks for that; whoever
+calls the rest asks `serves`. Where a function returns None nothing was computed, and the ops serve, which say what does
+not fit.
 """
 
+import contextlib
+import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -38,12 +43,14 @@ def settings(kind: int, layout: int, channels_last: bool, size: Sequence[int], h
 class Plan(NamedTuple):
     """A layer as one node of the graph. makes: W, or y from the factors apart. function: has `forward` (ctx, plan, x,
     u, v, μ, index, bias) and `backward` (ctx, grad, what was saved), which serve where the library does not: they save
-    what `forward` is given, and W after it if that is made, and put the plan on the context. own: for these."""
+    what `forward` is given, and W after it if that is made, and put the plan on the context. own: for these. support:
+    where compact μ is, as the CUDA kernels read it (`sparsity.words`), if that is made."""
 
     settings: bytes
     makes: bool
     function: type
     own: Any
+    support: Tensor | None = None
 
 
 class Watch(NamedTuple):
@@ -164,6 +171,8 @@ def hold(tensor: Tensor) -> object | None:
     return None
 
 
+OTHER = "cuda"
+"""The device that has a library of its own."""
 _apply = ByOps.apply
 _there = False
 """Whether there is the library, of this package."""
@@ -184,11 +193,21 @@ def load() -> None:
         return
     globals().update(found)
     library.begin(serving())
+    if backends.loaded("cuda"):
+        _take(library, backends.library_file("cuda"))
     Direct.forward = staticmethod(library.forward)
     library.compute_backward(Direct._backward_cls)
     # Without what stands before it in Python, up to PyTorch 2.13, for transforms.
     _apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, Direct)
     _there = True
+
+
+def _take(library: ModuleType, file: Path) -> None:
+    """Have layers on another device computed by that one's library, if it is no older than this package."""
+    with contextlib.suppress(AttributeError):
+        given_out = ctypes.CDLL(str(file)).fastfact_direct
+        given_out.restype = ctypes.c_void_p
+        library.take_library(given_out())
 
 
 def _library() -> ModuleType:

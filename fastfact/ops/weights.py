@@ -304,12 +304,13 @@ class _Made:
         return None, dx, du, dv, dmu, None, db
 
 
-def call_of(of: Applied, bias, dense, f1, f2, f3=None, f4=None) -> direct.Call:
+def call_of(of: Applied, support: Tensor | None, bias, dense, f1, f2, f3=None, f4=None) -> direct.Call:
     """A layer with the weight that a weight op makes of these tensors, and this bias, as one node of the graph. Nothing
-    may transform or cast, all tensors must be plain, of one type, on the CPU."""
+    may transform or cast, all tensors must be plain, of one type, on one device. support: see `direct.Plan`."""
     if of.plan is None:
         return direct.Call(_Applied.apply, (of, None, bias, dense, f1, f2, f3, f4), 1)
-    return direct.call(of.plan, f1, f2, dense if f4 is None else f3, f4, bias)
+    plan = of.plan if support is None else of.plan._replace(support=support)
+    return direct.call(plan, f1, f2, dense if f4 is None else f3, f4, bias)
 
 
 def apply_weight(of: Applied, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:

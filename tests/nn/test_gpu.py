@@ -14,6 +14,7 @@ from torch import nn
 import fastfact as ff
 from fastfact import models
 from fastfact.nn import choice
+from fastfact.ops import weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -316,6 +317,109 @@ def test_captured_in_a_graph(spec, training):
     graph.replay()
     for one, other in zip(found, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def write_in_place(p):
+    p.add_(0.25)
+
+
+def write_by_data(p):
+    p.data.mul_(0.5)
+
+
+def write_by_foreach(p):
+    torch._foreach_add_([p], 0.25)
+
+
+def write_by_pointer(p):
+    """As a kernel does that is given the address."""
+    torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())).sub_(0.25)
+
+
+def write_a_view(p):
+    p.view(-1)[:1] += 1
+
+
+def give_other_memory(p):
+    p.data = torch.randn_like(p)
+
+
+WRITES = [write_in_place, write_by_data, write_by_foreach, write_by_pointer, write_a_view, give_other_memory]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("density", [0.2, None], ids=["compact", "dense"])
+def test_evaluation_keeps_the_weight_and_sees_every_write(write, density):
+    conv = drawn(ff.nn.FactorizedConv2d(8, 16, 3, padding=1), density)
+    linear = drawn(ff.nn.FactorizedLinear(16, 12, spec=ff.Rank1(rank=3)), density)
+    model = nn.Sequential(conv, nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear).to(DEVICE).eval()
+    x = torch.randn(4, 8, 9, 9, device=DEVICE)
+
+    def expected():
+        # nothing that asks for memory to write to
+        with ff.use_backend("reference"):
+            maps = F.conv2d(x, conv._weight(None), conv.bias, padding=1)
+            return F.linear(maps.mean((2, 3)), linear._weight(None), linear.bias)
+
+    with torch.no_grad():
+        for name in ("u", "v", "mu"):
+            for _ in range(3):
+                torch.testing.assert_close(model(x), expected())
+            assert len(conv._cache) == len(linear._cache) == 1, name
+            for layer in (conv, linear):
+                write(getattr(layer, name))
+            torch.testing.assert_close(model(x), expected())
+        conv.bias.add_(1)
+        torch.testing.assert_close(model(x), expected())
+        model.load_state_dict({name: tensor * 1.5 if tensor.is_floating_point() else tensor
+                               for name, tensor in model.state_dict().items()})  # fmt: skip
+        torch.testing.assert_close(model(x), expected())
+    optimizer = ff.optim.ProxSGD(model.parameters(), lr=0.1, l1=0.01)
+    model(x).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected())
+
+
+def test_a_kept_weight_serves_without_being_made(monkeypatch):
+    layer = drawn(ff.nn.FactorizedConv2d(8, 16, 3, padding=1), 0.2).to(DEVICE).eval()
+    x = torch.randn(4, 8, 9, 9, device=DEVICE)
+    with torch.no_grad():
+        expected = layer(x)
+        monkeypatch.setattr(type(layer.spec), "weight", None)
+        monkeypatch.setattr(layer, "_forward", None)
+        for _ in range(3):
+            torch.testing.assert_close(layer(x), expected)
+
+
+def test_training_is_one_call(monkeypatch):
+    """Neither forward nor backward goes through the ops."""
+    model = nn.Sequential(
+        ff.nn.FactorizedConv2d(8, 16, 3, spec=ff.Rank1()), nn.Flatten(), ff.nn.FactorizedLinear(576, 5)
+    )
+    packed(model.to(DEVICE), 0.3)
+    x = torch.randn(4, 8, 8, 8, device=DEVICE, requires_grad=True)
+    expected = passed(copy.deepcopy(model), x)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(weights._Made, name, None)
+    same(passed(model, x), expected)
+
+
+def test_a_recorded_layer_reads_its_factors_where_they_lie():
+    """Evaluated before and after it is recorded: its graph sees what is written to the factors afterwards."""
+    layer = drawn(ff.nn.FactorizedConv2d(8, 16, 3, padding=1), 0.2).to(DEVICE).eval()
+    x = torch.randn(4, 8, 9, 9, device=DEVICE)
+    with torch.no_grad():
+        layer(x), layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        layer(x), layer(x)
+        for p in layer.parameters():
+            p.mul_(1.5)
+        expected = layer(x).clone()
+        graph.replay()
+        torch.testing.assert_close(y, expected)
 
 
 def test_adapters_of_a_frozen_network():

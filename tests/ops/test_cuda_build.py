@@ -1,5 +1,6 @@
 """The CUDA library without a GPU: its kernels run on the CPU, nvcc compiles them, and the library loads."""
 
+import copy
 import ctypes
 import os
 import re
@@ -12,10 +13,14 @@ import op_cases
 import pytest
 import torch
 import triton
+from torch import nn
 from torch.utils import cpp_extension
 
+import fastfact as ff
 from fastfact import ops
 from fastfact.base.formats import SEPARABLE, VALUE_TYPES
+from fastfact.nn import sparsity
+from fastfact.ops import backends, direct, weights
 
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
@@ -48,9 +53,10 @@ def emulated_library(tmp_path_factory):
     emulation = ["-include", ROOT / "tests" / "ops" / "cuda_emulation.h", "-x", "c++"]
     torch_headers = [part for path in cpp_extension.include_paths() for part in ("-isystem", path)]
     names = ["-DFASTFACT_EMULATED", "-DFASTFACT_NAMESPACE=fastfact_emulated", "-DFASTFACT_DEVICE=CPU"]
-    binding = [*MACROS, *names, *torch_headers, ROOT / "csrc" / "bind_cuda.cpp", "-o", folder / "bind.o"]
     commands = [[*compiler, *emulation, s, "-o", folder / f"{s.stem}.o"] for s in SOURCES]
-    compile_all([*commands, [*compiler, *binding]])
+    for binding in sorted((ROOT / "csrc").glob("bind_cuda*.cpp")):
+        commands.append([*compiler, *MACROS, *names, *torch_headers, binding, "-o", folder / f"{binding.stem}.o"])
+    compile_all(commands)
     library = folder / "library.so"
     paths = [f"-L{path}" for path in cpp_extension.library_paths()]
     run(compiler[0], "-shared", "-o", library, *folder.glob("*.o"), *paths, "-ltorch_cpu", "-lc10")
@@ -112,6 +118,112 @@ def test_thin_factors_emulated(emulated, case):
 def test_thin_pairs_emulated(emulated, case):
     for dtype in DTYPES[1:]:
         op_cases.thin_pair(emulated, case, dtype, "cpu")
+
+
+@pytest.fixture
+def on_emulated(emulated_library, monkeypatch):
+    """Layers on the CPU are computed by the emulated library, as those on a GPU are by the real one."""
+    given_out = ctypes.CDLL(emulated_library).fastfact_direct
+    given_out.restype = ctypes.c_void_p
+    module = direct.serve.__self__
+    module.take_library(given_out())
+    monkeypatch.setattr(direct, "OTHER", "cpu")
+
+    def refused(*args):
+        raise AssertionError("the library refused")
+
+    monkeypatch.setattr(weights._Made, "forward", refused)
+    monkeypatch.setattr(weights._Made, "backward", refused)
+    yield
+    module.take_library(0)
+    if file := backends.library_file("cuda"):
+        direct._take(module, file)
+
+
+LAYERS = [
+    (ff.nn.FactorizedConv2d, (6, 8, 3), {"padding": 1}, (2, 6, 7, 5)),
+    (ff.nn.FactorizedConv2d, (8, 12, (1, 3)), {"stride": 2, "groups": 2, "bias": False}, (3, 8, 6, 9)),
+    (ff.nn.FactorizedConv2d, (16, 10, 1), {}, (2, 16, 4, 4)),
+    (ff.nn.FactorizedConv2d, (9, 9, 5), {"padding": 4, "dilation": 2, "groups": 9}, (2, 9, 8, 8)),
+    (ff.nn.FactorizedLinear, (40, 24), {}, (5, 40)),
+    (ff.nn.FactorizedLinear, (33, 7), {"bias": False}, (2, 3, 33)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("density", [0.3, 1.0, None], ids=["compact", "dense", "none"])
+@pytest.mark.parametrize("spec", [("spatial", 1), ("kernel", 2), ("view", 1)], ids=str)
+@pytest.mark.parametrize("of", LAYERS, ids=lambda of: f"{of[1]}")
+def test_a_layer_as_one_call_emulated(on_emulated, of, spec, density, dtype):
+    """Training of layers on a GPU: the weight, the layer and all gradients in one call each, without the ops."""
+    kind, sizes, how, shape = of
+    if kind is ff.nn.FactorizedLinear and spec[0] != "spatial":
+        pytest.skip("linear layers have one layout")
+    # "view" has no kernel that writes channels_last
+    for form in (torch.contiguous_format, torch.channels_last)[: 1 if len(shape) < 4 or spec[0] == "view" else 2]:
+        layer = kind(*sizes, **how, spec=ff.Rank1(*spec, sparse=density is not None), dtype=dtype)
+        layer.path = "reconstruct"
+        with torch.no_grad():
+            for factor in layer.factors().values():
+                factor.normal_(std=0.5)
+        if density is not None and density < 1:
+            layer.prune_(density)
+            layer.compact()
+        if len(shape) == 4:
+            layer.to(memory_format=form)
+        x = torch.randn(shape, dtype=dtype)
+        x = (x.to(memory_format=form) if len(shape) == 4 else x).requires_grad_()
+        exact, dense = copy.deepcopy(layer).double(), layer.to_dense()
+        wide = x.detach().double().requires_grad_()
+        with torch.no_grad():
+            weight = dense.weight.double()
+        for turn in range(2):  # the second is served by the node of the first
+            y = layer(x)
+            grad = torch.randn_like(y)
+            found = torch.autograd.grad(y, [x, *layer.parameters()], grad)
+            w = reference_weight(exact, weight)
+            expected_y = torch.func.functional_call(copy.deepcopy(dense).double(), {"weight": w}, (wide,))
+            expected = torch.autograd.grad(expected_y, [wide, *exact.factors().values()], grad.double())
+            tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]
+            for got, wanted in zip([y, *found], [expected_y, *expected], strict=False):
+                assert (got.double() - wanted).norm() <= tolerance * wanted.norm(), turn
+            if layer.bias is not None:
+                wanted = grad.double().sum((0, 2, 3) if len(shape) == 4 else tuple(range(len(shape) - 1)))
+                assert (found[-1].double() - wanted).norm() <= tolerance * wanted.norm()
+        assert len(layer._nodes) == 1
+
+
+def reference_weight(layer, rounded):
+    """W of the factors in plain PyTorch, with the value that it has in lower precision."""
+    with ff.use_backend("reference"):
+        tensors = layer._tensors()
+        w = layer.spec.weight(tensors, layer.size, False)
+    return w + (rounded - w).detach()
+
+
+@pytest.mark.parametrize(("momentum", "method"), [(0.0, "proximal"), (0.9, "proximal"), (0.9, "subgradient")])
+def test_prox_sgd_as_one_call_emulated(on_emulated, monkeypatch, momentum, method):
+    """A step of parameters of several types on a GPU is one call, without the op."""
+
+    def stepped(params):
+        params = [nn.Parameter(p.clone(memory_format=torch.preserve_format)) for p in params]
+        sparsity.mark_penalized(params[0])
+        optimizer = ff.optim.ProxSGD(params, lr=0.1, momentum=momentum, weight_decay=0.01, l1=0.3, method=method)
+        for turn in range(2):
+            for position, p in enumerate(params):
+                p.grad = torch.linspace(-1, 1, p.numel(), dtype=p.dtype).reshape(p.shape) * (turn + position)
+                p.grad = torch.empty_like(p).copy_(p.grad)
+            optimizer.step()
+        return params
+
+    params = [torch.randn(700), torch.randn(3, 4, 5, 2).to(memory_format=torch.channels_last), torch.randn(0)]
+    params += [torch.randn(33, dtype=torch.float64), torch.randn(9, dtype=torch.bfloat16)]
+    with monkeypatch.context() as patch:
+        patch.setattr(ff.ops, "prox_sgd_step", None)
+        found = stepped(params)
+    with ff.use_backend("reference"):
+        for got, wanted in zip(found, stepped(params), strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 def test_conflicts_in_the_banks_are_counted(banks):

@@ -1,0 +1,141 @@
+// What layers without PyTorch's dispatcher share, whatever the device: see bind_cpu_direct.h and bind_cuda_direct.cpp.
+// A tensor is what `Tensor._cdata` gives: all that PyTorch's own tensor holds, so that its address is a handle. Outputs
+// are handles that belong to the caller. A function returns whether it computed; where it refuses or fails nothing is
+// given out, and the ops are to be called, which say why.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+
+#include "bind.h"
+
+namespace fastfact::direct {
+
+using bind::OptionalTensor;
+using bind::Shape;
+using bind::Tensor;
+
+// What a layer is asked for besides tensors; `Layer` of fastfact/ops/direct.py.
+struct Layer {
+  enum : int64_t { kLinear, kPixels, kConvolution, kReordered, kPacked } kind;
+  int64_t layout, channels_last;  // of the weight
+  int64_t size[4], stride[2], padding[2], dilation[2], groups;
+};
+
+struct Group {
+  double lr, momentum, weight_decay;
+  bool proximal;
+};
+
+// What the library of another device gives out as `fastfact_direct`, for plain tensors on one such device.
+struct Library {
+  int32_t device_type;
+  // Whether what is computed now on the device of x is only recorded, to be run later.
+  bool (*records)(void* x);
+  // out: y of the dense layer with the weight that u, v and μ make, and that weight. μ dense (no index), compact or
+  // null. support: of compact μ, as `Plan` of fastfact/ops/direct.py has it, or null.
+  bool (*layer)(AtenTensorHandle out[2], const Layer& of, void* x, void* bias, void* mu, void* index, void* support,
+                void* u, void* v);
+  // out: the gradients of x, the bias, μ, u and v, of those that bits 0–4 of `needs` ask for.
+  bool (*layer_backward)(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* w,
+                         void* index, void* support, void* u, void* v);
+  // out: y of the dense layer with the weight w.
+  bool (*dense)(AtenTensorHandle out[1], const Layer& of, void* x, void* w, void* bias);
+  // `prox_sgd_step` where all tensors are of one stretch of memory each, those of a parameter of one form. momenta:
+  // null where momentum is 0.
+  bool (*prox_sgd_step)(const Group& group, int64_t count, void* const* params, void* const* grads,
+                        void* const* momenta, const double* l1) noexcept;
+};
+
+inline Shape weight_size(const Layer& of) {
+  return of.kind == Layer::kLinear ? Shape{of.size[0], of.size[1]} : Shape(of.size, of.size + 4);
+}
+
+// A tensor that PyTorch's own code alone reads.
+inline Tensor opaque(void* tensor) {
+  AtenTensorHandle out;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(reinterpret_cast<AtenTensorHandle>(&tensor), &out));
+  return Tensor(out);
+}
+
+inline void give(const Tensor& t, AtenTensorHandle* to) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(t.get(), to));
+}
+
+template <class F>
+bool done(AtenTensorHandle* out, int count, const F& body) noexcept {
+  std::fill(out, out + count, nullptr);
+  try {
+    body();
+    return true;
+  } catch (...) {
+    for (int n = 0; n < count; ++n) {
+      if (out[n]) aoti_torch_delete_tensor_object(out[n]);
+    }
+    return false;
+  }
+}
+
+struct Gradients {
+  OptionalTensor x, w, bias;
+};
+
+constexpr int64_t kMostAxes = 8;
+
+// A tensor as it lies in memory.
+struct Form {
+  int32_t type, device, number;  // the device's
+  int64_t dim, numel, *sizes, *strides;
+  void* data;
+
+  bool read(void* tensor) {
+    const auto handle = reinterpret_cast<AtenTensorHandle>(&tensor);
+    return !aoti_torch_get_data_ptr(handle, &data) && !aoti_torch_get_dim(handle, &dim) &&
+           !aoti_torch_get_numel(handle, &numel) && !aoti_torch_get_sizes(handle, &sizes) &&
+           !aoti_torch_get_strides(handle, &strides) && !aoti_torch_get_dtype(handle, &type) &&
+           !aoti_torch_get_device_type(handle, &device) && !aoti_torch_get_device_index(handle, &number) &&
+           dim <= kMostAxes && (data || !numel);
+  }
+
+  bool is_like(const Form& other) const {
+    if (type != other.type || device != other.device || number != other.number || dim != other.dim) return false;
+    for (int64_t d = 0; d < dim; ++d) {
+      if (sizes[d] != other.sizes[d] || (sizes[d] > 1 && strides[d] != other.strides[d])) return false;
+    }
+    return true;
+  }
+
+  // Whether the elements fill one stretch of memory, in whatever order.
+  bool fills_memory() const {
+    if (numel == 0) return true;
+    int64_t expected = 1;
+    for (int64_t found = 0, axes = 0; axes < dim; axes += found, found = 0) {
+      for (int64_t d = dim; d-- > 0;) {
+        if (sizes[d] > 1 && strides[d] == expected) {
+          expected *= sizes[d], found = 1;
+          break;
+        }
+      }
+      if (!found) return expected == numel;
+    }
+    return expected == numel;
+  }
+};
+
+// The type of a tensor as the kernels name it (see `bind::type_of`).
+template <class Type>
+std::optional<Type> kind_of(const Form& tensor) {
+  const int32_t known[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float64(), aoti_torch_dtype_bfloat16(),
+                           aoti_torch_dtype_float16()};
+  for (int n = 0; n < 4; ++n) {
+    if (tensor.type == known[n]) return Type(n);
+  }
+  return std::nullopt;
+}
+
+}  // namespace fastfact::direct
