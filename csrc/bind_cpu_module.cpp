@@ -38,14 +38,16 @@ class Ref {
   PyObject* object_;
 };
 
-constexpr int kQuestions = 5, kInBackward = 2, kAxes = 8;
+constexpr int kQuestions = 4, kInBackward = 2, kAxes = 8;
 constexpr int64_t kLong = 1 << 16;    // bytes that take longer to read than to let other threads of Python run
 constexpr int64_t kLittle = 1 << 16;  // multiplications that do not
 
 PyObject *cdata_, *requires_grad_, *version_, *is_neg_, *saved_tensors_, *needs_input_grad_, *plan_, *to_save_,
     *forward_, *backward_;
 PyObject *tensor_type, *parameter_type, *questions[kQuestions], *take, *serving;
+PyObject *casts_any, *casts, *cast_to;
 const Library* other = nullptr;  // of another device
+PyObject* other_name = nullptr;
 
 PyObject* none() { return Py_INCREF(Py_None), Py_None; }
 
@@ -165,7 +167,7 @@ bool expects(const char* name, Py_ssize_t given, Py_ssize_t wanted) {
   return false;
 }
 
-// Whether PyTorch computes as usual now: nothing transforms, dispatches elsewhere and, asked for all, traces or casts.
+// Whether PyTorch computes as usual now: nothing transforms, dispatches elsewhere and, asked for all, traces.
 int undisturbed(int asked = kQuestions) {
   for (int n = 0; n < asked; ++n) {
     const int answer = is_true(PyObject_CallNoArgs(questions[n]));
@@ -194,15 +196,24 @@ PyObject* key_of(PyObject* x, PyObject* training) {
   const Library* library;
   // What is recorded is run again when nobody asks.
   if (!find_library(address, &library) || (library && library->records(address))) return none();
+  int64_t cast = 0;
+  if (const int any = is_true(PyObject_CallNoArgs(casts_any))) {
+    if (any < 0 || !library) return any < 0 ? nullptr : none();
+    const int there = is_true(PyObject_CallFunctionObjArgs(casts, other_name, nullptr));
+    const Ref to(there > 0 ? PyObject_CallFunctionObjArgs(cast_to, other_name, nullptr) : nullptr);
+    if (there < 0 || (there && !to)) return nullptr;
+    cast = there ? reinterpret_cast<int64_t>(to.operator PyObject*()) : 0;  // of each type there is one object
+  }
   if (const int negative = is_negative(x)) return negative < 0 ? nullptr : none();
   const int trained = is_true(PyObject_GetAttr(x, requires_grad_));
   if (trained < 0) return nullptr;
-  constexpr int kFacts = 6;
+  constexpr int kFacts = 7;
   int64_t facts[kFacts + 2 * kAxes] = {trained | aoti_torch_grad_mode_is_enabled() << 1 | (training == Py_True) << 2,
                                        type,
                                        threads,
                                        device,
                                        number,
+                                       cast,
                                        dim};
   std::copy_n(sizes, dim, facts + kFacts);
   std::copy_n(strides, dim, facts + kFacts + dim);
@@ -575,9 +586,13 @@ PyObject* begin(PyObject*, PyObject* fact) {
   return none();
 }
 
-// take_library(address of a `Library`)
-PyObject* take_library(PyObject*, PyObject* address) {
-  other = static_cast<const Library*>(PyLong_AsVoidPtr(address));
+// take_library(address of a `Library`, what PyTorch calls its device)
+PyObject* take_library(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expects("take_library", count, 2)) return nullptr;
+  other = static_cast<const Library*>(PyLong_AsVoidPtr(args[0]));
+  Py_INCREF(args[1]);
+  Py_XDECREF(other_name);
+  other_name = args[1];
   return PyErr_Occurred() ? nullptr : none();
 }
 
@@ -591,12 +606,12 @@ PyMethodDef functions[] = {FAST(key),
                            FAST(forward),
                            FAST(prox_sgd_step),
                            FAST(adam_threshold),
+                           FAST(take_library),
                            {"watch", watch, METH_O, nullptr},
                            {"hold", hold, METH_O, nullptr},
                            {"still", still_watched, METH_O, nullptr},
                            {"compute_backward", compute_backward, METH_O, nullptr},
                            {"begin", begin, METH_O, nullptr},
-                           {"take_library", take_library, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fastfact._cpu", nullptr, -1, functions};
@@ -624,8 +639,12 @@ bool find() {
   tensor_type = PyObject_GetAttrString(torch, "Tensor");
   parameter_type = PyObject_GetAttrString(parameters, "Parameter");
   if (!tensor_type || !parameter_type) return false;
+  casts_any = PyObject_GetAttrString(inner, "_is_any_autocast_enabled");
+  casts = PyObject_GetAttrString(torch, "is_autocast_enabled");
+  cast_to = PyObject_GetAttrString(torch, "get_autocast_dtype");
+  if (!casts_any || !casts || !cast_to) return false;
   const char* const asked[kQuestions] = {"_are_functorch_transforms_active", "_len_torch_dispatch_stack",
-                                         "_len_torch_function_stack", "_is_tracing", "_is_any_autocast_enabled"};
+                                         "_len_torch_function_stack", "_is_tracing"};
   for (int n = 0; n < kQuestions; ++n) {
     if (!(questions[n] = PyObject_GetAttrString(inner, asked[n]))) return false;
   }

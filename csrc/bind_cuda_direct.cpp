@@ -32,7 +32,7 @@ int32_t device_type() {
 #endif
 }
 
-// Tensors of a call, which are of the device and, but for positions, of the type of the first.
+// Tensors of a call, all on one device.
 class Operands {
  public:
   explicit Operands(void* first) : first_(opaque(first)) {
@@ -47,12 +47,11 @@ class Operands {
             "a tensor is on another device");
     return t;
   }
-  Tensor alike(void* tensor) const {
+  Tensor of_type(void* tensor, ScalarType type) const {
     const Tensor t = of_device(tensor);
-    require(t.scalar_type() == first_.scalar_type(), "layer", "a tensor is of another type");
+    require(t.scalar_type() == type, "layer", "a tensor is of another type");
     return t;
   }
-  OptionalTensor alike_if(void* tensor) const { return tensor ? OptionalTensor(alike(tensor)) : std::nullopt; }
 
  private:
   static int32_t device_of(const Tensor& t) {
@@ -63,6 +62,28 @@ class Operands {
 
   Tensor first_;
 };
+
+Tensor in_type(const Tensor& t, ScalarType type) { return t.scalar_type() == type ? t : torch::stable::to(t, type); }
+
+// In which a layer is computed.
+ScalarType type_for(const Layer& of, const Tensor& x) {
+  require(!of.cast || x.scalar_type() != ScalarType::Double, "layer", "float64 is not cast");
+  return of.cast == Layer::kHalf       ? ScalarType::Half
+         : of.cast == Layer::kBFloat16 ? ScalarType::BFloat16
+                                       : x.scalar_type();
+}
+
+// A tensor for it, which is of that type but where it may be cast.
+Tensor cast(const Operands& operands, const Layer& of, void* tensor, ScalarType type) {
+  if (!of.cast) return operands.of_type(tensor, type);
+  const Tensor t = operands.of_device(tensor);
+  require(t.scalar_type() != ScalarType::Double, "layer", "float64 is not cast");
+  return in_type(t, type);
+}
+
+OptionalTensor cast_if(const Operands& operands, const Layer& of, void* tensor, ScalarType type) {
+  return tensor ? OptionalTensor(cast(operands, of, tensor, type)) : std::nullopt;
+}
 
 Tensor empty(const Tensor& like, const Shape& sizes, const Shape& strides, ScalarType type) {
   AtenTensorHandle out;
@@ -91,12 +112,12 @@ Size size_of(const Layer& of) { return {of.size[0], of.size[1], of.size[2], of.s
 
 Slices slices(const Tensor& t) { return {data_of(t), 0}; }
 
-// u and v, each in one stretch of memory and of the shape that the layer implies.
+// u and v of one type, each in one stretch of memory and of the shape that the layer implies.
 struct Factors {
   Tensor u, v;
 
   Factors(const Operands& operands, const Layer& of, void* u_, void* v_)
-      : u(operands.alike(u_)), v(operands.alike(v_)) {
+      : u(operands.of_device(u_)), v(operands.of_type(v_, u.scalar_type())) {
     const auto [o, i, kh, kw] = of.size;
     const int64_t rank = u.dim() > 0 ? u.size(0) : -1;
     Shape us{rank, kh, kw}, vs{rank, o, i};
@@ -141,7 +162,8 @@ void require_format(const Layer& of) {
 Tensor weight(const Operands& operands, const Layer& of, void* mu_, void* index_, void* support, void* u, void* v) {
   require_format(of);
   const Factors factors(operands, of, u, v);
-  const OptionalTensor mu = operands.alike_if(mu_);
+  OptionalTensor mu;
+  if (mu_) mu = operands.of_type(mu_, factors.u.scalar_type());
   const Tensor out = empty_weight(of, factors.u);
   if (out.numel() == 0) return out;
   const On on(factors.u);
@@ -210,7 +232,10 @@ Gradients dense_layer_backward(const Layer& of, const Tensor& grad, const Tensor
       TORCH_ERROR_CODE_CHECK(OF_DEVICE(mm_out)(out.w->get(), transposed(rows).get(), rows_of(x).get()));
     }
     const int64_t all[1] = {0};
-    if (of_bias) out.bias = torch::stable::sum(rows, torch::headeronly::IntHeaderOnlyArrayRef(all, 1));
+    // autocast has a sum in float32 else
+    if (of_bias) {
+      out.bias = torch::stable::sum(rows, torch::headeronly::IntHeaderOnlyArrayRef(all, 1), false, rows.scalar_type());
+    }
     return out;
   }
   require(of.kind == Layer::kConvolution, "layer", "is of no kind that a GPU has");
@@ -240,9 +265,13 @@ bool layer(AtenTensorHandle out[2], const Layer& of, void* x_, void* bias_, void
            void* u, void* v) {
   return done(out, 2, [&] {
     const Operands operands(x_);
-    const OptionalTensor bias = operands.alike_if(bias_);
-    const Tensor w = weight(operands, of, mu, index, support, u, v);
-    give(dense_layer(of, operands.first(), w, bias), out);
+    const Tensor& x = operands.first();
+    const auto type = type_for(of, x);
+    const OptionalTensor bias = cast_if(operands, of, bias_, type);
+    Tensor w = weight(operands, of, mu, index, support, u, v);
+    require(of.cast ? w.scalar_type() != ScalarType::Double : w.scalar_type() == type, "layer", "x does not fit");
+    w = in_type(w, type);
+    give(dense_layer(of, in_type(x, type), w, bias), out);
     give(w, out + 1);
   });
 }
@@ -252,17 +281,19 @@ bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, voi
   return done(out, 5, [&] {
     require_format(of);
     const Operands operands(x_);
-    const Tensor grad = operands.alike(grad_);
+    const auto type = type_for(of, operands.first());
+    const Tensor grad = operands.of_type(grad_, type), x = in_type(operands.first(), type);
+    // those of x and the bias are cast by autograd
     const Gradients found =
-        dense_layer_backward(of, grad, operands.first(), operands.alike(w), needs & 1, needs >> 2, needs & 2);
+        dense_layer_backward(of, grad, x, operands.of_type(w, type), needs & 1, needs >> 2, needs & 2);
     if (found.x) give(*found.x, out);
     if (found.bias) give(*found.bias, out + 1);
     if (!found.w) return;
     const bool of_mu = needs & 4, of_u = needs & 8, of_v = needs & 16;
-    if (of_mu && !index_) give(*found.w, out + 2);
-    if (!of_u && !of_v && !(of_mu && index_)) return;
-    Tensor dw = *found.w;
     const Factors factors(operands, of, u, v);
+    Tensor dw = in_type(*found.w, factors.u.scalar_type());
+    if (of_mu && !index_) give(dw, out + 2);
+    if (!of_u && !of_v && !(of_mu && index_)) return;
     const On on(dw);
     const bool split = dw.dim() == 4 && dw.size(2) > 1 && dw.size(3) > 1 && dw.stride(2) != dw.size(3) * dw.stride(3);
     if ((split || of.layout == fastfact_cuda::kView) && !is_dense(dw, 0)) dw = torch::stable::contiguous(dw);
@@ -270,7 +301,7 @@ bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, voi
     for (int64_t d = 0; d < dw.dim(); ++d) strides[d] = dw.stride(d);
     const Size size = size_of(of);
     const auto view = fastfact_cuda::rank1_view(of.layout, size, strides);
-    const auto type = type_of(dw);
+    const auto kind = type_of(dw);
     const int64_t rank = factors.u.size(0);
     OptionalTensor du, dv, dmu;
     if (of_u) du = empty(dw, shape_of(factors.u));
@@ -282,10 +313,10 @@ bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, voi
       if (index.numel()) held.emplace(operands, of, index, support, on.stream());
     }
     if (dw.numel()) {
-      const Tensor parts = bytes(dw, fastfact_cuda::rank1_workspace(type, view, rank, 1, of_u, of_v));
+      const Tensor parts = bytes(dw, fastfact_cuda::rank1_workspace(kind, view, rank, 1, of_u, of_v));
       check_error("layer",
                   fastfact_cuda::rank1_weight_backward(
-                      type, slices(dw), slices(factors.u), slices(factors.v), du ? data_of(*du) : nullptr,
+                      kind, slices(dw), slices(factors.u), slices(factors.v), du ? data_of(*du) : nullptr,
                       dv ? data_of(*dv) : nullptr, held ? slices(*dmu) : Slices{nullptr, 0},
                       held ? held->support : Support{}, data_of(parts), view, of.layout, size, rank, 1, on.stream()));
     } else {
@@ -302,7 +333,9 @@ bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, voi
 bool dense(AtenTensorHandle out[1], const Layer& of, void* x_, void* w, void* bias_) {
   return done(out, 1, [&] {
     const Operands operands(x_);
-    give(dense_layer(of, operands.first(), operands.alike(w), operands.alike_if(bias_)), out);
+    const auto type = type_for(of, operands.first());
+    const OptionalTensor bias = cast_if(operands, of, bias_, type);
+    give(dense_layer(of, in_type(operands.first(), type), operands.of_type(w, type), bias), out);
   });
 }
 

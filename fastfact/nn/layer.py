@@ -177,18 +177,21 @@ class FactorizedLayer(Factors):
         """of(twin, x), in evaluation under autocast: the twin is the layer in autocast's dtype, kept while the numbers
         of this one are what they were. So nothing is cast in each call but x, and what is kept and chosen for a layer
         of that dtype serves. None where there is no twin."""
-        if self.training or not weight_cache.allowed(casting=True) or not torch.is_autocast_enabled("cpu"):
+        kind = x.device.type
+        if self.training or kind not in ("cpu", direct.OTHER) or not weight_cache.allowed(casting=True):
             return None
-        if type(x) not in PLAIN or not x.is_cpu or not x.is_floating_point() or x.dtype == torch.float64:
+        if not torch.is_autocast_enabled(kind):
+            return None
+        if type(x) not in PLAIN or not x.is_floating_point() or x.dtype == torch.float64:
             return None
         own = [t for t in (*self._parameters.values(), self._buffers.get(INDEX)) if t is not None]
-        dtype = torch.get_autocast_dtype("cpu")
-        torch.set_autocast_enabled("cpu", False)
+        dtype = torch.get_autocast_dtype(kind)
+        torch.set_autocast_enabled(kind, False)
         try:
             twin = self._cache.value(own, ("twin", dtype), lambda: self._twin(dtype)) if own else None
             return None if twin is None else of(twin, x.to(dtype))
         finally:
-            torch.set_autocast_enabled("cpu", True)
+            torch.set_autocast_enabled(kind, True)
 
     @torch.inference_mode(False)
     def _twin(self, dtype: torch.dtype) -> "FactorizedLayer | None":
@@ -258,8 +261,14 @@ class FactorizedLayer(Factors):
         how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
         if any(part is not None and all(part is not t for t in tensors.values()) for part in parts):
             return None
-        of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size)
+        of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size, self._cast(x))
         return call_of(of, self._support(tensors), bias, *parts)
+
+    @staticmethod
+    def _cast(x: Tensor) -> torch.dtype | None:
+        """What autocast has a layer computed in, where that is one node."""
+        other = x.device.type == direct.OTHER and autocasts(direct.OTHER)
+        return torch.get_autocast_dtype(direct.OTHER) if other else None
 
     def _support(self, tensors: dict[str, Tensor]) -> Tensor | None:
         """Where compact μ is, as the CUDA kernels read it, made once for its positions. None where they serve not."""
@@ -561,7 +570,7 @@ class FactorizedLayer(Factors):
         channels_last = is_channels_last(x)
         if self._is_one_node(x, tensors, bias):
             how, *parts = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
-            of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size)
+            of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size, self._cast(x))
             return apply_weight(of, x, bias, *parts)
         weight = self._weight_for(channels_last, tensors, kept)
         return pixels(x, weight, bias) if path == "product" else self._dense_forward(x, weight, bias)
@@ -582,7 +591,12 @@ class FactorizedLayer(Factors):
         """Whether W and the layer can be one node of the graph: in eager training."""
         if not torch.is_grad_enabled() or type(self.spec).weight is not Spec.weight:
             return False
-        return self._is_plain(x, tensors, bias, device=direct.OTHER if x.device.type == direct.OTHER else "cpu")
+        if x.device.type != direct.OTHER:
+            return self._is_plain(x, tensors, bias)
+        casts = isinstance(self.spec, Rank1) and self._cast(x) in direct.CASTS
+        if casts and self._cast(x) and any(t.dtype == torch.float64 for t in (x, *tensors.values())):
+            return False  # which autocast leaves as it is
+        return self._is_plain(x, tensors, bias, casts, direct.OTHER)
 
     @staticmethod
     def _is_plain(

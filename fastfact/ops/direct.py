@@ -32,12 +32,23 @@ LINEAR, PIXELS, CONVOLUTION, REORDERED, PACKED = range(5)
 with W in oneDNN's form or, in float32, in MKL's for as many rows as its `groups` are."""
 
 
-def settings(kind: int, layout: int, channels_last: bool, size: Sequence[int], how: Sequence = ()) -> bytes:
+CASTS = {None: 0, torch.float16: 1, torch.bfloat16: 2}
+"""What autocast may have a layer computed in, on a device with a library of its own."""
+
+
+def settings(
+    kind: int,
+    layout: int,
+    channels_last: bool,
+    size: Sequence[int],
+    how: Sequence = (),
+    cast: torch.dtype | None = None,
+) -> bytes:
     """What a layer is asked for besides tensors: layout of the factors (`formats.LAYOUTS`), whether W is laid out
-    channels_last, its size, and the settings of a convolution: stride, padding, dilation, groups."""
+    channels_last, its size, the settings of a convolution (stride, padding, dilation, groups), and one of `CASTS`."""
     stride, padding, dilation, groups = how or ((1, 1), (0, 0), (1, 1), 1)
     size = (*size, 1, 1)[:4]
-    return struct.pack("=14q", kind, layout, channels_last, *size, *stride, *padding, *dilation, groups)
+    return struct.pack("=15q", kind, layout, channels_last, *size, *stride, *padding, *dilation, groups, CASTS[cast])
 
 
 class Plan(NamedTuple):
@@ -207,7 +218,7 @@ def _take(library: ModuleType, file: Path) -> None:
     with contextlib.suppress(AttributeError):
         given_out = ctypes.CDLL(str(file)).fastfact_direct
         given_out.restype = ctypes.c_void_p
-        library.take_library(given_out())
+        library.take_library(given_out(), OTHER)
 
 
 def _library() -> ModuleType:

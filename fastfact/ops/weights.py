@@ -3,6 +3,7 @@
 One `autograd.Function` serves them all; its `vmap` rule folds a mapped axis into the client axis.
 """
 
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -216,13 +217,15 @@ class Applied(NamedTuple):
     plan: direct.Plan | None
 
 
-def applied(settings: Convolution | str | None, how: How, size: tuple[int, ...]) -> Applied:
-    """`Applied` for a weight of `size`."""
+def applied(
+    settings: Convolution | str | None, how: How, size: tuple[int, ...], cast: torch.dtype | None = None
+) -> Applied:
+    """`Applied` for a weight of `size`. cast: see `direct.settings`; of the ops of `Rank1` only."""
     plan = None
     if how.op in ("rank1_weight", "compact_weight") and not how.clients:
         kind = direct.LINEAR if settings is None else direct.PIXELS if settings == PIXELS else direct.CONVOLUTION
         own = settings if isinstance(settings, Convolution) else ()
-        numbers = direct.settings(kind, how.settings[0], how.channels_last, size, own)
+        numbers = direct.settings(kind, how.settings[0], how.channels_last, size, own, cast)
         plan = direct.Plan(numbers, True, _Made, (settings, how))
     return Applied(settings, how, plan)
 
@@ -294,9 +297,14 @@ class _Made:
         (settings, how), (dense, *factors) = ctx.plan.own, _parts(u, v, mu, index)
         _, nx, nu, nv, nmu, _, nb = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            y = _applied(x, _EagerWeight.apply(how, dense, *factors), bias, settings)
+            casts = any(t is not None and t.dtype != grad.dtype for t in (x, u, bias))
+            with torch.autocast(x.device.type, grad.dtype) if casts else contextlib.nullcontext():
+                y = _applied(x, _EagerWeight.apply(how, dense, *factors), bias, settings)
             return None, *_differentiable(y, saved[:6], ctx.needs_input_grad[1:], grad)
+        # Under autocast the layer was computed in another type. Those of x and the bias are cast by autograd.
+        x, made = x.to(grad.dtype), made.to(grad.dtype)
         dx, dw, db = _layer_gradients(settings, grad, x, made, bias, (nx, nu or nv or nmu, nb))
+        dw = dw if dw is None else dw.to(u.dtype)
         if index is None:
             dmu, du, dv, *_ = _gradients(how, (nmu, nu, nv, False, False), dw, factors)
         else:

@@ -204,12 +204,13 @@ def test_a_choice_is_measured_there(measured):
     layer = drawn(ff.nn.FactorizedConv2d(16, 16, 3, padding=1, spec=ff.Rank1(sparse=False)), None).to(DEVICE)
     x = torch.randn(2, 16, 8, 8, device=DEVICE, requires_grad=True)
     layer(x).sum().backward()
+    assert not choice.choices()
     layer.eval()
     with torch.no_grad():
         layer(x)
     asked = [question for question in choice.choices() if "cuda" in question]
-    assert len(asked) == 2, choice.choices()
-    seconds, chosen = layer.train().times(x, True)
+    assert len(asked) == 1, choice.choices()
+    seconds, chosen = layer.times(x, False)
     assert {"dense", "reconstruct", "fused"} <= seconds.keys() and chosen in seconds
 
 
@@ -379,6 +380,20 @@ def test_evaluation_keeps_the_weight_and_sees_every_write(write, density):
     optimizer.step()
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_evaluation_under_autocast(dtype):
+    layer = drawn(ff.nn.FactorizedConv2d(8, 16, 3, padding=1), 0.2).to(DEVICE).eval()
+    x = torch.randn(4, 8, 9, 9, device=DEVICE)
+    with torch.no_grad(), torch.autocast(DEVICE, dtype):
+        for _ in range(3):
+            for _ in range(3):
+                y, expected = layer(x), F.conv2d(x, layer._weight(None), layer.bias, padding=1)
+                assert y.dtype == expected.dtype == dtype
+                torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+            layer.u.mul_(1.5)
+            layer.mu.data.mul_(1.5)
 
 
 def test_a_kept_weight_serves_without_being_made(monkeypatch):

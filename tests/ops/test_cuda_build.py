@@ -126,7 +126,7 @@ def on_emulated(emulated_library, monkeypatch):
     given_out = ctypes.CDLL(emulated_library).fastfact_direct
     given_out.restype = ctypes.c_void_p
     module = direct.serve.__self__
-    module.take_library(given_out())
+    module.take_library(given_out(), "cpu")
     monkeypatch.setattr(direct, "OTHER", "cpu")
 
     def refused(*args):
@@ -135,7 +135,7 @@ def on_emulated(emulated_library, monkeypatch):
     monkeypatch.setattr(weights._Made, "forward", refused)
     monkeypatch.setattr(weights._Made, "backward", refused)
     yield
-    module.take_library(0)
+    module.take_library(0, "")
     if file := backends.library_file("cuda"):
         direct._take(module, file)
 
@@ -148,17 +148,16 @@ LAYERS = [
     (ff.nn.FactorizedLinear, (40, 24), {}, (5, 40)),
     (ff.nn.FactorizedLinear, (33, 7), {"bias": False}, (2, 3, 33)),
 ]
+SPECIFIED = [(of, ("spatial", 1)) for of in LAYERS]
+SPECIFIED += [(of, spec) for of in LAYERS if len(of[-1]) == 4 for spec in (("kernel", 2), ("view", 1))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("density", [0.3, 1.0, None], ids=["compact", "dense", "none"])
-@pytest.mark.parametrize("spec", [("spatial", 1), ("kernel", 2), ("view", 1)], ids=str)
-@pytest.mark.parametrize("of", LAYERS, ids=lambda of: f"{of[1]}")
+@pytest.mark.parametrize(("of", "spec"), SPECIFIED, ids=lambda one: f"{one[1] if len(one) > 2 else one}")
 def test_a_layer_as_one_call_emulated(on_emulated, of, spec, density, dtype):
     """Training of layers on a GPU: the weight, the layer and all gradients in one call each, without the ops."""
     kind, sizes, how, shape = of
-    if kind is ff.nn.FactorizedLinear and spec[0] != "spatial":
-        pytest.skip("linear layers have one layout")
     # "view" has no kernel that writes channels_last
     for form in (torch.contiguous_format, torch.channels_last)[: 1 if len(shape) < 4 or spec[0] == "view" else 2]:
         layer = kind(*sizes, **how, spec=ff.Rank1(*spec, sparse=density is not None), dtype=dtype)
@@ -191,6 +190,43 @@ def test_a_layer_as_one_call_emulated(on_emulated, of, spec, density, dtype):
                 wanted = grad.double().sum((0, 2, 3) if len(shape) == 4 else tuple(range(len(shape) - 1)))
                 assert (found[-1].double() - wanted).norm() <= tolerance * wanted.norm()
         assert len(layer._nodes) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("density", [0.3, 1.0, None], ids=["compact", "dense", "none"])
+@pytest.mark.parametrize("of", LAYERS, ids=lambda of: f"{of[1]}")
+def test_a_layer_under_autocast_as_one_call_emulated(on_emulated, of, density, dtype):
+    """In autocast's type, as the dense layer is, with gradients in the types of the tensors; backward in autocast and
+    after it."""
+    kind, sizes, how, shape = of
+    layer = kind(*sizes, **how, spec=ff.Rank1(sparse=density is not None))
+    layer.path = "reconstruct"
+    with torch.no_grad():
+        for factor in layer.factors().values():
+            factor.normal_(std=0.5)
+    if density is not None and density < 1:
+        layer.prune_(density)
+        layer.compact()
+    dense = layer.to_dense()
+    for wide in (True, False):
+        x = torch.randn(shape, dtype=torch.float32 if wide else dtype).requires_grad_()
+        with torch.autocast("cpu", dtype):
+            y, expected = layer(x), dense(x)
+            grad = torch.randn_like(y)
+            if wide:
+                found = torch.autograd.grad(y, [x, *layer.parameters()], grad)
+        if not wide:
+            found = torch.autograd.grad(y, [x, *layer.parameters()], grad)
+        w = layer.spec.weight(layer._tensors(), layer.size, False)
+        same = torch.func.functional_call(dense, {"weight": w}, (x.float(),))
+        exact = torch.autograd.grad(
+            same, [x, *layer.parameters()][: len(found) - (layer.bias is not None)], grad.float()
+        )
+        assert y.dtype == expected.dtype == dtype
+        assert (y - expected).norm() <= 2e-2 * expected.norm()
+        for got, wanted, to in zip(found, exact, [x, *layer.parameters()], strict=False):
+            assert got.dtype == to.dtype and (got - wanted).norm() <= 2e-2 * wanted.norm()
+    assert len(layer._nodes) == 2
 
 
 def reference_weight(layer, rounded):
