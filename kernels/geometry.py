@@ -99,13 +99,14 @@ class ImageStrides(NamedTuple):
 
 
 def reciprocal(divisor: int) -> tuple[int, int]:
-    """(multiplier, shift): m // divisor = m · multiplier >> (31 + shift) for 0 ≤ m < 2³¹.
+    """(multiplier, shift): m // divisor = m · multiplier >> shift for 0 ≤ m < 2³¹.
 
-    2ˢ ≥ divisor and multiplier = ⌈2³¹⁺ˢ / divisor⌉ < 2³², which is off by less than 2ˢ / divisor: what that adds to the
-    quotient is below 1 / divisor (Granlund and Montgomery, 1994).
+    shift = 31 + s with 2ˢ ≥ divisor, and multiplier = ⌈2³¹⁺ˢ / divisor⌉ < 2³², which is off by less than 2ˢ / divisor:
+    what that adds to the quotient is below 1 / divisor (Granlund and Montgomery, 1994). Neither is ever 1, which Triton
+    makes a constant: triton 3.6 takes the functions of a kernel for one whose tuples differ in that alone.
     """
-    shift = (divisor - 1).bit_length()
-    return -(-(1 << 31 + shift) // divisor), shift
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
 
 
 class Image(NamedTuple):

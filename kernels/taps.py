@@ -24,7 +24,7 @@ def tap_position(at, tap, extent, axis, TRANSPOSED: tl.constexpr):
 def _divided(m, reciprocal):
     """m // d for 0 ≤ m < 2³¹, `reciprocal` = `geometry.reciprocal(d)`: a division takes twenty instructions."""
     multiplier, shift = reciprocal
-    return (tl.umulhi((m * 2).to(tl.uint32), multiplier.to(tl.uint32)) >> shift).to(tl.int32)
+    return (tl.umulhi((m * 2).to(tl.uint32), multiplier.to(tl.uint32)) >> (shift - 31)).to(tl.int32)
 
 
 @triton.jit

@@ -200,6 +200,22 @@ def test_the_rank1_path_compiles_ahead_of_time(name, arch, monkeypatch):
         assert ("wgmma" if arch == 90 else "mma.sync") in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("plane", [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (2, 3), (16, 1), (1, 32)], ids=str)
+def test_planes_of_any_size_compile_ahead_of_time(plane, monkeypatch):
+    """Triton compiles a kernel anew for integers that are 1, of which those in a plane may be few or many."""
+    for part in ("forward", "data gradient", "weight gradient"):
+        with monkeypatch.context() as patch:
+            conv, chosen = convolution_for(part, 90, patch)
+            x = torch.zeros(2, 2, *plane, 4, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
+            u, v = torch.zeros(2, 1, 2, 3, dtype=torch.bfloat16), torch.zeros(2, 1, 4, 4, dtype=torch.bfloat16)
+            mu = torch.zeros(2, 4, 2, 3, 4, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
+            taller = torch.zeros(2, 2, plane[0] + 1, plane[1], 4, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
+            # one row less, as many columns
+            settings = (SPATIAL, (4, 4, 2, 3), True, (1, 1), (0, 1), (1, 1), 1)
+            run(conv, part, (taller, u, v, mu, None, x), settings)
+            assert chosen.compiled
+
+
 def test_a_reciprocal_divides():
     geometry = importlib.import_module("fastfact.kernels.geometry")
     g = torch.Generator().manual_seed(0)
@@ -209,4 +225,4 @@ def test_a_reciprocal_divides():
         numbers = [0, 1, divisor - 1, divisor, 2 * divisor - 1, most - 1, most]
         numbers += torch.randint(most, (30,), generator=g).tolist()
         assert 2**31 <= multiplier < 2**32
-        assert all(n * multiplier >> 31 + shift == n // divisor for n in numbers if n <= most)
+        assert 1 < shift < 64 and all(n * multiplier >> shift == n // divisor for n in numbers if n <= most)
