@@ -6,7 +6,7 @@ close are run 16 times, for 0.03 s at least and 0.1 s at most (0.2 s where fewer
 a ResNet-50 spends about three seconds so. In evaluation two that are close are run again in other surroundings. Neither
 gradients nor random numbers are touched.
 The answer is remembered for this processor, build and number of threads (`machine.remembered`), so that the next
-process need not measure.
+process need not measure. On a GPU, where kernels are compiled to be measured, a process does so for three seconds.
 
 The paths agree up to rounding only: a run repeats bit for bit if its choices do. `choices()` are those of this process,
 to be written beside a run, and `set_choices` takes them again. $FASTFACT_CHOICE: "fixed" takes the paths that a rule of
@@ -48,6 +48,9 @@ ENOUGH, SHORT = 16, 0.03
 """Runs of each path, and seconds, after which those that are left are equally fast."""
 BEHIND = {2: 1.3, 3: 1.2, 5: 1.12, 8: 1.08, 12: 1.05}
 """After how many runs of each a path is left out that takes how many times what another takes."""
+COMPILING = 3.0
+"""Seconds of a process after which no more questions are measured on a GPU, where kernels are compiled first: the rule
+answers what is not yet known, and the next process goes on."""
 NEAR, FAR = 1 << 21, 1 << 23
 """Bytes of other memory that are written before a forward pass, and at most before each part of a training step."""
 CACHES, HEAVY, SURE, FIRM = 1 << 25, 1 << 18, 0.75, 1.1
@@ -151,6 +154,12 @@ nominal._dynamo_marked_constant = True
 _lock = threading.RLock()
 _answers: dict[str, str] = {}
 _generation = 0
+_measured_elsewhere = 0.0
+"""Seconds that questions took on another device than the CPU."""
+
+
+class _NotNow(Exception):
+    """There is no time left to measure."""
 
 
 def generation() -> tuple[int, int]:
@@ -210,8 +219,13 @@ def _find(question: str, work: Work, sides) -> str:
         return _table(asked).get(question) or rule(work)
 
     def measure() -> dict[str, object]:
+        global _measured_elsewhere
+        elsewhere, began = work.device != "cpu", time.perf_counter()
+        if elsewhere and _measured_elsewhere > COMPILING:
+            raise _NotNow
         runs = sides()
         seconds = times(runs)
+        _measured_elsewhere += elsewhere * (time.perf_counter() - began)
         counted = {path: _counted(work, path, took) for path, took in seconds.items()}
         path = min(counted, key=counted.get, default=None)
         if path in PATHS[1:] and PATHS[0] in seconds and (doubt := _doubt(work, seconds[path] / seconds[PATHS[0]])):
@@ -221,7 +235,9 @@ def _find(question: str, work: Work, sides) -> str:
                 path = PATHS[0]
         return {"path": path, "seconds": seconds}
 
-    found = machine.remembered(question, measure)
+    found = None
+    with contextlib.suppress(_NotNow):
+        found = machine.remembered(question, measure)
     if found is None or found.get("path") not in PATHS:
         return rule(work)
     log.debug("%s: %s", question, found)

@@ -138,6 +138,26 @@ def test_a_damaged_file_is_measured_again_and_replaced(measured, remembering, da
     assert json.loads(file.read_text())["answer"]["path"] == "factored" and list(remembering.iterdir()) == [file]
 
 
+def test_a_process_measures_for_a_few_seconds_on_a_gpu(remembering, monkeypatch):
+    """Kernels are compiled there first. What there was no time for is asked again in the next process."""
+    monkeypatch.setattr(choice, "_measured_elsewhere", 0.0)
+
+    def times(sides):
+        time.sleep(0.01)
+        return {"reconstruct": 2.0, "fused": 1.0}
+
+    monkeypatch.setattr(choice, "times", times)
+    here, there = work(device="cpu"), [work(device="cuda", rows=rows) for rows in (1, 8, 64)]
+    choice.choose(here, dict)
+    assert choice._measured_elsewhere == 0
+    assert choice.choose(there[0], dict) == "fused" and 0.01 <= choice._measured_elsewhere < 1
+    choice._measured_elsewhere = choice.COMPILING + 1
+    assert choice.choose(there[1], dict) == choice.rule(there[1]) == "reconstruct"
+    choice.forget()  # the next process
+    choice._measured_elsewhere = 0.0
+    assert [choice.choose(one, dict) for one in there] == ["fused"] * 3
+
+
 def test_what_cannot_be_remembered_is_not_measured(measured, remembering, caplog):
     remembering.write_text("a file where the directory should be")
     assert takes(layer(0.9), 64, 64, 16, 16) == "reconstruct"
