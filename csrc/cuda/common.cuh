@@ -214,8 +214,15 @@ int with_type(Type type, F&& f) {
   }
 }
 
-// out[client, j] = sum over blocks of parts[client, block, j], in a fixed order.
+// out[client, j] = sum over blocks of parts[client, block, j], in a fixed order; of none where n is 0.
 template <typename T>
-int reduce_parts(const Acc<T>* parts, T* out, int64_t clients, int64_t blocks, int64_t n, void* stream);
+struct Parts {
+  const Acc<T>* parts;
+  T* out;
+  int64_t blocks, n;
+};
+// Of both in one launch.
+template <typename T>
+int reduce_parts(const Parts<T>& first, const Parts<T>& second, int64_t clients, void* stream);
 
 }  // namespace fastfact_cuda

@@ -478,7 +478,7 @@ int contract(Type type, void* out, int64_t out_row, int64_t out_column, Slices g
     if (const int error = allow_shared(kernel, shared)) return error;
     const int error = launch(kernel, clients * p.splits * p.c_blocks * p.m_blocks, kThreads, shared, stream, p);
     if (error || p.splits == 1) return error;
-    return reduce_parts<T>(p.parts, p.out, clients, p.splits, view.rows.size * factor.rank, stream);
+    return reduce_parts<T>({p.parts, p.out, p.splits, view.rows.size * factor.rank}, {}, clients, stream);
   });
 }
 

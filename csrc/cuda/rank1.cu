@@ -424,34 +424,36 @@ __global__ void __launch_bounds__(kThreads, 4) rank1_backward_kernel(Backward<T>
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    reduce_kernel(const Acc<T>* parts, T* out, int64_t blocks, int64_t n, int64_t columns) {
+    reduce_kernel(Parts<T> first, Parts<T> second, int64_t columns, int64_t first_columns) {
   __shared__ Acc<T> sums[32][9];
-  const int64_t client = blockIdx.x / columns;
+  const int64_t client = blockIdx.x / columns, column = blockIdx.x % columns;
+  const bool of_first = column < first_columns;
+  const Parts<T> of = of_first ? first : second;
   const uint32_t tx = threadIdx.x % 8, ty = threadIdx.x / 8;
-  const int64_t j = blockIdx.x % columns * 8 + tx;
+  const int64_t j = (of_first ? column : column - first_columns) * 8 + tx;
   Acc<T> sum = 0;
-  if (j < n) {
-    for (int64_t b = ty; b < blocks; b += 32) sum += parts[(client * blocks + b) * n + j];
+  if (j < of.n) {
+    for (int64_t b = ty; b < of.blocks; b += 32) sum += of.parts[(client * of.blocks + b) * of.n + j];
   }
   sums[ty][tx] = sum;
   __syncthreads();
-  if (ty == 0 && j < n) {
+  if (ty == 0 && j < of.n) {
     for (int b = 1; b < 32; ++b) sum += sums[b][tx];
-    out[client * n + j] = convert<T>(sum);
+    of.out[client * of.n + j] = convert<T>(sum);
   }
 }
 
 }  // namespace
 
 template <typename T>
-int reduce_parts(const Acc<T>* parts, T* out, int64_t clients, int64_t blocks, int64_t n, void* stream) {
-  const int64_t columns = ceil_div(n, 8);
-  return launch(reduce_kernel<T>, clients * columns, kThreads, 0, stream, parts, out, blocks, n, columns);
+int reduce_parts(const Parts<T>& first, const Parts<T>& second, int64_t clients, void* stream) {
+  const int64_t of_first = ceil_div(first.n, 8), columns = of_first + ceil_div(second.n, 8);
+  return launch(reduce_kernel<T>, clients * columns, kThreads, 0, stream, first, second, columns, of_first);
 }
-template int reduce_parts<float>(const float*, float*, int64_t, int64_t, int64_t, void*);
-template int reduce_parts<double>(const double*, double*, int64_t, int64_t, int64_t, void*);
-template int reduce_parts<__nv_bfloat16>(const float*, __nv_bfloat16*, int64_t, int64_t, int64_t, void*);
-template int reduce_parts<__half>(const float*, __half*, int64_t, int64_t, int64_t, void*);
+template int reduce_parts(const Parts<float>&, const Parts<float>&, int64_t, void*);
+template int reduce_parts(const Parts<double>&, const Parts<double>&, int64_t, void*);
+template int reduce_parts(const Parts<__nv_bfloat16>&, const Parts<__nv_bfloat16>&, int64_t, void*);
+template int reduce_parts(const Parts<__half>&, const Parts<__half>&, int64_t, void*);
 
 int rank1_weight(Type type, void* out, Slices mu, Support support, Slices u, Slices v, int64_t layout,
                  bool channels_last, Size size, int64_t rank, int64_t clients, void* stream) {
@@ -555,12 +557,10 @@ int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, 
     const auto kernel = support.words ? backward_kernel<T, true>(flat, along_v, packed)
                                       : backward_kernel<T, false>(flat, along_v, packed);
     int error = launch(kernel, clients * t.blocks_u * t.blocks_v, kThreads, t.shared, stream, a);
-    if (!error && a.need_u && t.blocks_v > 1) {
-      error = reduce_parts<T>(a.du_parts, a.du, clients, t.blocks_v, rank * rows.size, stream);
-    }
-    if (!error && a.need_v && t.blocks_u > 1) {
-      error = reduce_parts<T>(a.dv_parts, a.dv, clients, t.blocks_u, rank * columns.size, stream);
-    }
+    Parts<T> of_u{}, of_v{};
+    if (a.need_u && t.blocks_v > 1) of_u = {a.du_parts, a.du, t.blocks_v, rank * rows.size};
+    if (a.need_v && t.blocks_u > 1) of_v = {a.dv_parts, a.dv, t.blocks_u, rank * columns.size};
+    if (!error) error = reduce_parts<T>(of_u, of_v, clients, stream);
     return error;
   });
 }

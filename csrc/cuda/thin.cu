@@ -431,13 +431,10 @@ int run(const Outer* products, Slices grad, double scaling, double plus, const V
   int error = launch(thin_kernel<T, kWidth, kProducts>, clients * grid.splits * grid.stripes, kThreads * kProducts,
                      kShared, stream, p);
   for (const Gradients<T>& to : p.product) {
-    if (!error && to.m_parts) {
-      error = reduce_parts<T>(to.m_parts, to.m_out, clients, grid.splits, view.rows.size * to.m_factor.rank, stream);
-    }
-    if (!error && to.n_parts) {
-      error =
-          reduce_parts<T>(to.n_parts, to.n_out, clients, grid.stripes, view.columns.size * to.n_factor.rank, stream);
-    }
+    Parts<T> of_m{}, of_n{};
+    if (to.m_parts) of_m = {to.m_parts, to.m_out, grid.splits, view.rows.size * to.m_factor.rank};
+    if (to.n_parts) of_n = {to.n_parts, to.n_out, grid.stripes, view.columns.size * to.n_factor.rank};
+    if (!error) error = reduce_parts<T>(of_m, of_n, clients, stream);
   }
   return error;
 }
