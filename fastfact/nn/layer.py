@@ -64,7 +64,7 @@ class FactorizedLayer(Factors):
     every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()`
     is called; for images in channels_last, and for four rows or more of a linear layer, it is kept in the form
     that oneDNN or MKL computes with, into which PyTorch brings it in each call. "factored" has the kernels remember the
-    order in which they take the nonzeros of μ.
+    order in which they take the nonzeros of μ. On a GPU W is kept, too, as long as PyTorch knows of no write to a factor.
     """
 
     origin: tuple[nn.Module, ...] = ()
