@@ -256,8 +256,12 @@ bool records([[maybe_unused]] void* x) {
 #ifdef FASTFACT_EMULATED
   return false;
 #else
-  const Tensor t = opaque(x);
-  return fastfact_cuda::is_recorded(On(t).stream());
+  const auto handle = reinterpret_cast<AtenTensorHandle>(&x);
+  int32_t device;
+  void* stream;
+  // What cannot be told is taken for recorded, and left to the ops.
+  if (aoti_torch_get_device_index(handle, &device) || aoti_torch_get_current_cuda_stream(device, &stream)) return true;
+  return fastfact_cuda::is_recorded(stream);
 #endif
 }
 

@@ -64,7 +64,8 @@ class FactorizedLayer(Factors):
     every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()`
     is called; for images in channels_last, and for four rows or more of a linear layer, it is kept in the form
     that oneDNN or MKL computes with, into which PyTorch brings it in each call. "factored" has the kernels remember the
-    order in which they take the nonzeros of μ. On a GPU W is kept, too, as long as PyTorch knows of no write to a factor.
+    order in which they take the nonzeros of μ. On a GPU W is kept, too, for as long as PyTorch knows of no write to a
+    factor.
     """
 
     origin: tuple[nn.Module, ...] = ()
@@ -189,9 +190,21 @@ class FactorizedLayer(Factors):
         torch.set_autocast_enabled(kind, False)
         try:
             twin = self._cache.value(own, ("twin", dtype), lambda: self._twin(dtype)) if own else None
-            return None if twin is None else of(twin, x.to(dtype))
+            found = None if twin is None else of(twin, x.to(dtype))
+            call = None if found is None or kind != direct.OTHER else twin._call_for(x.to(dtype), dtype)
         finally:
             torch.set_autocast_enabled(kind, True)
+        if call and (kept := self._cache.of(own)) and (watch := self._cache.watch(kept)):
+            self._note(x, self._tensors(), self.bias, watch, call)
+        return found
+
+    def _call_for(self, x: Tensor, dtype: torch.dtype) -> direct.Call | None:
+        """What serves in place of this twin, of inputs that are cast by the call; None where it keeps no W for x."""
+        tensors = self._tensors()
+        kept = self._cache.of(list(tensors.values()))
+        if kept is None or not choice.can_measure() or self._path(x, tensors, kept) != "reconstruct":
+            return None
+        return direct.casting(self._kept_call("reconstruct", x, tensors, self.bias, kept), dtype)
 
     @torch.inference_mode(False)
     def _twin(self, dtype: torch.dtype) -> "FactorizedLayer | None":

@@ -51,6 +51,15 @@ def settings(
     return struct.pack("=15q", kind, layout, channels_last, *size, *stride, *padding, *dilation, groups, CASTS[cast])
 
 
+def casting(call: "Call | None", dtype: torch.dtype) -> "Call | None":
+    """A call of `dense`, on a device with a library of its own, that casts its input to this type of `CASTS`; None for
+    any other call."""
+    if call is None or call.function is not dense or dtype not in CASTS:
+        return None
+    settings, *rest = call.args
+    return call._replace(args=(settings[:-8] + struct.pack("=q", CASTS[dtype]), *rest))
+
+
 class Plan(NamedTuple):
     """A layer as one node of the graph. makes: W, or y from the factors apart. function: has `forward` (ctx, plan, x,
     u, v, μ, index, bias) and `backward` (ctx, grad, what was saved), which serve where the library does not: they save

@@ -229,6 +229,25 @@ def test_a_layer_under_autocast_as_one_call_emulated(on_emulated, of, density, d
     assert len(layer._nodes) == 2
 
 
+@pytest.mark.parametrize("of", LAYERS, ids=lambda of: f"{of[1]}")
+def test_evaluation_under_autocast_as_one_call_emulated(on_emulated, monkeypatch, of):
+    """A kept W serves for inputs of both types, until somebody writes to a factor."""
+    kind, sizes, how, shape = of
+    layer = kind(*sizes, **how).eval()
+    layer.path = "reconstruct"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(shape).to(dtype)
+            expected = layer(x)
+            with monkeypatch.context() as patch:
+                patch.setattr(kind, "_forward", None)
+                torch.testing.assert_close(layer(x), expected)
+            layer.v.data.mul_(2)
+            found, dense = layer(x), layer.to_dense()(x)
+            assert found.dtype == torch.bfloat16 and not torch.equal(found, expected)
+            torch.testing.assert_close(found, dense, rtol=2e-2, atol=2e-2 * dense.abs().max().item())
+
+
 def reference_weight(layer, rounded):
     """W of the factors in plain PyTorch, with the value that it has in lower precision."""
     with ff.use_backend("reference"):
