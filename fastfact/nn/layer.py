@@ -286,10 +286,12 @@ class FactorizedLayer(Factors):
     def _support(self, tensors: dict[str, Tensor]) -> Tensor | None:
         """Where compact μ is, as the CUDA kernels read it, made once for its positions. None where they serve not."""
         index = tensors.get(INDEX)
-        if index is None or index.device.type != direct.OTHER or index.is_inference() or not choice.can_measure():
+        if index is None or index.device.type != direct.OTHER or index.is_inference():
             return None
         made = self._words
         if made is None or made[0] is not index or made[1] != index._version:
+            if not choice.can_measure():
+                return None  # what is recorded now has no numbers yet
             words = sparsity.words(index, torch.Size(self.size).numel())
             if words.is_cuda:
                 # they may serve on another stream next
@@ -584,7 +586,7 @@ class FactorizedLayer(Factors):
         if self._is_one_node(x, tensors, bias):
             how, *parts = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
             of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size, self._cast(x))
-            return apply_weight(of, x, bias, *parts)
+            return apply_weight(of, self._support(tensors), x, bias, *parts)
         weight = self._weight_for(channels_last, tensors, kept)
         return pixels(x, weight, bias) if path == "product" else self._dense_forward(x, weight, bias)
 

@@ -321,11 +321,12 @@ def call_of(of: Applied, support: Tensor | None, bias, dense, f1, f2, f3=None, f
     return direct.call(plan, f1, f2, dense if f4 is None else f3, f4, bias)
 
 
-def apply_weight(of: Applied, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:
+def apply_weight(of: Applied, support: Tensor | None, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:
     """`call_of` for x, for layers in training that no node serves."""
     if of.plan is None:
         return _Applied.apply(of, x, bias, dense, f1, f2, f3, f4)
-    return direct.apply(of.plan, x, f1, f2, dense if f4 is None else f3, f4, bias)
+    plan = of.plan if support is None else of.plan._replace(support=support)
+    return direct.apply(plan, x, f1, f2, dense if f4 is None else f3, f4, bias)
 
 
 def _layout(op: str, layout: str, allowed: tuple[str, ...]) -> int:

@@ -50,3 +50,16 @@ def test_the_largest_are_those_a_stable_sort_puts_first(dtype):
         torch.testing.assert_close(values, x.gather(1, order), rtol=0, atol=0, equal_nan=True)
         pruned = sparsity.prune_(x[:2].clone(), keep / 40, clients=True)
         assert torch.equal(pruned, x[:2] * torch.zeros(2, 40, dtype=dtype).scatter(1, order[:2], 1))
+
+
+@pytest.mark.parametrize("numel, nonzeros", [(1, 1), (31, 5), (32, 32), (33, 0), (1000, 123), (4096, 4096)])
+def test_words_say_where_a_compact_mu_is(numel, nonzeros):
+    """The bits of 32 positions, and above them how many lie before."""
+    index = torch.randperm(numel)[:nonzeros].sort().values.to(torch.int32)
+    there = torch.zeros(numel, dtype=torch.bool)
+    there[index.long()] = True
+    found = [(word & 0xFFFFFFFF, word >> 32) for word in sparsity.words(index, numel).tolist()]
+    parts = [there[at : at + 32] for at in range(0, numel, 32)]
+    bits = [sum(1 << at for at, bit in enumerate(part.tolist()) if bit) for part in parts]
+    before = [int(there[: 32 * at].sum()) for at in range(len(parts))]
+    assert found == list(zip(bits, before, strict=True))
