@@ -1,14 +1,13 @@
 """Layers computed by the compiled libraries in one call forward and one backward, without PyTorch's dispatcher.
 
 The ops of a small layer, called one by one through the dispatcher, take as long as it computes, on a GPU longer than
-those of most networks, and so do the questions
-that a layer asks before it. Both are answered by the library as a module of Python, `fastfact._cpu`
-(`csrc/bind_cpu_module.cpp`): `serve` looks for a `Node` that says what to compute for an input, asks whether all it
-depends on is as it was, and computes. What stands between an op and its kernel is passed by, so that nothing may
-transform, cast, record or dispatch elsewhere, and all tensors must be plain ones on the CPU or, for layers whose weight
-is made or at hand, on one device of the CUDA library (`csrc/bind_cuda_direct.cpp`). `serve` asks for that; whoever
-calls the rest asks `serves`. Where a function returns None nothing was computed, and the ops serve, which say what does
-not fit.
+those of most networks, and so do the questions that a layer asks before it. Both are answered by the library as a
+module of Python, `fastfact._cpu` (`csrc/bind_cpu_module.cpp`): `serve` looks for a `Node` that says what to compute for
+an input, asks whether all it depends on is as it was, and computes. What stands between an op and its kernel is passed
+by, so that nothing may transform, record or dispatch elsewhere, and all tensors must be plain ones on the CPU or, for
+layers whose weight is made or at hand, on one device of the CUDA library (`csrc/bind_cuda_direct.cpp`), which alone
+casts as autocast says. `serve` asks for that; whoever calls the rest asks `serves`. Where a function returns None
+nothing was computed, and the ops serve, which say what does not fit.
 """
 
 import contextlib
