@@ -3,8 +3,9 @@
     python -m bench.gpu_check [STEP ...] [--out DIR] [--minutes M] [--dry-run | --rehearse]
 
 Uses the Python it is called with and installs nothing. part1, part2 and part3 end within ten minutes each, by the
-limits of their steps; each gives figures of its own, even if another never ran. The libraries are those that lie in
-fastfact/ (`make gpu-bundle` makes a folder with all that is needed); the step "build" builds them there.
+limits of their steps; each gives figures of its own, even if another never ran. "networks" stands in no part: whole
+networks beside dense ones, into DIR/gpu-networks.json. The libraries are those that lie in fastfact/ (`make gpu-bundle`
+makes a folder with all that is needed); the step "build" builds them there.
 Each step is a process with a time limit; a benchmark's rows and the tests have processes and limits of their own
 (`gpu_rows`, `gpu_tests`). Leaves DIR/gpu-STEP….jsonl, a line for each row, each test that does not pass and each step,
 written when it ends, and DIR/gpu-STEP….log, what the steps printed, a long one without its middle. Exits 1 if a step
@@ -51,7 +52,9 @@ PARTS: dict[str, dict[str, float]] = {
 }
 """Seconds of each step, by part: in all less than `PART_SECONDS`."""
 PART_SECONDS = 570.0
-SECONDS = {"build": 400.0} | {step: limit for part in PARTS.values() for step, limit in part.items()}
+SECONDS = {"build": 400.0, "networks": 120.0} | {step: limit for part in PARTS.values() for step, limit in part.items()}
+NETWORKS = ("--device", "cuda", "--dtype", "bfloat16", "--batch", "64", "--side", "224", "--rounds", "9")
+NETWORKS += ("--only", "resnet50,resnet18,mobilenet_v3_small,vit_b_16", "--density", "0.1")
 LOG_BYTES = 8 << 20
 """Of a log at most, so that both of its ends come back from a machine that returns files of limited size."""
 TEST_SECONDS = 40.0
@@ -117,6 +120,10 @@ def command_of(step: str, lines: Path, limit: float, how: str, scale: float = 1.
         return [sys.executable, "-m", "bench.gpu_tests", *inside, "--each", str(each), "--", *chosen]
     if how == "rehearse":
         return [sys.executable, "-c", "print('rehearsed')"]
+    if step == "networks":
+        file = str(lines.parent / "gpu-networks.json")
+        measured = ["--quick"] if how else [*NETWORKS, "--no-rivals", "--sections", "step,evaluation"]
+        return [sys.executable, "-m", "fastfact", "bench", "networks", *measured, "--json", file]
     if step == "build":
         return [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     return sanitizer_command(step)

@@ -129,6 +129,24 @@ def test_a_part_ends_within_ten_minutes_and_brings_few_files():
             assert gpu.ROW_SECONDS[step] < part[step]
 
 
+def test_networks_are_a_step(tmp_path):
+    command = gpu_check.command_of("networks", tmp_path / "lines", 100, "dry")
+    assert command[1:] == [
+        "-m",
+        "fastfact",
+        "bench",
+        "networks",
+        "--quick",
+        "--json",
+        str(tmp_path / "gpu-networks.json"),
+    ]
+    asked = gpu_check.command_of("networks", tmp_path / "lines", 100, "")[1:]
+    done = subprocess.run(
+        [sys.executable, *asked[:-2]], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode and "device='cuda': PyTorch sees no CUDA device here" in done.stderr.replace("\n", " ")
+
+
 def test_limits_inside_a_step_are_below_its_own(tmp_path):
     for part in gpu_check.PARTS.values():
         for step, limit in part.items():
