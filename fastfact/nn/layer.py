@@ -161,7 +161,7 @@ class FactorizedLayer(Factors):
 
     def _forward(self, x: Tensor) -> Tensor:
         """The forward where no node serves."""
-        if x.is_cuda and weight_cache.recorded():
+        if x.is_cuda and not torch.compiler.is_compiling() and weight_cache.recorded():
             self._drop()
             self._cache.note_recording()
         if not self.training and weight_cache.allowed():
@@ -604,7 +604,7 @@ class FactorizedLayer(Factors):
 
     def _is_one_node(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
         """Whether W and the layer can be one node of the graph: in eager training."""
-        if not torch.is_grad_enabled() or type(self.spec).weight is not Spec.weight:
+        if not torch.is_grad_enabled() or transforming() or type(self.spec).weight is not Spec.weight:
             return False
         if x.device.type != direct.OTHER:
             return self._is_plain(x, tensors, bias)
