@@ -159,11 +159,7 @@ Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const O
     multiply(rows_of(layer, y), rows_of(layer, x), transposed(matrix(w)), bias);
     return y;
   }
-  const int64_t none[2] = {0, 0};
-  AtenTensorHandle of_bias = bias ? bias->get() : nullptr, y;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_convolution(x.get(), w.get(), bias ? &of_bias : nullptr, layer.stride, 2,
-                                                    layer.padding, 2, layer.dilation, 2, 0, none, 2, layer.groups, &y));
-  return Tensor(y);
+  return convolution(aoti_torch_cpu_convolution, layer, x, w, bias);
 }
 
 // The gradient of a bias, from that of rows or images.
@@ -181,8 +177,8 @@ Tensor channel_sums(const Tensor& grad) {
 
 Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Tensor& x, const Tensor& w, bool of_x,
                                bool of_w, bool of_bias) {
-  Gradients out;
   if (layer.kind != Layer::kConvolution) {
+    Gradients out;
     const Tensor rows = rows_of(layer, grad), by = matrix(w);
     if (of_x) {
       out.x = like_rows(layer, x, w.size(1));
@@ -195,17 +191,7 @@ Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Ten
     if (of_bias) out.bias = channel_sums(rows);
     return out;
   }
-  const int64_t none[2] = {0, 0}, o[1] = {w.size(0)}, *sizes = o;
-  const int32_t mask[3] = {of_x, of_w, of_bias};
-  AtenTensorHandle dx, dw, dbias;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_convolution_backward(grad.get(), x.get(), w.get(), of_bias ? &sizes : nullptr,
-                                                             1, layer.stride, 2, layer.padding, 2, layer.dilation, 2, 0,
-                                                             none, 2, layer.groups, mask, 3, &dx, &dw, &dbias));
-  const Tensor found[3] = {Tensor(dx), Tensor(dw), Tensor(dbias)};
-  if (of_x) out.x = found[0];
-  if (of_w) out.w = found[1];
-  if (of_bias) out.bias = found[2];
-  return out;
+  return convolution_backward(aoti_torch_cpu_convolution_backward, layer, grad, x, w, of_x, of_w, of_bias);
 }
 
 // Whether a linear layer has so few rows that du = (dy vᵀ)ᵀ x and dv = (x uᵀ)ᵀ dy take less than sums over dW.
@@ -379,12 +365,11 @@ bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void*
                    const double* l1) noexcept try {
   std::vector<fastfact::Step> steps(count);
   for (int64_t n = 0; n < count; ++n) {
-    Form param, grad, momentum;
-    if (!param.read(params[n]) || !grad.read(grads[n]) || !param.fills_memory() || !grad.is_like(param)) return false;
-    if (momenta && (!momentum.read(momenta[n]) || !momentum.is_like(param))) return false;
-    const auto type = kind_of<fastfact::Type>(param);
-    if (!type || param.device != aoti_torch_device_type_cpu() || !(l1[n] >= 0 && std::isfinite(l1[n]))) return false;
-    steps[n] = {*type, param.numel, param.data, grad.data, momenta ? momentum.data : nullptr, l1[n]};
+    Stepped of;
+    if (!of.read(n, params, grads, momenta, l1)) return false;
+    const auto type = kind_of<fastfact::Type>(of.param);
+    if (!type || of.param.device != aoti_torch_device_type_cpu()) return false;
+    steps[n] = {*type, of.param.numel, of.param.data, of.grad.data, of.momentum.data, l1[n]};
   }
   fastfact::prox_sgd_step({group.lr, group.momentum, group.weight_decay, group.proximal}, steps.data(), count,
                           parallel_for);

@@ -9,7 +9,6 @@
 #endif
 
 #include <array>
-#include <cmath>
 #include <vector>
 
 #include "bind_cuda.h"
@@ -199,29 +198,24 @@ Tensor like_rows(const Tensor& x, int64_t channels) {
 }
 
 Tensor dense_layer(const Layer& of, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
-  AtenTensorHandle of_bias = bias ? bias->get() : nullptr;
   if (of.kind == Layer::kLinear) {
     const Tensor rows = rows_of(x), y = like_rows(x, w.size(0)), by = transposed(w);
     require(rows.size(1) == w.size(1), "layer", "x does not fit");
     if (bias) {
-      TORCH_ERROR_CODE_CHECK(OF_DEVICE(addmm_out)(rows_of(y).get(), of_bias, rows.get(), by.get(), 1, 1));
+      TORCH_ERROR_CODE_CHECK(OF_DEVICE(addmm_out)(rows_of(y).get(), bias->get(), rows.get(), by.get(), 1, 1));
     } else {
       TORCH_ERROR_CODE_CHECK(OF_DEVICE(mm_out)(rows_of(y).get(), rows.get(), by.get()));
     }
     return y;
   }
   require(of.kind == Layer::kConvolution, "layer", "is of no kind that a GPU has");
-  const int64_t none[2] = {0, 0};
-  AtenTensorHandle y;
-  TORCH_ERROR_CODE_CHECK(OF_DEVICE(convolution)(x.get(), w.get(), bias ? &of_bias : nullptr, of.stride, 2, of.padding,
-                                                2, of.dilation, 2, 0, none, 2, of.groups, &y));
-  return Tensor(y);
+  return convolution(OF_DEVICE(convolution), of, x, w, bias);
 }
 
 Gradients dense_layer_backward(const Layer& of, const Tensor& grad, const Tensor& x, const Tensor& w, bool of_x,
                                bool of_w, bool of_bias) {
-  Gradients out;
   if (of.kind == Layer::kLinear) {
+    Gradients out;
     const Tensor rows = rows_of(grad);
     if (of_x) {
       out.x = like_rows(x, w.size(1));
@@ -239,17 +233,7 @@ Gradients dense_layer_backward(const Layer& of, const Tensor& grad, const Tensor
     return out;
   }
   require(of.kind == Layer::kConvolution, "layer", "is of no kind that a GPU has");
-  const int64_t none[2] = {0, 0}, o[1] = {w.size(0)}, *sizes = o;
-  const int32_t mask[3] = {of_x, of_w, of_bias};
-  AtenTensorHandle dx, dw, dbias;
-  TORCH_ERROR_CODE_CHECK(OF_DEVICE(convolution_backward)(grad.get(), x.get(), w.get(), of_bias ? &sizes : nullptr, 1,
-                                                         of.stride, 2, of.padding, 2, of.dilation, 2, 0, none, 2,
-                                                         of.groups, mask, 3, &dx, &dw, &dbias));
-  const Tensor found[3] = {Tensor(dx), Tensor(dw), Tensor(dbias)};
-  if (of_x) out.x = found[0];
-  if (of_w) out.w = found[1];
-  if (of_bias) out.bias = found[2];
-  return out;
+  return convolution_backward(OF_DEVICE(convolution_backward), of, grad, x, w, of_x, of_w, of_bias);
 }
 
 bool records([[maybe_unused]] void* x) {
@@ -349,14 +333,12 @@ bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void*
   if (!count) return true;
   const Tensor first = opaque(params[0]);
   for (int64_t n = 0; n < count; ++n) {
-    Form param, grad, momentum;
-    if (!param.read(params[n]) || !grad.read(grads[n]) || !param.fills_memory() || !grad.is_like(param)) return false;
-    if (momenta && (!momentum.read(momenta[n]) || !momentum.is_like(param))) return false;
-    const auto type = kind_of<fastfact_cuda::Type>(param);
-    if (!type || param.device != device_type() || param.number != first.get_device_index()) return false;
-    if (!(l1[n] >= 0 && std::isfinite(l1[n]))) return false;
-    if (param.numel) {
-      of_type[*type].push_back({param.data, grad.data, momenta ? momentum.data : nullptr, param.numel, l1[n]});
+    Stepped of;
+    if (!of.read(n, params, grads, momenta, l1)) return false;
+    const auto type = kind_of<fastfact_cuda::Type>(of.param);
+    if (!type || of.param.device != device_type() || of.param.number != first.get_device_index()) return false;
+    if (of.param.numel) {
+      of_type[*type].push_back({of.param.data, of.grad.data, of.momentum.data, of.param.numel, l1[n]});
     }
   }
   const On on(first);

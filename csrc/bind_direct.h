@@ -86,6 +86,33 @@ struct Gradients {
   OptionalTensor x, w, bias;
 };
 
+// The convolution with the weight w, by PyTorch's function for the device.
+template <class F>
+Tensor convolution(F by, const Layer& of, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  const int64_t none[2] = {0, 0};
+  AtenTensorHandle of_bias = bias ? bias->get() : nullptr, y;
+  TORCH_ERROR_CODE_CHECK(by(x.get(), w.get(), bias ? &of_bias : nullptr, of.stride, 2, of.padding, 2, of.dilation, 2, 0,
+                            none, 2, of.groups, &y));
+  return Tensor(y);
+}
+
+// Its gradients, of those that are asked for.
+template <class F>
+Gradients convolution_backward(F by, const Layer& of, const Tensor& grad, const Tensor& x, const Tensor& w, bool of_x,
+                               bool of_w, bool of_bias) {
+  const int64_t none[2] = {0, 0}, o[1] = {w.size(0)}, *sizes = o;
+  const int32_t mask[3] = {of_x, of_w, of_bias};
+  AtenTensorHandle dx, dw, dbias;
+  TORCH_ERROR_CODE_CHECK(by(grad.get(), x.get(), w.get(), of_bias ? &sizes : nullptr, 1, of.stride, 2, of.padding, 2,
+                            of.dilation, 2, 0, none, 2, of.groups, mask, 3, &dx, &dw, &dbias));
+  const Tensor found[3] = {Tensor(dx), Tensor(dw), Tensor(dbias)};
+  Gradients out;
+  if (of_x) out.x = found[0];
+  if (of_w) out.w = found[1];
+  if (of_bias) out.bias = found[2];
+  return out;
+}
+
 constexpr int64_t kMostAxes = 8;
 
 // A tensor as it lies in memory.
@@ -138,5 +165,18 @@ std::optional<Type> kind_of(const Form& tensor) {
   }
   return std::nullopt;
 }
+
+// A parameter of `prox_sgd_step`, as it and what belongs to it lie in memory.
+struct Stepped {
+  Form param, grad, momentum;
+
+  // The one of this number; false where it cannot be stepped.
+  bool read(int64_t n, void* const* params, void* const* grads, void* const* momenta, const double* l1) {
+    if (!param.read(params[n]) || !grad.read(grads[n]) || !param.fills_memory() || !grad.is_like(param)) return false;
+    if (momenta && (!momentum.read(momenta[n]) || !momentum.is_like(param))) return false;
+    if (!momenta) momentum.data = nullptr;
+    return l1[n] >= 0 && std::isfinite(l1[n]);
+  }
+};
 
 }  // namespace fastfact::direct

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from fastfact.base import machine
 from fastfact.ops import direct
 from fastfact.ops.backends import loaded
-from fastfact.ops.common import transforming
+from fastfact.ops.common import capturing, transforming
 
 log = logging.getLogger("fastfact")
 
@@ -280,8 +280,7 @@ def _as_named_now(table: Mapping[str, str]) -> dict[str, str]:
 def can_measure() -> bool:
     """Whether this thread computes as usual, so that a measurement would tell something and disturb nothing."""
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return not (modes or capturing or transforming() or torch.jit.is_tracing())
+    return not (modes or capturing() or transforming() or torch.jit.is_tracing())
 
 
 def between(x: torch.Tensor) -> int:

@@ -17,8 +17,16 @@ from fastfact.nn.factors import INDEX, Factors, is_dense
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN, dispatches, loaded
-from fastfact.ops.common import autocast, autocasts, is_channels_last, is_mapped, recording, transforming
-from fastfact.ops.weights import PIXELS, Convolution, applied, apply_weight, call_of, pixels
+from fastfact.ops.common import (
+    autocast,
+    autocasts,
+    capturing,
+    is_channels_last,
+    is_mapped,
+    recording,
+    transforming,
+)
+from fastfact.ops.weights import PIXELS, Applied, Convolution, How, applied, apply_weight, call_of, pixels
 
 PATHS = ("auto", "reconstruct", "factored")
 PACKED = 0.5
@@ -161,7 +169,7 @@ class FactorizedLayer(Factors):
 
     def _forward(self, x: Tensor) -> Tensor:
         """The forward where no node serves."""
-        if x.is_cuda and not torch.compiler.is_compiling() and weight_cache.recorded():
+        if not torch.compiler.is_compiling() and capturing(x):
             self._drop()
             self._cache.note_recording()
         if not self.training and weight_cache.allowed():
@@ -190,8 +198,9 @@ class FactorizedLayer(Factors):
         torch.set_autocast_enabled(kind, False)
         try:
             twin = self._cache.value(own, ("twin", dtype), lambda: self._twin(dtype)) if own else None
-            found = None if twin is None else of(twin, x.to(dtype))
-            call = None if found is None or kind != direct.OTHER else twin._call_for(x.to(dtype), dtype)
+            cast = x.to(dtype)
+            found = None if twin is None else of(twin, cast)
+            call = None if found is None or kind != direct.OTHER else twin._call_for(cast, dtype)
         finally:
             torch.set_autocast_enabled(kind, True)
         if call and (kept := self._cache.of(own)) and (watch := self._cache.watch(kept)):
@@ -274,8 +283,12 @@ class FactorizedLayer(Factors):
         how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
         if any(part is not None and all(part is not t for t in tensors.values()) for part in parts):
             return None
-        of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size, self._cast(x))
-        return call_of(of, self._support(tensors), bias, *parts)
+        return call_of(self._applied(path, how, x, tensors), bias, *parts)
+
+    def _applied(self, path: str, how: How, x: Tensor, tensors: dict[str, Tensor]) -> Applied:
+        """The layer on this path as one node."""
+        settings = self._convolution() if path == "reconstruct" else PIXELS
+        return applied(settings, how, self.size, self._cast(x), self._support(tensors))
 
     @staticmethod
     def _cast(x: Tensor) -> torch.dtype | None:
@@ -585,8 +598,7 @@ class FactorizedLayer(Factors):
         channels_last = is_channels_last(x)
         if self._is_one_node(x, tensors, bias):
             how, *parts = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
-            of = applied(self._convolution() if path == "reconstruct" else PIXELS, how, self.size, self._cast(x))
-            return apply_weight(of, self._support(tensors), x, bias, *parts)
+            return apply_weight(self._applied(path, how, x, tensors), x, bias, *parts)
         weight = self._weight_for(channels_last, tensors, kept)
         return pixels(x, weight, bias) if path == "product" else self._dense_forward(x, weight, bias)
 
@@ -608,8 +620,9 @@ class FactorizedLayer(Factors):
             return False
         if x.device.type != direct.OTHER:
             return self._is_plain(x, tensors, bias)
-        casts = isinstance(self.spec, Rank1) and self._cast(x) in direct.CASTS
-        if casts and self._cast(x) and any(t.dtype == torch.float64 for t in (x, *tensors.values())):
+        cast = self._cast(x)
+        casts = isinstance(self.spec, Rank1) and cast in direct.CASTS
+        if casts and cast and any(t.dtype == torch.float64 for t in (x, *tensors.values())):
             return False  # which autocast leaves as it is
         return self._is_plain(x, tensors, bias, casts, direct.OTHER)
 

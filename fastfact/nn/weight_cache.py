@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN, loaded
-from fastfact.ops.common import transforming
+from fastfact.ops.common import capturing, transforming
 
 AXES = 8
 """The most axes of a tensor that a `Watch` is of."""
@@ -47,12 +47,7 @@ def allowed(casting: bool = False) -> bool:
         return False
     if torch._C._is_any_autocast_enabled() and not casting:
         return False
-    return loaded("cpu") and not recorded()
-
-
-def recorded() -> bool:
-    """Whether what is computed now goes into a CUDA graph, to be run again without this process's knowledge."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return loaded("cpu") and not capturing()
 
 
 def hold(tensor: Tensor, others: int = 0) -> object | None:

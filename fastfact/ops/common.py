@@ -317,6 +317,8 @@ def check_range(op: str, name: str, index: Tensor, count: int) -> None:
         raise ValueError(f"{op}: {name} has {int(outside[0])}, must be 0 to {count - 1}")
 
 
-def capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded, when no number may be read."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def capturing(tensor: Tensor | None = None) -> bool:
+    """Whether a CUDA graph is being recorded (of what is computed with this tensor), when no number may be read, and
+    what is computed runs again without this process's knowledge."""
+    there = torch.cuda.is_initialized() if tensor is None else tensor.is_cuda
+    return there and torch.cuda.is_current_stream_capturing()

@@ -218,15 +218,19 @@ class Applied(NamedTuple):
 
 
 def applied(
-    settings: Convolution | str | None, how: How, size: tuple[int, ...], cast: torch.dtype | None = None
+    settings: Convolution | str | None,
+    how: How,
+    size: tuple[int, ...],
+    cast: torch.dtype | None = None,
+    support: Tensor | None = None,
 ) -> Applied:
-    """`Applied` for a weight of `size`. cast: see `direct.settings`; of the ops of `Rank1` only."""
+    """`Applied` for a weight of `size`. cast: see `direct.settings`, support: `direct.Plan`; of the ops of `Rank1`."""
     plan = None
     if how.op in ("rank1_weight", "compact_weight") and not how.clients:
         kind = direct.LINEAR if settings is None else direct.PIXELS if settings == PIXELS else direct.CONVOLUTION
         own = settings if isinstance(settings, Convolution) else ()
         numbers = direct.settings(kind, how.settings[0], how.channels_last, size, own, cast)
-        plan = direct.Plan(numbers, True, _Made, (settings, how))
+        plan = direct.Plan(numbers, True, _Made, (settings, how), support)
     return Applied(settings, how, plan)
 
 
@@ -312,21 +316,19 @@ class _Made:
         return None, dx, du, dv, dmu, None, db
 
 
-def call_of(of: Applied, support: Tensor | None, bias, dense, f1, f2, f3=None, f4=None) -> direct.Call:
+def call_of(of: Applied, bias, dense, f1, f2, f3=None, f4=None) -> direct.Call:
     """A layer with the weight that a weight op makes of these tensors, and this bias, as one node of the graph. Nothing
-    may transform or cast, all tensors must be plain, of one type, on one device. support: see `direct.Plan`."""
+    may transform, nor cast but as `of` says, all tensors must be plain, of one type, on one device."""
     if of.plan is None:
         return direct.Call(_Applied.apply, (of, None, bias, dense, f1, f2, f3, f4), 1)
-    plan = of.plan if support is None else of.plan._replace(support=support)
-    return direct.call(plan, f1, f2, dense if f4 is None else f3, f4, bias)
+    return direct.call(of.plan, f1, f2, dense if f4 is None else f3, f4, bias)
 
 
-def apply_weight(of: Applied, support: Tensor | None, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:
+def apply_weight(of: Applied, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:
     """`call_of` for x, for layers in training that no node serves."""
     if of.plan is None:
         return _Applied.apply(of, x, bias, dense, f1, f2, f3, f4)
-    plan = of.plan if support is None else of.plan._replace(support=support)
-    return direct.apply(plan, x, f1, f2, dense if f4 is None else f3, f4, bias)
+    return direct.apply(of.plan, x, f1, f2, dense if f4 is None else f3, f4, bias)
 
 
 def _layout(op: str, layout: str, allowed: tuple[str, ...]) -> int:

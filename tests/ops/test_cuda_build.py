@@ -148,6 +148,20 @@ LAYERS = [
     (ff.nn.FactorizedLinear, (40, 24), {}, (5, 40)),
     (ff.nn.FactorizedLinear, (33, 7), {"bias": False}, (2, 3, 33)),
 ]
+
+
+def drawn(layer, density):
+    """The layer, which makes W, with its factors drawn, and μ compact where less than all of it is to be there."""
+    layer.path = "reconstruct"
+    with torch.no_grad():
+        for factor in layer.factors().values():
+            factor.normal_(std=0.5)
+    if density is not None and density < 1:
+        layer.prune_(density)
+        layer.compact()
+    return layer
+
+
 SPECIFIED = [(of, ("spatial", 1)) for of in LAYERS]
 SPECIFIED += [(of, spec) for of in LAYERS if len(of[-1]) == 4 for spec in (("kernel", 2), ("view", 1))]
 
@@ -160,14 +174,7 @@ def test_a_layer_as_one_call_emulated(on_emulated, of, spec, density, dtype):
     kind, sizes, how, shape = of
     # "view" has no kernel that writes channels_last
     for form in (torch.contiguous_format, torch.channels_last)[: 1 if len(shape) < 4 or spec[0] == "view" else 2]:
-        layer = kind(*sizes, **how, spec=ff.Rank1(*spec, sparse=density is not None), dtype=dtype)
-        layer.path = "reconstruct"
-        with torch.no_grad():
-            for factor in layer.factors().values():
-                factor.normal_(std=0.5)
-        if density is not None and density < 1:
-            layer.prune_(density)
-            layer.compact()
+        layer = drawn(kind(*sizes, **how, spec=ff.Rank1(*spec, sparse=density is not None), dtype=dtype), density)
         if len(shape) == 4:
             layer.to(memory_format=form)
         x = torch.randn(shape, dtype=dtype)
@@ -199,14 +206,7 @@ def test_a_layer_under_autocast_as_one_call_emulated(on_emulated, of, density, d
     """In autocast's type, as the dense layer is, with gradients in the types of the tensors; backward in autocast and
     after it."""
     kind, sizes, how, shape = of
-    layer = kind(*sizes, **how, spec=ff.Rank1(sparse=density is not None))
-    layer.path = "reconstruct"
-    with torch.no_grad():
-        for factor in layer.factors().values():
-            factor.normal_(std=0.5)
-    if density is not None and density < 1:
-        layer.prune_(density)
-        layer.compact()
+    layer = drawn(kind(*sizes, **how, spec=ff.Rank1(sparse=density is not None)), density)
     dense = layer.to_dense()
     for wide in (True, False):
         x = torch.randn(shape, dtype=torch.float32 if wide else dtype).requires_grad_()
