@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in the order of its worth, for a machine that is lent for half an hour.
+"""Everything that needs a GPU, in the order of its worth, for a machine that is there for half an hour.
 
     python -m bench.gpu_check [STEP ...] [--out DIR] [--minutes M] [--dry-run | --rehearse]
 

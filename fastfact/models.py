@@ -101,6 +101,7 @@ def resnet9(in_channels: int, num_classes: int, width: float = 1.0, head: str = 
 class CNN2(nn.Module):
     """The CNN of FedAvg (McMahan et al., 2017): two 5×5 convolutions with max-pools of 2, then two linear layers.
 
+    x [n, channels, h, w] → logits [n, num_classes].
     `padding=2` keeps the size (the paper's 1,663,370 parameters on 28×28, one channel); `padding=0` is the form other
     federated libraries use (878,538 on 32×32, three channels).
     """
@@ -132,7 +133,7 @@ class MLP(nn.Module):
     """The multilayer perceptron of FedAvg (McMahan et al., 2017): two hidden layers of 200 units with ReLU.
 
     199,210 parameters for 28×28 images and 10 classes. `layers=1` is the network of FedFac's simulation (§4.3.1) and
-    of its Figure 1. x [n, …] is flattened.
+    of its Figure 1. x [n, …] is flattened; → logits [n, num_classes].
     """
 
     def __init__(self, in_features: int, num_classes: int, width: float = 1.0, layers: int = 2):
@@ -179,6 +180,7 @@ class ResNet(nn.Module):
 
     stem: "wide" is a 7×7 convolution of stride 2 and a 3×3 max-pool of stride 2, "narrow" one 3×3 convolution. From the
     second stage on the first block has stride 2. The classifier follows global average pooling: any image size works.
+    x [n, in_channels, h, w] → logits [n, num_classes].
     """
 
     def __init__(
@@ -244,7 +246,7 @@ class VGG16(nn.Module):
 
     As usual for small images, batch-norm follows each convolution, the hidden linear layers have 512 units instead of
     4,096, and there is no dropout. A max-pool of 2, rounded up, ends each of the five stages; what is left is averaged.
-    FedFac, which uses it, does not describe it further.
+    FedFac, which uses it, does not describe it further. x [n, in_channels, h, w] → logits [n, num_classes].
     """
 
     stages = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))

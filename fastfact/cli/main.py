@@ -39,7 +39,7 @@ app.add_typer(bench, name="bench", rich_help_panel=MACHINE)
 
 Quick = Annotated[bool, typer.Option("--quick", help="A few rows and rounds, to see that it works.")]
 Clock = Annotated[str, typer.Option(help="wall, or cpu: processor time, where others use the machine too.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of PyTorch [default: its own choice].")]
+Threads = Annotated[int | None, typer.Option(min=1, help=escape("Threads of PyTorch [default: its own choice]."))]
 
 
 def _show_version(asked: bool) -> None:
@@ -424,11 +424,14 @@ def bench_networks(
     only: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Networks of torchvision, or ours, separated by commas.")
     ] = None,
-    sections: Annotated[str | None, typer.Option(help="Of step,evaluation,memory [default: all].")] = None,
+    sections: Annotated[str | None, typer.Option(help=escape("Of step,evaluation,memory [default: all]."))] = None,
     density: Annotated[
-        str | None, typer.Option(help="Of μ: 0 (none) to 1 (dense), separated by commas [default: 0,.05,.1,.3,.6,1].")
+        str | None,
+        typer.Option(help=escape("Of μ: 0 (none) to 1 (dense), separated by commas [default: 0,.05,.1,.3,.6,1].")),
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images at once [default: each network's own].")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help=escape("Images at once [default: each network's own]."))
+    ] = None,
     side: Annotated[int, typer.Option(min=1, help="Pixels of a side of an image.")] = 112,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 5,
     rivals: Annotated[bool, typer.Option(help="torch.compile of both networks, too.")] = True,
@@ -548,7 +551,7 @@ def reproduce(
     result: Annotated[str | None, typer.Argument(metavar="RESULT", help="Which table or figure, see the list.")] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help="Data set in place of the paper's [default: the paper's if it is there, or digits]."),
+        typer.Option(help=escape("Data set in place of the paper's [default: the paper's if it is there, or digits].")),
     ] = None,
     data_dir: Annotated[str | None, typer.Option(help=HELP["data_dir"])] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds in place of the recipe's.")] = None,
@@ -590,7 +593,9 @@ def reproduce(
 def list_methods(
     model: Annotated[str, typer.Option(help="Network, see `fastfact info`.")] = "resnet9",
     width: Annotated[float, typer.Option(help="Width multiplier of the network.")] = 1.0,
-    shape: Annotated[str | None, typer.Option(help="Of one sample [default: 3,32,32, or 80 tokens].")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help=escape("Shape of one sample [default: 3,32,32, or 80 tokens]."))
+    ] = None,
     classes: Annotated[int, typer.Option(help="Number of classes.")] = 10,
     clients: Annotated[int, typer.Option(help="Number of clients.")] = 20,
     density: Annotated[float, typer.Option(help="Share of nonzero μ in factorized layers.")] = 1.0,

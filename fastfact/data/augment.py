@@ -38,12 +38,12 @@ def _uniform(x: Tensor, generator: torch.Generator, low: float, high: float, row
 
 
 def random_flip(x: Tensor, generator: torch.Generator, probability: float = 0.5) -> Tensor:
-    """Each image mirrored left to right with this probability."""
+    """Each image of x [n, c, h, w] mirrored left to right with this probability; shape and dtype of x."""
     return torch.where(_uniform(x, generator, 0, 1)[0] < probability, x.flip(3), x)
 
 
 def random_resized_crop(x: Tensor, generator: torch.Generator, smallest: float = 0.08) -> Tensor:
-    """A random rectangle of each image, scaled to the whole size (bilinear): Inception's crop.
+    """A random rectangle of each image of x [n, c, h, w], scaled to the whole size (bilinear): Inception's crop.
 
     Its area is uniform in smallest … 1 of the image's, its aspect ratio log-uniform in 3/4 … 4/3; a side that is then
     longer than the image is cut to it.
@@ -72,11 +72,11 @@ def color_jitter(
     probability: float = 0.8,
     grey: float = 0.2,
 ) -> Tensor:
-    """Colours of images with values 0 … 1 changed at random; one or three channels, the last two steps need three.
+    """Colours of images x [n, c, h, w] with values 0 … 1 changed at random; the last two steps need three channels.
 
     With `probability`, in this order: all values times 1 ± brightness, the distance from the image's mean grey times
     1 ± contrast, from each pixel's grey times 1 ± saturation, hue turned by ± hue of a full turn, cut to 0 … 1 after
-    each. Then, with probability `grey`, the image without colour.
+    each. Then, with probability `grey`, the image without colour. Raises ValueError unless c is 1 or 3.
     """
     colours = x.shape[1]
     if colours not in (1, 3):

@@ -12,6 +12,8 @@ from fastfact.nn import sparsity
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
 
+__all__ = ["ProxAdamW", "ProxSGD"]
+
 METHODS = ("proximal", "subgradient")
 
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["density", "gather", "hard_threshold", "largest", "prune_", "replaced", "scatter"]
+
 _PENALIZED = "_fastfact_l1"
 _SUPPORT = "_fastfact_support"
 
@@ -74,19 +76,20 @@ def _among_largest(x: Tensor, keep: int) -> Tensor:
 
 
 def hard_threshold(mu: Tensor, least: float) -> Tensor:
-    """μ with every magnitude below `least` set to zero."""
+    """μ of any shape, with every magnitude below `least` set to zero."""
     return torch.where(mu.abs() < least, 0.0, mu) if least else mu
 
 
 def gather(mu: Tensor) -> tuple[Tensor, Tensor]:
-    """The nonzeros of μ and their flat positions, ascending, int32: its compact form."""
+    """The nonzeros of μ, of any shape, and their flat positions, ascending: its compact form ([nnz], int32 [nnz])."""
     flat = mu.reshape(-1)
     index = flat.nonzero().flatten()
     return flat[index], index.to(torch.int32)
 
 
 def scatter(values: Tensor, index: Tensor, size: tuple[int, ...]) -> Tensor:
-    """The inverse of `gather`: μ of shape `size`, zero off the support. Differentiable in `values`."""
+    """The inverse of `gather`: from values [nnz] and index [nnz] μ of shape `size`, zero off the support.
+    Differentiable in `values`."""
     return values.new_zeros(torch.Size(size).numel()).scatter(0, index.long(), values).reshape(size)
 
 

@@ -205,7 +205,8 @@ def _as(mixed: Tensor, like: Tensor) -> Tensor:
 def mix(matrix: Tensor, x: Tensor) -> Tensor:
     """Σ_i w[k, i] x_i for x [m, …] and a matrix [k, m]: [k, …] in x's dtype, integers rounded to the nearest.
 
-    A matrix that is one row expanded (stride 0: the constant mixing) is applied once and its result expanded.
+    matrix: floating point, on x's device. One that is one row expanded (stride 0: the constant mixing) is applied once
+    and its result expanded. Raises ValueError or TypeError, naming the argument, for other shapes, dtypes and devices.
     """
     op = "mix"
     check_tensor(op, "matrix", matrix, FLOATING)
