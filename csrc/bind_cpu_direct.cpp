@@ -429,6 +429,12 @@ Memory hold(void* tensor) noexcept try {
   return {};
 }
 
+void read_anew(void* tensor) noexcept try {
+  const Tensor t = opaque(tensor);
+  fastfact::read_anew(data_of(t), t.numel() * int64_t(t.element_size()), parallel_for);
+} catch (...) {
+}
+
 void give_back(const Memory& held) noexcept { fastfact::release(held.data, held.bytes); }
 
 }  // namespace fastfact::direct

@@ -37,9 +37,8 @@ struct Watched {
   static constexpr int64_t kMost = 16, kAxes = kMostAxes;
   int64_t count, bytes;
   uint64_t form, numbers;
-  bool
-      reads;  // the numbers; those on another device than the CPU are not read: their versions tell, and where they lie
-  int64_t versions[kMost];
+  bool reads;               // the numbers; not on another device than the CPU
+  int64_t versions[kMost];  // that they must have, −1 for any
   void* tensors[kMost];
 };
 
@@ -59,5 +58,8 @@ struct Memory {
 };
 Memory hold(void* tensor) noexcept;
 void give_back(const Memory& held) noexcept;
+
+// What is held of a tensor was written to, by who had asked for its memory before.
+void read_anew(void* tensor) noexcept;
 
 }  // namespace fastfact::direct

@@ -45,7 +45,8 @@ constexpr int64_t kLittle = 1 << 16;  // multiplications that do not
 PyObject *cdata_, *requires_grad_, *version_, *is_neg_, *saved_tensors_, *needs_input_grad_, *plan_, *to_save_,
     *forward_, *backward_;
 PyObject *tensor_type, *parameter_type, *questions[kQuestions], *take, *serving;
-PyObject *casts_any, *casts, *cast_to;
+PyObject *casts_any, *casts, *cast_to, *is_batched;
+PyObject *forward_ad, *level_;   // the variables of torch.autograd.forward_ad, and the name of one
 const Library* other = nullptr;  // of another device
 PyObject* other_name = nullptr;
 
@@ -167,8 +168,16 @@ bool expects(const char* name, Py_ssize_t given, Py_ssize_t wanted) {
   return false;
 }
 
+// Whether tangents may be there, which nothing here sees: −1 with an error set.
+int has_tangents() {
+  PyObject* const level = PyDict_GetItemWithError(forward_ad, level_);
+  const int64_t open = level ? PyLong_AsLongLong(level) : -1;
+  return PyErr_Occurred() ? -1 : open >= 0;
+}
+
 // Whether PyTorch computes as usual now: nothing transforms, dispatches elsewhere and, asked for all, traces.
 int undisturbed(int asked = kQuestions) {
+  if (const int tangents = has_tangents()) return tangents < 0 ? -1 : 0;
   for (int n = 0; n < asked; ++n) {
     const int answer = is_true(PyObject_CallNoArgs(questions[n]));
     if (answer) return answer < 0 ? -1 : 0;
@@ -272,8 +281,9 @@ int is_as_watched(PyObject* watch) {
     void* address;
     if (!address_of(PyTuple_GetItem(tensors, n), &address)) return -1;
     if (address != watched.tensors[n]) return 0;
-    if (!watched.reads) {
+    if (watched.versions[n] >= 0) {
       const int same = has_number(PyTuple_GetItem(tensors, n), watched.versions[n]);
+      if (!same && watched.reads) fastfact::direct::read_anew(address);
       if (same <= 0) return same;
     }
   }
@@ -335,9 +345,12 @@ PyObject* adam_threshold(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyBool_FromLong(done);
 }
 
-PyObject* watch(PyObject*, PyObject* tensors) {
+// (tensors, their versions, −1 for one that does not matter) → `Watched` as bytes, None where there can be none
+PyObject* watch(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  if (!expects("watch", given, 2)) return nullptr;
+  PyObject* const tensors = args[0];
   const Py_ssize_t count = PyTuple_Size(tensors);
-  if (count < 0) return nullptr;
+  if (count < 0 || PyTuple_Size(args[1]) != count) return nullptr;
   if (count > Watched::kMost) return none();
   void* addresses[Watched::kMost];
   for (Py_ssize_t n = 0; n < count; ++n) {
@@ -345,11 +358,8 @@ PyObject* watch(PyObject*, PyObject* tensors) {
   }
   Watched found = {};
   if (!released([&] { return fastfact::direct::watch(found, addresses, count); })) return none();
-  for (Py_ssize_t n = 0; !found.reads && n < count; ++n) {
-    const Ref version(PyObject_GetAttr(PyTuple_GetItem(tensors, n), version_));
-    if (!version) return PyErr_Clear(), none();  // of inference mode, which counts none
-    found.versions[n] = PyLong_AsLongLong(version);
-  }
+  for (Py_ssize_t n = 0; n < count; ++n) found.versions[n] = PyLong_AsLongLong(PyTuple_GetItem(args[1], n));
+  if (PyErr_Occurred()) return nullptr;
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&found), sizeof found);
 }
 
@@ -518,6 +528,8 @@ int can_be_direct(PyObject* grad, PyObject* saved, bool makes) {
   for (int n = 0; n < 2 + makes; ++n) {
     if (const int negative = is_negative(read[n])) return negative < 0 ? -1 : 0;
   }
+  // Of `is_grads_batched`.
+  if (const int batched = is_true(PyObject_CallFunctionObjArgs(is_batched, grad, nullptr))) return batched < 0 ? -1 : 0;
   return holds(serving);
 }
 
@@ -525,11 +537,12 @@ int can_be_direct(PyObject* grad, PyObject* saved, bool makes) {
 PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
   if (!expects("apply", count, 1)) return nullptr;
   PyObject* const grad = args[0];
-  // To be asked for once: hooks that recompute what was saved do so once.
-  const Ref how(PyObject_GetAttr(ctx, plan_)), saved(PyObject_GetAttr(ctx, saved_tensors_)),
-      needed(PyObject_GetAttr(ctx, needs_input_grad_));
+  // To be asked for once: hooks that recompute what was saved do so once. Nothing may be asked for after an error.
+  const Ref how(PyObject_GetAttr(ctx, plan_));
+  const Ref saved(how ? PyObject_GetAttr(ctx, saved_tensors_) : nullptr);
+  const Ref needed(saved ? PyObject_GetAttr(ctx, needs_input_grad_) : nullptr);
   Plan plan;
-  if (!how || !saved || !needed || !plan.read(how)) return nullptr;
+  if (!needed || !plan.read(how)) return nullptr;
   const int direct = can_be_direct(grad, saved, plan.makes);
   if (direct < 0) return nullptr;
   if (direct) {
@@ -607,7 +620,7 @@ PyMethodDef functions[] = {FAST(key),
                            FAST(prox_sgd_step),
                            FAST(adam_threshold),
                            FAST(take_library),
-                           {"watch", watch, METH_O, nullptr},
+                           FAST(watch),
                            {"hold", hold, METH_O, nullptr},
                            {"still", still_watched, METH_O, nullptr},
                            {"compute_backward", compute_backward, METH_O, nullptr},
@@ -629,7 +642,8 @@ bool find() {
                {plan_, "plan"},
                {to_save_, "to_save"},
                {forward_, "forward"},
-               {backward_, "backward"}};
+               {backward_, "backward"},
+               {level_, "_current_level"}};
   for (const auto& [at, name] : names) {
     if (!(at = PyUnicode_InternFromString(name))) return false;
   }
@@ -643,6 +657,11 @@ bool find() {
   casts = PyObject_GetAttrString(torch, "is_autocast_enabled");
   cast_to = PyObject_GetAttrString(torch, "get_autocast_dtype");
   if (!casts_any || !casts || !cast_to) return false;
+  const Ref functorch(PyImport_ImportModule("torch._C._functorch")),
+      ad(PyImport_ImportModule("torch.autograd.forward_ad"));
+  if (!functorch || !ad || !(is_batched = PyObject_GetAttrString(functorch, "is_legacy_batchedtensor"))) return false;
+  forward_ad = PyModule_GetDict(ad);
+  Py_INCREF(forward_ad);
   const char* const asked[kQuestions] = {"_are_functorch_transforms_active", "_len_torch_dispatch_stack",
                                          "_len_torch_function_stack", "_is_tracing"};
   for (int n = 0; n < kQuestions; ++n) {

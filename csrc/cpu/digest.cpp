@@ -166,6 +166,13 @@ bool hold(const void* data, int64_t bytes, ParallelFor parallel_for) {
   return true;
 }
 
+void read_anew(const void* data, int64_t bytes, ParallelFor parallel_for) {
+  Held* const entry = find_held(data, bytes, [&](const Held& e) { return e.is(data, bytes); });
+  if (entry) {
+    entry->digest.store(digest_all(static_cast<const char*>(data), bytes, parallel_for), std::memory_order_release);
+  }
+}
+
 void release(const void* data, int64_t bytes) {
   Held* const entry = find_held(data, bytes, [&](const Held& e) { return e.is(data, bytes); });
   if (entry && !--entry->holders) entry->data.store(nullptr, std::memory_order_release);

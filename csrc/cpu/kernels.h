@@ -284,8 +284,9 @@ struct Stretch {
 uint64_t digest(const Stretch* stretches, int64_t count, uint64_t seed, ParallelFor);
 
 // From here on nothing changes this memory, until it is released as often as it was held: its digest is computed now
-// and not again. False where it is not kept. Callers of these two take turns.
+// and not again, but by `read_anew`. False where it is not kept. Callers of these three take turns.
 bool hold(const void* data, int64_t bytes, ParallelFor);
+void read_anew(const void* data, int64_t bytes, ParallelFor);
 void release(const void* data, int64_t bytes);
 
 // Which instruction set the kernels use: "x86-64-v4", "x86-64-v3" or "baseline".

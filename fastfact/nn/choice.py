@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -152,6 +153,17 @@ nominal._dynamo_marked_constant = True
 
 
 _lock = threading.RLock()
+
+
+def _begin_fork() -> None:
+    """Whoever held it in the parent is not there."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_fork)
+
 _answers: dict[str, str] = {}
 _generation = 0
 _measured_elsewhere = 0.0

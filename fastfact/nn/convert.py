@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fastfact.nn.attention import PROJECTIONS, FactorizedMultiheadAttention
-from fastfact.nn.layer import HOOKS, FactorizedLayer
+from fastfact.nn.layer import FactorizedLayer, hooked
 from fastfact.nn.layers import FactorizedConv1d, FactorizedConv2d, FactorizedLinear
 from fastfact.nn.specs import INITS, LowRank, Spec
 
@@ -253,14 +253,7 @@ def _with_hooks_of(module: nn.Module, plain: nn.Module, weight: torch.Tensor) ->
     """`plain` with `weight`, and the bias, hooks and mode of `module`."""
     plain.weight = nn.Parameter(weight.detach(), requires_grad=module.weight.requires_grad)
     plain.bias = module.bias
-    return _hooked(plain, module)
-
-
-def _hooked(new: nn.Module, module: nn.Module) -> nn.Module:
-    for name, value in module.__dict__.items():
-        if name in HOOKS:
-            new.__dict__[name] = value.copy()
-    return new.train(module.training)
+    return hooked(plain, module)
 
 
 def _bare(module: nn.Module) -> nn.Module:
@@ -268,7 +261,7 @@ def _bare(module: nn.Module) -> nn.Module:
     bare = type(module).__new__(type(module))
     bare.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
     bare._parameters = dict.fromkeys(module._parameters)
-    return _hooked(bare, nn.Module())
+    return hooked(bare, nn.Module())
 
 
 def _back(layer: FactorizedLayer) -> nn.Module:
@@ -281,7 +274,7 @@ def _back(layer: FactorizedLayer) -> nn.Module:
     if _kind(back) == "transformers.pytorch_utils.Conv1D":
         weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
     back.weight, back.bias = weight, dense.bias
-    return _hooked(back, dense)
+    return hooked(back, dense)
 
 
 _MULTIPLIED = {
@@ -317,8 +310,12 @@ def put_in(model: nn.Module, layers: Mapping[Target, FactorizedLayer]) -> nn.Mod
 
 
 def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
-    """`model` with the modules of these ids replaced, everywhere."""
-    root = new.get(id(model), model)
+    """`model` with the modules of these ids replaced, everywhere, by ones that take over their hooks."""
+
+    def in_place_of(module: nn.Module) -> nn.Module:
+        return hooked(new[id(module)], module, shared=True)
+
+    root = in_place_of(model) if id(model) in new else model
     todo, seen = [root], set()
     while todo:
         parent = todo.pop()
@@ -327,7 +324,7 @@ def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
         seen.add(id(parent))
         for name, child in list(parent._modules.items()):
             if id(child) in new:
-                setattr(parent, name, new[id(child)])
+                setattr(parent, name, in_place_of(child))
             if child is not None:
                 todo.append(parent._modules[name])
     return root

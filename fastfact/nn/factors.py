@@ -179,10 +179,8 @@ class Factors(nn.Module):
         """Bring μ back into dense form, the inverse of `compact`."""
         mu = self._require_mu("expand")
         if self.is_compact:
-            mu.grad = None
             dense = sparsity.scatter(mu, self._positions(), self.size)
-            mu.data = dense.to(memory_format=torch.channels_last) if self.channels_last else dense
-            sparsity.change_support(mu)
+            sparsity.put(mu, dense.to(memory_format=torch.channels_last) if self.channels_last else dense)
             del self._buffers[INDEX]
         return self
 
@@ -228,17 +226,15 @@ class Factors(nn.Module):
     def set_support(self, values: Tensor, index: Tensor) -> None:
         """Make μ compact with these values [nnz] at these ascending flat positions int32 [nnz]."""
         mu = self._require_mu("set_support")
-        mu.grad = None
-        mu.data = values.contiguous()
-        sparsity.change_support(mu)
+        sparsity.put(mu, values.contiguous())
         self.register_buffer(INDEX, index)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        saved = state_dict.get(prefix + INDEX)
-        if self.spec.sparse_factor in self._names and (saved is not None or self.is_compact):
+        factor, saved = self.spec.sparse_factor, state_dict.get(prefix + INDEX)
+        if factor in self._names and prefix + factor in state_dict and (saved is not None or self.is_compact):
             if saved is None:
                 self.expand()
-            elif not self.is_compact or saved.shape != self.mu_index.shape:
+            elif not self.is_compact or not _equal(saved, self.mu_index):
                 self.set_support(self.mu.new_zeros(saved.shape), saved.to(self.mu.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._note_positions()
@@ -287,6 +283,11 @@ class Factors(nn.Module):
         super().__setstate__(state)
         self._mark()
         self._note_positions()
+
+
+def _equal(saved: Tensor, index: Tensor) -> bool:
+    """Whether both are the same positions, as far as they have numbers."""
+    return saved.shape == index.shape and not (saved.is_meta or index.is_meta) and torch.equal(saved.to(index), index)
 
 
 def is_dense(tensors: Mapping[str, Tensor]) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -329,7 +329,7 @@ class FactorizedLayer(Factors):
         elif kept is not None and (call := self._kept_call(path, x, tensors, bias, kept)):
             if watch := self._cache.watch(kept):
                 self._note(x, of_layer, bias, watch, call)
-            if (y := call(x)) is not None:
+            if direct.serves(x) and (y := call(x)) is not None:
                 return y
         return self._compute(path, x, tensors, bias, kept)
 
@@ -686,7 +686,7 @@ class FactorizedLayer(Factors):
         self._nodes = self._nodes.of(None)
 
     def _apply(self, *args, **kwargs):
-        self._drop()
+        self._forget()
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self):
@@ -740,11 +740,17 @@ def _pack(mu: Tensor) -> tuple[Tensor, Tensor] | None:
     return sparsity.gather(mu) if torch.count_nonzero(mu).item() <= PACKED * mu.numel() else None
 
 
-HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+HOOKS = tuple(name for name in vars(nn.Module()) if "_hook" in name)
+"""Where a module has its hooks."""
 
 
-def _hooks(module: nn.Module) -> Mapping:
-    return {name: getattr(module, name) for name in HOOKS}
+def hooked(new: nn.Module, module: nn.Module, shared: bool = False) -> nn.Module:
+    """`new` with the hooks and the mode of `module`. shared: it takes that one's place, where a handle of a hook of
+    before removes it."""
+    for name in HOOKS:
+        value = module.__dict__[name]
+        new.__dict__[name] = value if shared or not isinstance(value, dict) else value.copy()
+    return new.train(module.training)
 
 
 def converted(new, layer: nn.Module, spec: Spec, init: str | None, generator):
@@ -756,15 +762,11 @@ def converted(new, layer: nn.Module, spec: Spec, init: str | None, generator):
     for parameter in new.factors().values():
         parameter.requires_grad_(layer.weight.requires_grad)
     new.bias = layer.bias
-    for name, hooks in _hooks(layer).items():
-        getattr(new, name).update(hooks)
-    return new.train(layer.training)
+    return hooked(new, layer)
 
 
 def densified(dense: nn.Module, layer: FactorizedLayer):
     trainable = any(parameter.requires_grad for parameter in layer.factors().values())
     dense.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=trainable)
     dense.bias = layer.bias
-    for name, hooks in _hooks(layer).items():
-        getattr(dense, name).update(hooks)
-    return dense.train(layer.training)
+    return hooked(dense, layer)

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,34 @@ __all__ = ["ProxAdamW", "ProxSGD"]
 METHODS = ("proximal", "subgradient")
 
 
-class ProxSGD(Optimizer):
+class _OfSupports(Optimizer):
+    """What it keeps of a compact μ is of the positions at that time, and starts anew for others. What is loaded or
+    copied is taken for that of the present positions."""
+
+    def _forget_others(self) -> None:
+        """Drop what is kept of positions that a μ no longer has."""
+        for param, state in self.state.items():
+            if "support" in state and state["support"] != sparsity.support_version(param):
+                state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for any optimizer, without what is kept of positions that a μ no longer has."""
+        self._forget_others()
+        return super().state_dict()
+
+    def __getstate__(self):
+        self._forget_others()
+        return super().__getstate__()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        # The count of changes is a parameter's own: that of a copy begins anew.
+        for param, kept in self.state.items():
+            if "support" in kept:
+                kept["support"] = sparsity.support_version(param)
+
+
+class ProxSGD(_OfSupports):
     """SGD with momentum and weight decay; μ of factorized layers also takes the L1 penalty `l1` (λ, eq. 6 of
     Factorized-FL): by the proximal step (a soft threshold by lr · l1 / (1 − momentum), so that zeros are exact), or
     with method="subgradient" as l1 · sign(μ) in the gradient.
@@ -58,11 +86,6 @@ class ProxSGD(Optimizer):
             for params in alike.values():
                 self._step(group, params)
         return loss
-
-    def load_state_dict(self, state_dict) -> None:
-        """As for any optimizer; the momenta loaded are taken for those of the present supports."""
-        super().load_state_dict(state_dict)
-        _note_supports(self)
 
     def _step_at_once(self, group, params) -> bool:
         """The step on all parameters, whatever their types, where they are plain tensors on one device; whether they
@@ -122,7 +145,7 @@ def _local(tensors: list[Tensor]) -> list[Tensor]:
     return [t.to_local() if type(t) not in PLAIN and hasattr(t, "to_local") else t for t in tensors]
 
 
-class ProxAdamW(torch.optim.AdamW):
+class ProxAdamW(_OfSupports, torch.optim.AdamW):
     """`torch.optim.AdamW` (Adam with decoupled weight decay, Loshchilov & Hutter 2019); μ of factorized layers also
     takes the L1 penalty `l1` (λ), by the proximal step in Adam's metric (Yun, Lozano & Yang 2021): a soft threshold by
     lr · l1 / (√v̂ + eps), element by element, so that zeros are exact and training minimises loss + l1 · ‖μ‖₁ (weight
@@ -158,20 +181,20 @@ class ProxAdamW(torch.optim.AdamW):
             for param in group["params"]
             if param.grad is not None and sparsity.penalized(param)
         ]
-        for _, param in sparse:
-            state, support = self.state[param], sparsity.support_version(param)
-            if state and state.get("support", support) != support:
-                state.clear()
-        super().step()
+        self._forget_others()
+        _ADAMW_STEP(self)
         for _, param in sparse:
             self.state[param]["support"] = sparsity.support_version(param)
         self._shrink([(group, param) for group, param in sparse if group["l1"]])
         return loss
 
     def _shrink(self, sparse) -> None:
-        """The soft threshold on these parameters, each with its group."""
+        """The soft threshold on these parameters, each with its group; none after a step that was left out for a scaled
+        gradient that is not finite (`GradScaler`, which says so to a fused step alone)."""
         params, seconds, how = [param for _, param in sparse], [], []
-        if not torch.compiler.is_compiling() and all(type(t) in PLAIN and t.is_cpu for t in params):
+        left_out = getattr(self, "found_inf", None)
+        at_once = left_out is None and not torch.compiler.is_compiling()
+        if at_once and all(type(t) in PLAIN and t.is_cpu for t in params):
             for group, param in sparse:
                 state = self.state[param]
                 seconds.append(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
@@ -182,12 +205,9 @@ class ProxAdamW(torch.optim.AdamW):
                 return
         for group, param in sparse:
             threshold = group["lr"] * group["l1"] / self._metric(group, self.state[param])
+            if left_out is not None:
+                threshold = threshold.masked_fill(left_out.to(param.device) != 0, 0.0)
             param.sub_(torch.clamp(param, -threshold, threshold))
-
-    def load_state_dict(self, state_dict) -> None:
-        """As for any optimizer; the moments loaded are taken for those of the present supports."""
-        super().load_state_dict(state_dict)
-        _note_supports(self)
 
     @staticmethod
     def _metric(group, state) -> Tensor:
@@ -197,11 +217,15 @@ class ProxAdamW(torch.optim.AdamW):
         return (second / correction.to(second)).sqrt_().add_(group["eps"])
 
 
-def _note_supports(optimizer: Optimizer) -> None:
-    """The count of changes of a support is this process's own, and means nothing in a loaded state."""
-    for param, state in optimizer.state.items():
-        if "support" in state:
-            state["support"] = sparsity.support_version(param)
+def _without_hooks(step):
+    """`step` of an optimizer's class without what PyTorch puts around it, the hooks: they are called around the step of
+    the optimizer's own class."""
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step
+
+
+_ADAMW_STEP = _without_hooks(torch.optim.AdamW.step)
 
 
 def step_l1(l1: float, momentum: float, proximal: bool) -> float:

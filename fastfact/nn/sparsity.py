@@ -44,8 +44,17 @@ def support_version(parameter: Tensor) -> int:
     return getattr(parameter, _SUPPORT, 0)
 
 
-def change_support(parameter: Tensor) -> None:
-    """Say that the elements of `parameter` now stand for other positions of μ."""
+def put(parameter: Tensor, values: Tensor) -> None:
+    """Give `parameter` these values, of any shape, which stand for other positions of μ; its gradient is dropped.
+
+    A graph of before, which a loss that is kept holds, has PyTorch expect gradients of the old shape, unless the type
+    changes on the way.
+    """
+    values = values.detach()  # they may be the parameter
+    other = torch.float64 if values.dtype == torch.float32 else torch.float32
+    parameter.grad = None
+    parameter.data = values.new_empty(0, dtype=other)
+    parameter.data = values
     setattr(parameter, _SUPPORT, support_version(parameter) + 1)
 
 

@@ -8,7 +8,8 @@ forward of a small layer is a `direct.Watch`, which reads as much, and has less 
 Numbers that nothing can write to where they lie need not be read again. `hold` lets PyTorch copy a tensor on the first
 write (as `torch._lazy_clone` does): whatever asks PyTorch for memory to write to, through `.data`, a view, numpy or
 `data_ptr()`, finds the numbers in other memory, which a `Watch` sees. Only who had asked before could write unseen, so
-tensors that share their memory with something else, as with a numpy array, are read each time.
+tensors that share their memory with something else, as with a numpy array, are read each time, and an operation of
+another thread that is under way tells by the version when it ends (through `.data` it has none, and goes unseen).
 
 On a GPU no number is read, for which the processor would have to wait: a kept weight serves while every factor is held
 so, lies where it lay and has the version that it had. (Of PyTorch's own operations the `_foreach` ones alone write to
@@ -75,13 +76,16 @@ def watch(tensors: Sequence[Tensor], others: int = 0, holds: bool = True) -> dir
     read = _on_cpu(tensors)
     if not read and not (holds and _on_gpu(tensors)):
         return None
-    held = []
+    held, versions = [], []
     for tensor in tensors:
+        # Before it is held: an operation that writes meanwhile counts when it ends.
+        version = _version(tensor)
         one = hold(tensor, others) if holds else None
-        if one is None and not read:
+        if not read and (one is None or version is None):
             return None
         held.append(tensor.detach() if one is None else one)
-    noted = direct.watch(tuple(tensors))
+        versions.append(-1 if one is None or version is None else version)
+    noted = direct.watch(tuple(tensors), tuple(versions))
     return noted and direct.Watch(noted, tuple(tensors), tuple(held))
 
 
@@ -117,12 +121,12 @@ class Kept(NamedTuple):
         what is in the key. What is made while a factor changes is not kept."""
         if key in self.values:
             return self.values[key]
-        versions = _versions(self.factors)
+        versions = list(map(_version, self.factors))
         value = make()
         if isinstance(self.digest, direct.Watch):
             # it may serve on another stream next
             torch.cuda.current_stream(self.factors[0].device).synchronize()
-        if _versions(self.factors) == versions and self.is_of_now():
+        if list(map(_version, self.factors)) == versions and self.is_of_now():
             self.values[key] = value
         return value
 
@@ -170,7 +174,13 @@ class WeightCache:
             return None
         if not _on_cpu(factors):
             return self._of_gpu(factors)
-        kept, digest = self._kept, digest_of(factors)
+        kept, watch = self._kept, self._watch
+        if kept is not None and watch is not None and _same(kept.factors, factors) and _same(watch.tensors, factors):
+            if direct.still(watch):
+                return kept
+            self._watch = None
+            self._moves += 1
+        digest = digest_of(factors)
         if kept is not None and kept.digest == digest and _same(kept.factors, factors):
             return kept
         values = kept.values if kept is not None and kept.digest == digest else {}
@@ -238,5 +248,6 @@ def digest_of(tensors: Sequence[Tensor]) -> int:
     return torch.ops.fastfact.digest.default(tensors)
 
 
-def _versions(factors: Sequence[Tensor]) -> list[int]:
-    return [0 if factor.is_inference() else factor._version for factor in factors]
+def _version(tensor: Tensor) -> int | None:
+    """How many operations wrote to it; None for one of inference mode, where none counts."""
+    return None if tensor.is_inference() else tensor._version

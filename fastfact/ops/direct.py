@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastfact.ops import backends
 from fastfact.ops.backends import PLAIN, dispatches
@@ -175,8 +176,9 @@ def adam_threshold(params: list[Tensor], seconds: list[Tensor], how: list[float]
     return False
 
 
-def watch(tensors: tuple[Tensor, ...]) -> bytes | None:
-    """What a `Watch` notes of tensors without gaps, None where it cannot."""
+def watch(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> bytes | None:
+    """What a `Watch` notes of tensors without gaps, None where it cannot. versions: those that they must have, −1 for
+    any."""
 
 
 def still(watch: Watch) -> bool:
@@ -244,7 +246,7 @@ def serving() -> Fact:
 
 def serves(*tensors: Tensor) -> bool:
     """Whether these functions may be called now, with these tensors."""
-    if not _there or torch._C._len_torch_dispatch_stack() or not dispatches():
+    if not _there or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0 or not dispatches():
         return False
     return all(type(tensor) in PLAIN and not tensor.is_neg() for tensor in tensors)
 

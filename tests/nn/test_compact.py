@@ -339,3 +339,69 @@ def test_padding_that_is_set_later_is_taken():
         torch.testing.assert_close(layer(x), F.conv2d(padded, layer.weight, layer.bias))
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(x).shape == (2, 4, 6, 6)
+
+
+def load_another_form(layer):
+    other = copy.deepcopy(layer)
+    layer.load_state_dict((other.expand() if layer.is_compact else other.compact(0.2)).state_dict())
+
+
+@pytest.mark.parametrize("make", [conv, linear])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.expand().compact(0.1),
+        lambda layer: layer.expand(),
+        lambda layer: layer.regrow(torch.ones(layer.size), 0.5),
+        load_another_form,
+    ],
+    ids=["compact", "expand", "regrow", "load"],
+)
+def test_a_loss_that_is_kept_does_not_hold_the_old_form(make, change):
+    """As in a loop that writes `loss = …`, whose graph lives until the next step has another."""
+    layer, seen = make().compact(), []
+    layer.mu.register_hook(lambda gradient: seen.append(gradient.shape))
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64) if make is conv else torch.randn(3, 8, dtype=torch.float64)
+    for step in range(3):
+        loss = layer(x).square().sum()
+        loss.backward()
+        assert layer.mu.grad.shape == layer.mu.shape == seen[-1]
+        if step == 1:
+            change(layer)
+            assert layer.mu.grad is None
+    assert len(seen) == 3
+
+
+def test_what_says_nothing_of_a_layer_leaves_its_form():
+    layer = linear().compact()
+    net, before = torch.nn.Sequential(layer, torch.nn.Linear(6, 2)), layer.mu.detach().clone()
+    net.load_state_dict({"1.bias": torch.ones(2)}, strict=False)
+    net.load_state_dict({"0.u": torch.ones_like(layer.u)}, strict=False)
+    assert layer.is_compact and torch.equal(layer.mu, before)
+    net.load_state_dict({"0.mu": torch.ones(layer.size)}, strict=False)
+    assert not layer.is_compact
+
+
+@pytest.mark.parametrize("optimizer", [ff.optim.ProxSGD, ff.optim.ProxAdamW])
+def test_what_an_optimizer_keeps_is_not_for_positions_that_were_loaded(optimizer):
+    layer, other = linear().compact(), linear()
+    other.mu.data = other.mu.flip(0)
+    other.compact()
+    assert len(layer.mu) == len(other.mu) and not torch.equal(layer.mu_index, other.mu_index)
+    how = {"momentum": 0.9} if optimizer is ff.optim.ProxSGD else {"weight_decay": 0.0}
+    own, x = optimizer(layer.parameters(), lr=0.1, **how), torch.randn(4, 8, dtype=torch.float64)
+
+    def step(scale):
+        own.zero_grad()
+        (scale * layer(x)).square().sum().backward()
+        own.step()
+
+    step(1)
+    layer.load_state_dict(layer.state_dict())
+    before = layer.mu.detach().clone()
+    step(0)
+    assert not torch.equal(layer.mu, before)
+    layer.load_state_dict(other.state_dict())
+    before = layer.mu.detach().clone()
+    step(0)
+    assert torch.equal(layer.mu, before)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
@@ -424,3 +425,119 @@ def test_a_weight_that_is_multiplied_is_what_it_was_made_of():
     assert not F.linear(x, frozen, layer.bias.detach()).requires_grad
     (F.linear(x, frozen, layer.bias).sum()).backward()
     assert layer.mu.grad is None and layer.bias.grad is not None
+
+
+def fresh(make):
+    torch.manual_seed(0)
+    if make == "linear":
+        return ff.nn.FactorizedLinear.from_dense(nn.Linear(32, 16), ff.Rank1(rank=2), init="svd"), torch.randn(24, 32)
+    conv = nn.Conv2d(8, 16, 3, padding=1)
+    return ff.nn.FactorizedConv2d.from_dense(conv, ff.Rank1(rank=2), init="svd"), torch.randn(2, 8, 6, 6)
+
+
+class Logged(torch.Tensor):
+    called: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.called.append(getattr(function, "__name__", ""))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("make", ["linear", "conv"])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_subclass_of_tensors_stays_one_and_sees_the_call(make, train):
+    layer, x = fresh(make)
+    layer.train(train)
+    with torch.set_grad_enabled(train):
+        plain = layer(x)
+        Logged.called.clear()
+        y = layer(x.as_subclass(Logged))
+    assert type(y) is Logged
+    assert Logged.called[-1] == {"linear": "linear", "conv": "conv2d"}[make]
+    torch.testing.assert_close(y.as_subclass(torch.Tensor), plain)
+
+
+@pytest.mark.parametrize("make", ["linear", "conv"])
+def test_tangents_of_forward_mode_are_not_lost(make):
+    layer, x = fresh(make)
+    layer.eval()
+    ad = torch.autograd.forward_ad
+    with torch.no_grad():
+        layer(x), layer(x)
+        with ad.dual_level():
+            dual = ad.make_dual(x, torch.ones_like(x))
+            expected = ad.unpack_dual(layer.to_dense()(dual)).tangent
+            torch.testing.assert_close(ad.unpack_dual(layer(dual)).tangent, expected)
+
+
+def test_hooks_of_every_kind_go_along_and_their_handles_remove_them():
+    net, called = nn.Sequential(nn.Linear(32, 16), nn.MultiheadAttention(16, 2)), []
+
+    def note(name):
+        return lambda *_, **__: called.append(name)
+
+    linear = net[0]
+    handles = [
+        linear.register_forward_hook(note("forward")),
+        linear.register_forward_hook(note("always"), always_call=True),
+        linear.register_forward_hook(note("with keywords"), with_kwargs=True),
+        linear.register_forward_pre_hook(note("before")),
+        linear.register_full_backward_pre_hook(note("before backward")),
+        linear.register_full_backward_hook(note("backward")),
+        linear.register_state_dict_post_hook(note("state")),
+        linear.register_load_state_dict_post_hook(note("loaded")),
+        net[1].register_forward_hook(note("attention")),
+    ]
+
+    def seen():
+        called.clear()
+        y = net[0](torch.randn(2, 32).requires_grad_())
+        net[1](y, y, y)[0].sum().backward()
+        net.load_state_dict(net.state_dict())
+        return sorted(called)
+
+    before = seen()
+    assert len(set(before)) == 9
+    ff.factorize(net, ff.Rank1(rank=2))
+    assert len(ff.factorized_layers(net)) > 1 and seen() == before
+    copied = net[0].to_dense()
+    copied.register_forward_hook(note("of the copy"))
+    assert seen() == before
+    ff.densify(net)
+    assert seen() == before
+    ff.factorize(net, ff.Rank1(rank=2))
+    for handle in handles:
+        handle.remove()
+    assert seen() == []
+
+
+@pytest.mark.parametrize("make", ["linear", "conv"])
+def test_a_factor_that_was_written_to_before_its_backward_is_named(make):
+    layer, x = fresh(make)
+    y = layer(x)
+    with torch.no_grad():
+        layer.u.mul_(2)
+    # What Python remembers of the class, as in a process that has had no backward.
+    type(y.grad_fn).unused = None
+    del type(y.grad_fn).unused
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_layer_that_is_brought_to_channels_last_gives_it_to_inputs_it_has_seen():
+    layer, x = fresh("conv")
+    layer(x), layer(x)
+    layer.to(memory_format=torch.channels_last)
+    assert layer(x).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("make", ["linear", "conv"])
+def test_batches_of_gradients_say_nothing(make, capfd):
+    layer, x = fresh(make)
+    y = layer(x)
+    gradients = torch.randn(3, *y.shape)
+    batched = torch.autograd.grad(y, layer.mu, gradients, is_grads_batched=True, retain_graph=True)[0]
+    for one, gradient in zip(batched, gradients, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(y, layer.mu, gradient, retain_graph=True)[0])
+    assert capfd.readouterr().err == ""

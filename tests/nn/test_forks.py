@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import fastfact as ff
+from fastfact.nn import choice
 
 WAIT = 120
 
@@ -93,3 +95,28 @@ def test_in_the_workers_of_a_loader(several_threads, start):
         Made(net), batch_size=2, num_workers=2, timeout=WAIT, multiprocessing_context=multiprocessing.get_context(start)
     )
     torch.testing.assert_close(torch.cat(list(loader)), expected)
+
+
+def test_a_fork_chooses_while_another_thread_of_its_parent_did(monkeypatch, tmp_path):
+    """Measuring goes on under a lock, whose holder is not there in the fork."""
+    monkeypatch.setenv("FASTFACT_CHOICE", str(tmp_path))
+    measuring, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with choice._lock:
+            measuring.set()
+            forked.wait(WAIT)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    measuring.wait(WAIT)
+
+    def body():
+        torch.set_num_threads(1)
+        choice.forget()
+        step(layer())
+
+    code = in_fork(body)
+    forked.set()
+    other.join()
+    assert code == 0

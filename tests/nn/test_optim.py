@@ -298,3 +298,64 @@ def test_thresholds_in_one_call_are_those_of_pytorch(dtype, monkeypatch):
     for mine, its in zip(net.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, its, equal_nan=True)
     assert net[0].mu.isnan().sum() == 1 and (net[0].mu == 0).any()
+
+
+def sparse_layer():
+    torch.manual_seed(0)
+    return ff.nn.FactorizedLinear.from_dense(torch.nn.Linear(32, 16), ff.Rank1(rank=2), init="svd").compact(0.3)
+
+
+def one_step(layer, optimizer):
+    optimizer.zero_grad()
+    layer(torch.arange(128.0).reshape(4, 32) / 128).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", [lambda p: ff.optim.ProxSGD(p, lr=0.1, momentum=0.9), ff.optim.ProxAdamW])
+def test_copies_of_a_model_and_its_optimizer_go_on_alike(make):
+    layer = sparse_layer()
+    optimizer = make(layer.parameters())
+    one_step(layer, optimizer)
+    one_step(layer, optimizer)
+    other, its_own = copy.deepcopy((layer, optimizer))
+    one_step(layer, optimizer)
+    one_step(other, its_own)
+    assert torch.equal(layer.mu, other.mu) and torch.equal(layer.u, other.u)
+    # What was kept of other positions goes along neither with a copy nor with a state.
+    layer.compact(0.1)
+    other, its_own = copy.deepcopy((layer, optimizer))
+    again = copy.deepcopy(layer)
+    loaded = make(again.parameters())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for pair in ((layer, optimizer), (other, its_own), (again, loaded)):
+        one_step(*pair)
+    assert torch.equal(layer.mu, other.mu) and torch.equal(layer.mu, again.mu) and torch.equal(layer.u, again.u)
+
+
+def test_hooks_of_prox_adamw_are_called_once():
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    layer, called = sparse_layer(), []
+    optimizer = ff.optim.ProxAdamW(layer.parameters(), l1=1e-3)
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    one_step(layer, optimizer)
+    assert called == ["before", "after"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_a_scaler_leaves_out_shrinks_nothing(fused):
+    layer = sparse_layer()
+    optimizer = ff.optim.ProxAdamW(layer.parameters(), lr=1e-2, l1=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    for too_large in (True, False, True):
+        before, scale = layer.mu.detach().clone(), 1e30 if too_large else 1e-30
+        optimizer.zero_grad()
+        scaler.scale(scale * layer(torch.ones(2, 32)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(layer.mu, before) == too_large and layer.mu.isfinite().all()
+    alike = sparse_layer()
+    plain = ff.optim.ProxAdamW(alike.parameters(), lr=1e-2, l1=1e-2)
+    (1e-30 * alike(torch.ones(2, 32)).sum()).backward()
+    plain.step()
+    torch.testing.assert_close(layer.mu, alike.mu)

@@ -122,6 +122,44 @@ def test_proxsgd_under_fsdp2_steps_as_without():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+REPLICATED = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from test_surroundings import SPECS, network
+from torch.nn.parallel import DistributedDataParallel
+import fastfact as ff
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
+images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+for form in SPECS:
+    model, plain = network(form), network(form)
+    replica = DistributedDataParallel(model)
+    for one, x in ((replica, images[2 * rank : 2 * rank + 2]), (plain, images)):
+        optimizer = ff.optim.ProxSGD(one.parameters(), lr=0.1, momentum=0.9, l1=0.01)
+        for step in range(4):
+            if step == 2 and form == "dense mu":
+                # What it sends has the shapes that it saw when it was made.
+                (model if one is replica else plain)[0].compact(0.3)
+                one = DistributedDataParallel(model) if one is replica else one
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text: f"{{form}} {{name}}: {{text}}")
+dist.destroy_process_group()
+"""
+
+
+def test_replicas_of_distributed_data_parallel_step_as_one_on_all_images(tmp_path):
+    code = REPLICATED.format(tests=str(Path(__file__).parent), store=tmp_path / "store")
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, rank], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in ("0", "1")
+    ]
+    ends = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ends[0][-3000:] + ends[1][-3000:]
+
+
 @pytest.mark.parametrize("form", ["compact", "compact, kernel"])
 def test_compile_of_compact_layers_in_training_and_evaluation(form):
     torch._dynamo.reset()

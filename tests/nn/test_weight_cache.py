@@ -925,3 +925,18 @@ def test_a_weight_that_is_read_again_is_kept_and_nobody_writes_to_it(made):
     assert not len(layer._cache)
     with torch.enable_grad():
         assert layer.weight.requires_grad
+
+
+def test_an_operation_that_was_under_way_is_seen_once_it_ends():
+    """One of another thread: it had asked for the memory before that was held, and counts as a write when it ends."""
+    for layer, x in (
+        (ff.nn.FactorizedConv2d(SIZE, SIZE, 3, padding=1), torch.randn(1, SIZE, 5, 5)),
+        (ff.nn.FactorizedLinear(SIZE, SIZE), torch.randn(3, SIZE)),
+    ):
+        layer.eval()
+        last = layer.mu.data_ptr() + 4 * (layer.mu.numel() - 1)
+        with torch.no_grad():
+            layer(x), layer(x)
+            ctypes.c_float.from_address(last).value = 9.0
+            torch.autograd.graph.increment_version(layer.mu)
+            torch.testing.assert_close(layer(x), layer.to_dense()(x))
