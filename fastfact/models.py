@@ -34,10 +34,10 @@ def _image_shape(model: str, shape: tuple[int, ...], smallest: int) -> tuple[int
 
 
 def _check(model: str, num_classes: int, width: float) -> None:
-    if num_classes < 1:
-        raise ValueError(f"{model}: num_classes={num_classes}, must be at least 1")
-    if not width > 0:
-        raise ValueError(f"{model}: width={width}, must be positive")
+    if not isinstance(num_classes, int) or num_classes < 1:
+        raise ValueError(f"{model}: num_classes={num_classes!r}, must be an integer of at least 1")
+    if not 0 < width < math.inf:
+        raise ValueError(f"{model}: width={width}, must be positive and finite")
 
 
 HEADS = ("", "2fc", "2fc-bn")

@@ -110,10 +110,11 @@ def replacing(path: Path, keep: bool = False) -> Iterator[Path]:
         temporary = path.with_name(f"{start}{secrets.token_hex(4)}{UNFINISHED}")
         # Not by tempfile, whose files only their owner may read.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        mode = temporary.stat().st_mode
         try:
             yield temporary
-            if path.exists():
-                os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
+            # Who wrote it may have put a file of his own in its place.
+            os.chmod(temporary, stat.S_IMODE(path.stat().st_mode if path.exists() else mode))
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
             if keep:

@@ -1,5 +1,6 @@
 """Adapters in the files of PEFT (`adapter_config.json`, `adapter_model.safetensors`), written and read without it."""
 
+import glob
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from fastfact.nn.specs import LowRank, Spec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(?:(?P<path>.+)\.)?lora_(?P<factor>[AB])\.weight")
+_FACTOR = re.compile(r"(?:(?P<path>.+)\.)?lora_(?P<factor>[AB])\.weight", re.DOTALL)
 _OUTPUT = ".base_layer.out_proj"
 """Ends the path of the adapter of the output of an `nn.MultiheadAttention`, whose own is that of the input."""
 _OUTPUT_COUNTS = 2
@@ -140,26 +141,32 @@ def load(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
             raise ValueError(f"{where}: {name} is {own.spec} in the model, {specs[path]} in the files")
     if extra := sorted(layers.keys() - specs.keys()):
         raise ValueError(f"{where}: {extra[0]} is factorized in the model, and has no adapter in the files")
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    there = _state_of(model)
     for name, tensor in others.items():
-        if name not in parameters:
-            raise ValueError(f"{where}: the model has no parameter {name}")
-        if parameters[name].shape != tensor.shape:
-            have = list(parameters[name].shape)
+        if name not in there:
+            raise ValueError(f"{where}: the model has no parameter or buffer {name}")
+        if there[name].shape != tensor.shape:
+            have = list(there[name].shape)
             raise ValueError(f"{where}: {name} has shape {list(tensor.shape)}, must be {have} in the model")
     if specs.keys() - layers.keys():
         # The values are those of the files: nothing is drawn from the generator of the process.
         generator = torch.Generator().manual_seed(0)
         model = factorize(model, lambda path, module: specs.get(path), generator=generator)
-    freeze_(model, others)
+    freeze_(model, map(glob.escape, others))
     with torch.no_grad():
         for path, layer in factorized_layers(model).items():
             layer.A.copy_(factors[path][0])
             layer.B.copy_(factors[path][1])
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        there = _state_of(model)
         for name, tensor in others.items():
-            parameters[name].copy_(tensor)
+            there[name].copy_(tensor)
     return model
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model by all of their names."""
+    parameters, buffers = (f(remove_duplicate=False) for f in (model.named_parameters, model.named_buffers))
+    return dict(parameters) | dict(buffers)
 
 
 class _Adapter(NamedTuple):
@@ -293,7 +300,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config = json.loads((directory / CONFIG).read_text())
         with safe_open(directory / WEIGHTS, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
-    except (ValueError, SafetensorError) as error:
+    except (ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(f"adapters.load({str(directory)!r}): damaged: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"adapters.load({str(directory)!r}): {CONFIG} holds no table")
@@ -363,7 +370,7 @@ def _alphas(config: Mapping[str, Any], where: str) -> Mapping[str, float]:
         raise ValueError(f"{where}: alpha_pattern={patterns!r}, must be a table")
     for pattern in patterns:
         try:
-            re.compile(pattern)
+            re.compile(_ending(pattern))
         except re.error as error:
             raise ValueError(f"{where}: alpha_pattern has {pattern!r}, no regular expression: {error}") from error
         # Anybody's file: repeats of repeats take exponential time to match.
@@ -392,7 +399,12 @@ def _same(own: Any, spec: LowRank, size: tuple[int, ...]) -> bool:
 
 def _matching(patterns: Mapping[str, float], path: str, default: float) -> float:
     """The value of the first pattern that a path, or its end, fits, as PEFT looks them up."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+    return next((value for key, value in patterns.items() if re.match(_ending(key), path)), default)
+
+
+def _ending(pattern: str) -> str:
+    """The pattern of paths whose end fits one."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def _most(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
@@ -418,8 +430,12 @@ def _besides(model: nn.Module, layers: Mapping[str, Any]) -> tuple[set[str], str
         start = f"{path}." if path else ""
         adapted = path in layers or isinstance(module, FactorizedMultiheadAttention)
         if moving and moving == own.keys() and path and not adapted:
+            if "original_module" in path.split("."):
+                raise ValueError(f"adapters.save: {path} trains, and PEFT takes that name for what a module was before")
             whole.add(path)
             some |= {start + name: p for name, p in own.items()}
+            kept = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
+            some |= {start + name: b for name, b in kept.items() if b is not None}
             continue
         if moving - {"bias"}:
             raise ValueError(

@@ -63,9 +63,11 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As `nn.MultiheadAttention.forward`."""
         if query.is_nested:
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+            if not (query is key is value) or self.training or key_padding_mask is not None or attn_mask is not None:
+                return super().forward(
+                    query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+                )
+            return self._of_nested(query, need_weights, average_attn_weights)
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal needs attn_mask: it only says that this mask is the causal one")
         batched, first = query.dim() == 3, self.batch_first
@@ -95,6 +97,12 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
             target_type=query.dtype,
             check_other=False,
         )
+        if mask is not None:
+            shape = [query.shape[1], key.shape[1]]
+            if mask.dim() == 3:
+                shape.insert(0, len(query) * self.num_heads)
+            if list(mask.shape) != shape:
+                raise RuntimeError(f"attn_mask has shape {list(mask.shape)}, must be {shape}")
         q, k, v = self._projected(query, key, value)
         n, keys = len(q), k.shape[1]
         if self.bias_k is not None:
@@ -115,6 +123,14 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         if not batched:
             return y.squeeze(0), None if weights is None else weights.squeeze(0)
         return y if first else y.transpose(0, 1), weights
+
+    def _of_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
+        """Attention of sequences of several lengths with themselves, padded to the longest."""
+        lengths = torch.tensor([len(one) for one in x.unbind()], device=x.device)
+        padded = x.to_padded_tensor(0.0)
+        given = torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
+        y, weights = self(padded, padded, padded, ~given, need_weights, average_attn_weights=average)
+        return torch.nested.as_nested_tensor([one[: len(own)] for one, own in zip(y, x.unbind(), strict=True)]), weights
 
     def _attended(self, q, k, v, mask, causal: bool, need_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attention of each head, q [n, heads, length, d], and its weights if they are asked for."""
@@ -160,25 +176,30 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         layer = self._modules.get(PROJECTIONS[name])
         return self._parameters.get(name) if layer is None else layer._weight_for(False)
 
+    def _shown(self, name: str) -> Tensor | None:
+        layer = self._modules.get(PROJECTIONS[name])
+        return self._parameters.get(name) if layer is None else layer.weight
+
     @property
     def in_proj_weight(self) -> Tensor | None:
-        """The weight of queries, keys and values together, as in `nn.MultiheadAttention`; None if they are apart."""
-        return self._projection("in_proj_weight")
+        """The weight of queries, keys and values together, as in `nn.MultiheadAttention`; None if they are apart.
+        No place to write to, as `FactorizedLayer.weight`."""
+        return self._shown("in_proj_weight")
 
     @property
     def q_proj_weight(self) -> Tensor | None:
         """The weight of the queries where they are apart, else None."""
-        return self._projection("q_proj_weight")
+        return self._shown("q_proj_weight")
 
     @property
     def k_proj_weight(self) -> Tensor | None:
         """The weight of the keys where they are apart, else None."""
-        return self._projection("k_proj_weight")
+        return self._shown("k_proj_weight")
 
     @property
     def v_proj_weight(self) -> Tensor | None:
         """The weight of the values where they are apart, else None."""
-        return self._projection("v_proj_weight")
+        return self._shown("v_proj_weight")
 
 
 def _is_apart(layer: nn.Module, x: Tensor) -> bool:

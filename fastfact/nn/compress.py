@@ -79,13 +79,21 @@ def compress(
         raise ValueError(f"compress(target_density={target_density}): must be between 0 and 1")
     if epochs < 0 or not lr > 0:
         raise ValueError(f"compress(epochs={epochs}, lr={lr}): must be at least 0, and above 0")
+    if not isinstance(epochs, int):
+        raise ValueError(f"compress(epochs={epochs!r}): must be an integer of at least 0")
+    if iter(data) is data:
+        raise ValueError(
+            f"compress(data): is a {type(data).__name__}, which ends after one pass; must be a list or loader"
+        )
     if any(not target.path for target in targets(model)):
         raise ValueError("compress: the model is itself a layer; put it into nn.Sequential")
     if already := list(factorized_layers(model)):
         raise ValueError(f"compress: {already[0]} is factorized already; see ff.densify")
-    dense, was_training = counted(model)[0], model.training
+    dense, modes = counted(model)[0], {path: module.training for path, module in model.named_modules()}
     probe = factorize(copy.deepcopy(model), Rank1(), skip, init="svd", unsupported="skip")
     layers = factorized_layers(probe)
+    if not layers:
+        raise ValueError("compress: the model has no layer that can be factorized; see skip=")
     weights = {path: layer._weight(None).detach() for path, layer in layers.items()}
     fisher = _fisher(probe, layers, data, loss)
     if target_params is None:
@@ -101,9 +109,11 @@ def compress(
     _cut(layers, fisher, kept)
     accuracy_cut = _accuracy(model, evaluate)
     if epochs:
-        _train(model.train(), data, epochs, lr, loss)
+        # A model that is training may have parts that are not.
+        _train(model if modes[""] else model.train(), data, epochs, lr, loss)
+    for path, module in model.named_modules():
+        module.training = modes.get(path, module.training)
     accuracy = _accuracy(model, evaluate) if epochs else accuracy_cut
-    model.train(was_training)
     densities = {path: layer.density for path, layer in layers.items()}
     return Compressed(specs, densities, counted(model)[0], dense, accuracy_dense, accuracy_cut, accuracy)
 
@@ -112,7 +122,7 @@ def _fisher(model: nn.Module, layers: dict[str, FactorizedLayer], data: Batches,
     """E[g²] of every weight over the batches, in evaluation mode. Half of it is the layer's own mean: of single numbers
     the estimate is noisy."""
     model.eval()
-    mus = [layer.mu for layer in layers.values()]
+    mus = [layer.mu.requires_grad_() for layer in layers.values()]
     squares, batches = [torch.zeros_like(mu) for mu in mus], 0
     for x, y in data:
         gradients = torch.autograd.grad(loss(model(x), y), mus, allow_unused=True, materialize_grads=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from fastfact.base.formats import FLOATING
 from fastfact.nn.attention import PROJECTIONS, FactorizedMultiheadAttention
 from fastfact.nn.layer import FactorizedLayer, hooked
 from fastfact.nn.layers import FactorizedConv1d, FactorizedConv2d, FactorizedLinear
@@ -96,16 +97,21 @@ def factorize(
     spec_of = _spec_of(spec, paths)
     before, tied, left = counted(model), tied_parameters(model), {}
     layers: dict[Target, FactorizedLayer] = {}
+    same: dict[tuple[int, str], list[Target]] = {}
+    for target in targets(model, duplicates=True):
+        same.setdefault((id(target.module), target.name), []).append(target)
     for target in targets(model):
         path, module = target.path, target.module
+        names = [one.path for one in same[id(module), target.name]]
+        of_weight = [*names, *(one.parameter for one in same[id(module), target.name])]
         why = None
-        if pattern := next((p for p in skipped if _below(path, p)), None):
+        if pattern := _fitting(skipped, names):
             why = f"skip={pattern!r}"
-        elif pattern := next((p for p in whole if _below(path, p) or _below(target.parameter, p)), None):
+        elif pattern := _fitting(whole, of_weight):
             why = f"train={pattern!r}"
-        elif chosen is not None and not any(_below(path, p) for p in chosen):
+        elif chosen is not None and not _fitting(chosen, names):
             why = "not in only="
-        elif (own := spec_of(path, module)) is None:
+        elif (own := spec_of(names, module)) is None:
             why = "no spec"
         elif (why := why_not(target, tied)) and unsupported == "error":
             raise ValueError(f"factorize: {path or '(the model itself)'} {why}; see skip= and unsupported=")
@@ -133,8 +139,10 @@ def freeze_(model: nn.Module, train: Iterable[str] = ()) -> None:
         for name, parameter in layer._parameters.items()
         if name in layer._names and name != layer.spec.dense
     }
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(id(parameter) in adapters or any(_below(name, pattern) for pattern in train))
+    patterns, named = tuple(train), model.named_parameters(remove_duplicate=False)
+    adapters |= {id(parameter) for name, parameter in named if _fitting(patterns, [name])}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in adapters)
 
 
 def densify(model: nn.Module) -> nn.Module:
@@ -184,14 +192,20 @@ def why_not(target: Target, tied: Mapping[int, str]) -> str | None:
         return f"holds a weight tied to others: {tied[id(weight)]}"
     if "forward" in module.__dict__:
         return f"is a {kind} whose forward was replaced"
+    if weight.dtype not in FLOATING:
+        return f"has a weight of {weight.dtype}, must be {', '.join(map(str, FLOATING))}"
     if target.name != "weight":
         known = (nn.MultiheadAttention.forward, FactorizedMultiheadAttention.forward)
         own = type(module).forward not in known
         return f"belongs to a {kind}, which has a forward of its own" if own else None
+    if module.bias is not None and "bias" not in module._parameters:
+        return f"is a {kind} whose bias is no parameter (parametrized or pruned)"
     try:
         _plain(module)
     except ValueError as error:
         return f"is a {kind}, which {error}"
+    if own := sorted({*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}):
+        return f"is a {kind} that has {', '.join(own)} besides, which would be lost"
     return None
 
 
@@ -301,6 +315,9 @@ def put_in(model: nn.Module, layers: Mapping[Target, FactorizedLayer]) -> nn.Mod
         new[key] = FactorizedMultiheadAttention.from_dense(module, own)
     model = _replace(model, new)
     for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and factorized_layers(module):
+            # It asks its first layer whether all take nested tensors.
+            module.use_nested_tensor = False
         for name in _MULTIPLIED.get(_kind(module), ()):
             if isinstance(layer := module._modules.get(name), FactorizedLinear):
                 layer.is_only_multiplied = True
@@ -336,7 +353,7 @@ def _trained(train: Patterns, model: nn.Module, freeze: bool) -> tuple[str, ...]
     if patterns and not freeze:
         raise ValueError(f"factorize(train={train!r}): says what trains besides adapters, it needs freeze=True")
     for pattern in patterns:
-        if not any(_below(name, pattern) for name, _ in model.named_parameters()):
+        if not any(_below(name, pattern) for name, _ in model.named_parameters(remove_duplicate=False)):
             raise ValueError(f"factorize(train={pattern!r}): no parameter of the model has that name, nor a module")
     return patterns
 
@@ -350,7 +367,7 @@ def _patterns(argument: str, patterns: Patterns, paths: list[str]) -> tuple[str,
 
 
 def _spec_of(spec: Specs, paths: list[str]) -> Callable[[str, nn.Module], Spec | None]:
-    """(path, module) → the spec, checked."""
+    """(paths of a module, which is one that stands there; module) → the spec, checked."""
     allowed = "must be ff.Rank1, ff.LowRank or ff.Hadamard"
     if isinstance(spec, Mapping):
         _patterns("spec", spec, paths)
@@ -360,14 +377,14 @@ def _spec_of(spec: Specs, paths: list[str]) -> Callable[[str, nn.Module], Spec |
     elif not isinstance(spec, Spec) and not callable(spec):
         raise TypeError(f"factorize(spec={spec!r}): {allowed}, {{pattern: spec}} or a function")
 
-    def choose(path: str, module: nn.Module) -> Spec | None:
+    def choose(names: list[str], module: nn.Module) -> Spec | None:
         if isinstance(spec, Spec):
             return spec
         if isinstance(spec, Mapping):
-            return next((own for pattern, own in spec.items() if _below(path, pattern)), None)
-        own = spec(path, module)
+            return next((own for pattern, own in spec.items() if _fitting([pattern], names)), None)
+        own = spec(names[0], module)
         if own is not None and not isinstance(own, Spec):
-            raise TypeError(f"factorize: spec({path!r}, …) gave {own!r}, {allowed}, or None")
+            raise TypeError(f"factorize: spec({names[0]!r}, …) gave {own!r}, {allowed}, or None")
         return own
 
     return choose
@@ -411,6 +428,11 @@ def counted(model: nn.Module) -> tuple[int, int]:
 def _below(path: str, pattern: str) -> bool:
     parts = path.split(".")
     return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
+
+
+def _fitting(patterns: Iterable[str], names: Iterable[str]) -> str | None:
+    """The first pattern that fits one of the names of a thing."""
+    return next((pattern for pattern in patterns if any(_below(name, pattern) for name in names)), None)
 
 
 def tied_parameters(model: nn.Module) -> dict[int, str]:

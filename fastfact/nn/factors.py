@@ -1,5 +1,6 @@
 """What a factorized layer consists of: the factors of its weight, and the forms of μ."""
 
+import math
 from collections.abc import Mapping
 from typing import Self
 
@@ -104,10 +105,12 @@ class Factors(nn.Module):
 
     @property
     def density(self) -> float:
-        """Fraction of nonzeros in the sparse factor (μ): 0 for `Rank1(sparse=False)`, 1 for specs without one."""
+        """Fraction of nonzeros in the sparse factor (μ): 0 for `Rank1(sparse=False)`, 1 for specs without one. NaN for
+        one without numbers (on the device "meta")."""
         if self.spec.sparse_factor not in self._names:
             return 0.0 if self.spec.sparse_factor else 1.0
-        return torch.count_nonzero(self.mu).item() / torch.Size(self.size).numel()
+        mu = self.mu
+        return math.nan if mu.is_meta else torch.count_nonzero(mu).item() / torch.Size(self.size).numel()
 
     def _require_mu(self, what: str) -> nn.Parameter:
         name = self.spec.sparse_factor

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fastfact.base import files
 from fastfact.nn.convert import Target, factorized_layers, put_in, shell_of, targets, tied_parameters, why_not
 from fastfact.nn.factors import INDEX
 from fastfact.nn.layer import FactorizedLayer
@@ -45,13 +46,8 @@ def save(model: nn.Module, file: str | os.PathLike) -> None:
         first[key] = name
         tensors[name] = value.detach().cpu().contiguous().clone()
     about = {"version": _VERSION, "layers": specs_of(model), "aliases": aliases}
-    file = Path(file)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
+    with files.replacing(Path(file)) as temporary:
         save_file(tensors, temporary, {"format": "pt", _KEY: json.dumps(about)})
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_into(model: nn.Module, file: str | os.PathLike) -> nn.Module:
@@ -77,6 +73,8 @@ def shape_as(model: nn.Module, layers: Mapping[str, Mapping]) -> nn.Module:
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, dict]]:
     where = f"load_into({str(file)!r})"
+    if not file.is_file():
+        raise FileNotFoundError(f"{where}: is not there" if not file.exists() else f"{where}: is no file")
     try:
         with safe_open(file, framework="pt") as opened:
             about = json.loads((opened.metadata() or {}).get(_KEY, "null"))
@@ -130,9 +128,13 @@ def _shaped(model: nn.Module, layers: Mapping[str, Mapping], where: str, state: 
             raise ValueError(f"{where}: {name} {why}")
         else:
             try:
+                if state is not None:
+                    _check_factors(convertible[path], spec, state)
                 layer = new[convertible[path]] = shell_of(convertible[path], spec)
             except ValueError as error:
                 raise ValueError(f"{where}: {name}: {error}") from error
+        if nonzeros is not None and layer.spec.sparse_factor not in layer._names:
+            raise ValueError(f"{where}: {name} is said to have {nonzeros} nonzeros, and {spec} has no μ")
         compact[layer] = nonzeros
     if state is not None:
         _check_state(model, new, compact, state, where)
@@ -146,26 +148,40 @@ def _shaped(model: nn.Module, layers: Mapping[str, Mapping], where: str, state: 
     return put_in(model, new)
 
 
+def _check_factors(target: Target, spec: Spec, state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where `state` has other factors of a layer than the spec says, before any is made."""
+    size = tuple(getattr(target.module, target.name).shape)
+    if len(size) == 3:
+        size = (*size[:2], 1, size[2])
+    spec.check(size)
+    for factor, shape in spec.for_size(size).shapes(size).items():
+        found = state.get(f"{target.path}.{factor}".removeprefix("."))
+        if factor != spec.sparse_factor and found is not None and tuple(found.shape) != tuple(shape):
+            raise ValueError(f"{factor} has shape {list(found.shape)}, must be {list(shape)} for {spec}")
+
+
 def _check_state(model, new, compact, state, where: str) -> None:
     """Raise ValueError where the names or shapes of `state` are not those of the model as it will be."""
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    prefix = {id(layer): path for path, layer in factorized_layers(model).items()}
-    for target, layer in new.items():
+    places: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(path)
+    of_same = {(id(target.module), target.name): layer for target, layer in new.items()}
+    for target in targets(model, duplicates=True):
+        if (layer := of_same.get((id(target.module), target.name))) is None:
+            continue
+        places.setdefault(id(layer), []).append(target.path)
+        expected.pop(target.parameter, None)
         start = target.path + "." if target.path else ""
-        prefix[id(layer)] = target.path
-        dense = start if target.name == "weight" else start.rpartition(".")[0].rpartition(".")[0]
-        if target.name == "weight":
-            expected.pop(f"{start}weight", None)
-        else:
-            expected.pop(f"{dense}.{target.name}" if dense else target.name)
         expected |= {start + name: tuple(p.shape) for name, p in layer.factors().items()}
+    starts = {layer: [path + "." if path else "" for path in places[id(layer)]] for layer in compact}
     for layer, nonzeros in compact.items():
-        start = prefix[id(layer)] + "." if prefix[id(layer)] else ""
-        expected.pop(start + INDEX, None)
-        if layer.spec.sparse_factor in layer._names:
-            expected[start + "mu"] = layer.size if nonzeros is None else (nonzeros,)
-        if nonzeros is not None:
-            expected[start + INDEX] = (nonzeros,)
+        for start in starts[layer]:
+            expected.pop(start + INDEX, None)
+            if layer.spec.sparse_factor in layer._names:
+                expected[start + "mu"] = layer.size if nonzeros is None else (nonzeros,)
+            if nonzeros is not None:
+                expected[start + INDEX] = (nonzeros,)
     lacking, more = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     if lacking:
         raise ValueError(f"{where}: the file has no {_some(lacking)}")
@@ -175,12 +191,17 @@ def _check_state(model, new, compact, state, where: str) -> None:
         if tuple(state[name].shape) != shape:
             raise ValueError(f"{where}: {name} has shape {list(state[name].shape)}, must be {list(shape)} in the model")
     for layer in compact:
-        name = f"{prefix[id(layer)]}.{INDEX}".removeprefix(".")
-        if (index := state.get(name)) is None or not index.numel():
-            continue
-        last = torch.Size(layer.size).numel() - 1
-        if index.dtype != torch.int32 or index[0] < 0 or index[-1] > last or (index.diff() <= 0).any():
-            raise ValueError(f"{where}: {name} must be ascending int32 positions, from 0 to {last}")
+        for start in starts[layer]:
+            for factor in layer.factors():
+                if not state[start + factor].is_floating_point():
+                    raise ValueError(
+                        f"{where}: {start}{factor} is {state[start + factor].dtype}, must be floating point"
+                    )
+            if (index := state.get(start + INDEX)) is None or not index.numel():
+                continue
+            last = torch.Size(layer.size).numel() - 1
+            if index.dtype != torch.int32 or index[0] < 0 or index[-1] > last or (index.diff() <= 0).any():
+                raise ValueError(f"{where}: {start}{INDEX} must be ascending int32 positions, from 0 to {last}")
 
 
 def _some(names: list[str]) -> str:

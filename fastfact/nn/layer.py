@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fastfact.nn import choice, sparsity, weight_cache
 from fastfact.nn.derived import Derived
@@ -740,6 +743,8 @@ def _pack(mu: Tensor) -> tuple[Tensor, Tensor] | None:
     return sparsity.gather(mu) if torch.count_nonzero(mu).item() <= PACKED * mu.numel() else None
 
 
+MAKERS = (BasePruningMethod, WeightNorm, SpectralNorm)
+"""Hooks that make a parameter of a module before its forward."""
 HOOKS = tuple(name for name in vars(nn.Module()) if "_hook" in name)
 """Where a module has its hooks."""
 
@@ -750,7 +755,15 @@ def hooked(new: nn.Module, module: nn.Module, shared: bool = False) -> nn.Module
     for name in HOOKS:
         value = module.__dict__[name]
         new.__dict__[name] = value if shared or not isinstance(value, dict) else value.copy()
-    return new.train(module.training)
+    if isinstance(module, FactorizedLayer):
+        # What makes a factor, of which a dense layer has none.
+        for key, hook in list(new._forward_pre_hooks.items()):
+            if isinstance(hook, MAKERS) and not isinstance(new, FactorizedLayer):
+                del new._forward_pre_hooks[key]
+    if isinstance(new, FactorizedLayer):
+        return new.train(module.training)
+    new.training = module.training  # its modules keep their own
+    return new
 
 
 def converted(new, layer: nn.Module, spec: Spec, init: str | None, generator):
@@ -768,5 +781,7 @@ def converted(new, layer: nn.Module, spec: Spec, init: str | None, generator):
 def densified(dense: nn.Module, layer: FactorizedLayer):
     trainable = any(parameter.requires_grad for parameter in layer.factors().values())
     dense.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=trainable)
-    dense.bias = layer.bias
+    bias = layer.bias
+    made = bias is not None and not isinstance(bias, nn.Parameter)
+    dense.bias = nn.Parameter(bias.detach().clone()) if made else bias
     return hooked(dense, layer)

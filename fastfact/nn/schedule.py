@@ -81,12 +81,16 @@ class Schedule:
         """What is due after `period`, in place; returns `model`.
 
         loss: () → the loss of the model (without penalty) on samples that stand for all, called where the support
-        changes. optimizer: a `ProxSGD`, whose `l1` becomes that of the next period; momentum of a layer starts anew
-        where its support changes. Raises ValueError where a loss is needed and not given, or no layer has a μ.
+        changes. optimizer: a `ProxSGD` or `ProxAdamW`, whose `l1` becomes that of the next period; momentum of a layer
+        starts anew where its support changes. Raises ValueError where a loss is needed and not given, no layer has a μ,
+        or the optimizer no `l1`.
         """
         layers = penalized_layers(model)
         if not layers:
             raise ValueError("Schedule.step: no layer of the model has a μ")
+        if optimizer is not None and not all("l1" in group for group in optimizer.param_groups):
+            kind = type(optimizer).__name__
+            raise ValueError(f"Schedule.step(optimizer): is {kind}, must have an l1 (ff.optim.ProxSGD, ProxAdamW)")
         if self.regrows(period) and loss is None:
             raise ValueError(f"Schedule.step(period={period}): the support changes, which needs loss=")
         if self.is_sparse(period + 1):

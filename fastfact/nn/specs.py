@@ -51,6 +51,9 @@ def leading_vectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         left, values, right = leading_vectors(matrix.T, rank)
         return right.T, values, left.T
     exact = matrix.dtype == torch.float64
+    if matrix.is_meta:
+        r = min(rank, m)
+        return tuple(matrix.new_empty(shape, dtype=torch.float64) for shape in ((m, r), (r,), (r, n)))
     if m <= _FULL or 4 * rank >= m:
         return _leading(matrix.double(), rank, exact)
     matrix = matrix if exact else matrix.float()
@@ -201,19 +204,26 @@ class Rank1(Spec):
     def init(self, size, dense, how="random", generator=None):
         _check_choice("Rank1", "init", how, INITS)
         shapes = self.shapes(size)
+        product = default_std(size) / math.sqrt(self.rank)
+        balance = math.sqrt(math.prod(shapes["v"]) / math.prod(shapes["u"]))
+        rms = {"u": math.sqrt(product * balance), "v": math.sqrt(product / balance)}
         if how == "random":
-            product = default_std(size) / math.sqrt(self.rank)
-            balance = math.sqrt(math.prod(shapes["v"]) / math.prod(shapes["u"]))
-            rms = {"u": math.sqrt(product * balance), "v": math.sqrt(product / balance)}
             factors = {name: _scaled_normal(shapes[name], rms[name], dense, generator) for name in ("u", "v")}
             mu = torch.zeros_like(dense)
         else:
+            if not dense.is_meta and not dense.isfinite().all():
+                raise ValueError('init="svd": the weight has numbers that are not finite')
             left, values, right = leading_vectors(self._matrix(dense, size), self.rank)
             factors = {}
             for name, vectors in (("u", left.T), ("v", right)):
                 factor = torch.zeros(self.rank, vectors.shape[1], dtype=torch.float64, device=dense.device)
                 factor[: len(values)] = vectors * values.sqrt()[:, None]
                 factors[name] = factor.reshape(shapes[name]).to(dense.dtype)
+            # Of u and v that are both zero neither would ever train.
+            unused = [r for r in range(self.rank) if r >= len(values) or not (values.is_meta or values[r])]
+            if unused:
+                drawn = _scaled_normal(shapes["u"], rms["u"], dense, generator)
+                factors["u"][unused] = drawn[unused]
             product = ops.rank1_weight(factors["u"], factors["v"], layout=self._op_layout(size))
             mu = torch.empty_like(dense).copy_(dense - product)
         return factors | ({"mu": mu} if self.sparse else {})

@@ -1,5 +1,6 @@
 """What a model holds: numbers and bytes, layer by layer, and how much of it is factorized."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,7 @@ class Summary:
         table = [head]
         for row in self.rows:
             share = f"{row.parameters / row.dense:.1%}" if row.dense else "–"
-            density = "–" if row.density is None else f"{row.density:.1%}"
+            density = "–" if row.density is None or math.isnan(row.density) else f"{row.density:.1%}"
             numbers = (f"{row.parameters:,}", f"{row.trained:,}", share, f"{row.bytes:,}", density)
             table.append((row.path or "(the model itself)", row.kind, *numbers, row.form))
         share = f"{self.parameters / self.dense:.1%}" if self.dense else "–"

@@ -237,7 +237,7 @@ def without(*names):
         ({}, {}, "has no lora_A and lora_B"),
         ({}, tensors() | {START + "body.up.lora_A.weight": torch.zeros(4, 9)}, r"lora_A \[4, 9\] .* do not fit"),
         ({}, tensors() | {START + "head.bias": torch.zeros(4)}, r"head\.bias has shape \[4\], must be \[3\]"),
-        ({}, tensors() | {START + "tail.weight": torch.zeros(4)}, r"no parameter tail\.weight"),
+        ({}, tensors() | {START + "tail.weight": torch.zeros(4)}, r"no parameter or buffer tail\.weight"),
         ({}, tensors() | {START + "embed.lora_embedding_A": torch.zeros(4)}, "no factor of a linear layer"),
         (
             {},
@@ -281,3 +281,39 @@ def test_files_that_are_not_there_or_damaged(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="damaged"):
         ff.adapters.load(net(), tmp_path)
+
+
+def normed():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(128, 5))
+
+
+def test_statistics_of_what_trains_as_a_whole_go_along(tmp_path):
+    model = ff.factorize(normed(), ff.LowRank(rank=2), freeze=True, train="1")
+    model(torch.randn(16, 3, 4, 4) * 3 + 1)
+    ff.adapters.save(model, tmp_path)
+    other = ff.adapters.load(normed(), tmp_path)
+    assert torch.equal(model[1].running_mean, other[1].running_mean) and other[1].num_batches_tracked == 1
+    x = torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close(other.eval()(x), model.eval()(x))
+
+
+def named(name):
+    torch.manual_seed(0)
+    return nn.ModuleDict({name: nn.Linear(4, 4), "other": nn.Linear(4, 4), "body": nn.Linear(4, 4)})
+
+
+def test_names_with_wildcards_and_new_lines(tmp_path):
+    model = ff.factorize(named("h[1]"), ff.LowRank(rank=2), only="body", freeze=True)
+    model["h[1]"].requires_grad_(True)
+    ff.adapters.save(model, tmp_path / "a")
+    other = ff.adapters.load(named("h[1]"), tmp_path / "a")
+    assert other["h[1]"].weight.requires_grad and not other["other"].weight.requires_grad
+    model = ff.factorize(named("a\nb"), ff.LowRank(rank=2), freeze=True)
+    ff.adapters.save(model, tmp_path / "b")
+    assert len(ff.factorized_layers(ff.adapters.load(named("a\nb"), tmp_path / "b"))) == 3
+    model = ff.factorize(named("original_module"), ff.LowRank(rank=2), only="body", freeze=True)
+    model["original_module"].requires_grad_(True)
+    with pytest.raises(ValueError, match="original_module"):
+        ff.adapters.save(model, tmp_path / "c")
+    assert not (tmp_path / "c").exists()

@@ -86,7 +86,7 @@ def test_a_generous_target_changes_nothing(digits, dense):
         ({"target_density": 0.1, "epochs": -1}, "epochs=-1"),
         ({"target_density": 0.1, "lr": 0.0}, "lr=0.0"),
         ({"target_params": 100}, "numbers more"),
-        ({"target_density": 0.1, "data": iter(())}, "has no batches"),
+        ({"target_density": 0.1, "data": []}, "has no batches"),
     ],
 )
 def test_bad_arguments_leave_the_model_as_it_was(digits, dense, options, match):
@@ -110,3 +110,35 @@ def test_candidates_cost_at_most_half_the_weight():
     for size in ((64, 32, 3, 3), (8, 3, 5, 5), (10, 4), (1, 1)):
         for spec in module._candidates(size)[1:]:
             assert 2 * module._cost(spec, size) <= torch.Size(size).numel()
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(256, 10))
+
+
+def test_frozen_layers_and_modes_stay(digits):
+    model = small()
+    model[0].weight.requires_grad_(False)
+    model.train()
+    model[1].eval()
+    ff.compress(model, digits[0][:2], target_density=0.3, epochs=1)
+    assert model.training and not model[1].training and model[1].num_batches_tracked == 0
+    assert not model[0].mu.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": 1.5}, "epochs=1.5"),
+        ({"data": "iterator"}, "ends after one pass"),
+        ({"skip": "*"}, "no layer that can be factorized"),
+    ],
+)
+def test_what_cannot_be_compressed_is_said_before_anything_is_done(digits, change, message):
+    model, options = small(), {"target_density": 0.3, "epochs": 1} | change
+    data = digits[0][:2]
+    options.pop("data", None)
+    with pytest.raises(ValueError, match=message):
+        ff.compress(model, iter(data) if "data" in change else data, **options)
+    assert not ff.factorized_layers(model)

@@ -506,3 +506,152 @@ def _refuse_large(svd):
         return svd(matrix, **options)
 
     return checked
+
+
+class Twice(nn.Module):
+    """A module that stands in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = self.a
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_every_name_of_a_module_counts():
+    assert not ff.factorized_layers(ff.factorize(Twice(), ff.Rank1(), skip="b"))
+    for how in ({"spec": ff.Rank1(), "only": "b"}, {"spec": {"b": ff.Rank1()}}):
+        model = ff.factorize(Twice(), **how)
+        assert list(ff.factorized_layers(model)) == ["a"] and model.a is model.b
+    tied = nn.ModuleDict({"embedding": nn.Embedding(8, 8), "body": nn.Linear(8, 8), "head": nn.Linear(8, 8)})
+    tied["head"].weight = tied["embedding"].weight
+    ff.factorize(tied, ff.LowRank(rank=2), unsupported="skip", freeze=True, train="head")
+    assert tied["embedding"].weight.requires_grad and not tied["body"].sigma.requires_grad
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def counting():
+    layer = nn.Linear(4, 3)
+    layer.register_buffer("count", torch.zeros(1))
+    return layer
+
+
+def holding():
+    layer = nn.Linear(4, 3)
+    layer.inner = nn.LayerNorm(3)
+    return layer
+
+
+def pruned_bias():
+    layer = nn.Linear(4, 3)
+    return torch.nn.utils.prune.l1_unstructured(layer, "bias", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Scaled, "has scale besides"),
+        (counting, "has count besides"),
+        (holding, "has inner besides"),
+        (pruned_bias, "whose bias is no parameter"),
+        (lambda: nn.Linear(4, 3, dtype=torch.complex64), "complex64"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_name(make, why):
+    model = nn.Sequential(make(), nn.Linear(3, 2))
+    before = set(model.state_dict())
+    with pytest.raises(ValueError, match=rf"factorize: 0 .*{why}"):
+        ff.factorize(model, ff.Rank1())
+    assert set(model.state_dict()) == before
+    ff.factorize(model, ff.Rank1(), unsupported="skip")
+    assert list(ff.factorized_layers(model)) == ["1"]
+
+
+def test_a_weight_that_is_not_finite_is_named():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model[1].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="factorize: 1: "):
+        ff.factorize(model, ff.Rank1(), init="svd")
+
+
+@pytest.mark.parametrize("make", [torch.nn.utils.prune.l1_unstructured, torch.nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_layer_with_a_factor_that_is_made_becomes_a_dense_one_that_works(make):
+    model, x = ff.factorize(nn.Sequential(nn.Linear(8, 4)), ff.Rank1()), torch.randn(2, 8)
+    make(model[0], "u", *([0.5] if make is torch.nn.utils.prune.l1_unstructured else []))
+    expected = model(x)
+    torch.testing.assert_close(model[0].to_dense()(x), expected)
+    ff.densify(model)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_layers_of_zeros_train_without_mu():
+    model = nn.Sequential(nn.Linear(6, 5))
+    nn.init.zeros_(model[0].weight)
+    ff.factorize(model, ff.Rank1(rank=3, sparse=False), init="svd")
+    assert not model[0].weight.any()
+    model(torch.randn(4, 6)).square().sum().backward()
+    assert model[0].v.grad.any(1).all()
+
+
+def test_large_layers_on_the_device_meta_convert():
+    model = nn.Sequential(nn.Linear(200, 300, device="meta"))
+    ff.factorize(model, ff.Rank1(rank=2), init="svd")
+    assert model[0].u.is_meta and "–" in str(ff.summary(model))
+
+
+def encoder():
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), 2).eval()
+
+
+@pytest.mark.parametrize("skip", ["layers.0", "layers.1", "*.self_attn.in_proj", "*.self_attn.out_proj", "*.linear1"])
+def test_encoders_with_a_padding_mask_whatever_is_left_dense(skip):
+    model, x = encoder(), torch.randn(2, 4, 8)
+    padding = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]]).bool()
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padding)
+        ff.factorize(model, ff.Rank1(), init="svd", skip=skip)
+        found = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(found[~padding], expected[~padding], atol=1e-5, rtol=1e-4)
+
+
+def test_attention_of_nested_tensors():
+    torch.manual_seed(0)
+    dense = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    model = ff.factorize(nn.Sequential(copy.deepcopy(dense)), ff.Rank1(), init="svd")[0]
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
+    with torch.no_grad():
+        found, expected = (m(x, x, x, need_weights=False)[0] for m in (model, dense))
+    for one, other in zip(found.unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_of_attention_are_no_place_to_write_to(training):
+    model = ff.factorize(nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True)), ff.Rank1(), init="svd")[0]
+    model.train(training)
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            before = model(x, x[:, :2], x[:, :2])[0]
+        with pytest.raises(RuntimeError):
+            model.in_proj_weight.zero_()
+        with pytest.raises(RuntimeError):
+            nn.init.xavier_uniform_(model.in_proj_weight)
+        torch.testing.assert_close(model(x, x[:, :2], x[:, :2])[0], before)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 3, 3)])
+def test_masks_of_other_shapes_are_refused(shape):
+    model = ff.factorize(nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True)), ff.Rank1(), init="svd")[0]
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(RuntimeError, match="attn_mask has shape"):
+        model(x, x, x, attn_mask=torch.zeros(shape))

@@ -1,9 +1,12 @@
 """Models with factorized layers in files, and read back by code that knows the dense model only."""
 
+import copy
 import json
+import os
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -157,3 +160,55 @@ def test_state_that_is_no_tensor_is_refused(tmp_path):
 def test_every_spec_is_described_by_plain_values():
     for spec in (*SPECS, ff.Rank1(layout="view"), ff.Hadamard(personalized=True)):
         assert ff.Spec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+@pytest.mark.parametrize("density", [None, 0.3])
+def test_a_module_in_several_places(tmp_path, density):
+    model = nn.ModuleList([nn.Linear(8, 8)] * 3)
+    ff.factorize(model, ff.Rank1())
+    if density:
+        model[0].compact(density)
+    ff.save(model, tmp_path / "model.safetensors")
+    for other in (nn.ModuleList([nn.Linear(8, 8)] * 3), ff.factorize(nn.ModuleList([nn.Linear(8, 8)] * 3), ff.Rank1())):
+        ff.load_into(other, tmp_path / "model.safetensors")
+        assert other[0] is other[2] and torch.equal(other[1].mu, model[0].mu)
+
+
+def test_a_file_keeps_its_mode_and_a_link_its_place(tmp_path):
+    model, file = ff.factorize(nn.Sequential(nn.Linear(8, 4)), ff.Rank1()), tmp_path / "model.safetensors"
+    before = os.umask(0o022)
+    try:
+        ff.save(model, file)
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o644
+    file.chmod(0o640)
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(file)
+    ff.save(model, link)
+    assert link.is_symlink() and file.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.safetensors", "model.safetensors"]
+
+
+def test_files_of_other_factors_are_refused_before_any_is_made(tmp_path):
+    model = ff.factorize(nn.Sequential(nn.Linear(8, 4)), ff.Rank1(sparse=False))
+    ff.save(model, tmp_path / "good")
+    with safe_open(tmp_path / "good", framework="pt") as file:
+        about = json.loads(file.metadata()["fastfact"])
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    large = copy.deepcopy(about)
+    large["layers"]["0"]["rank"] = 2**40
+    nonzeros = copy.deepcopy(about)
+    nonzeros["layers"]["0"]["nnz"] = 3
+    for change, tensors, text in (
+        (large, state, "u has shape"),
+        (nonzeros, state, "nonzeros"),
+        (about, state | {"0.u": state["0.u"].to(torch.complex64)}, "floating point"),
+    ):
+        save_file(tensors, tmp_path / "bad", {"format": "pt", "fastfact": json.dumps(change)})
+        dense = nn.Sequential(nn.Linear(8, 4))
+        with pytest.raises(ValueError, match=text):
+            ff.load_into(dense, tmp_path / "bad")
+        assert type(dense[0]) is nn.Linear
+    with pytest.raises(FileNotFoundError, match="is no file"):
+        ff.load_into(nn.Sequential(nn.Linear(8, 4)), tmp_path)
