@@ -27,7 +27,7 @@ STARTED = "run.json"
 def check_directory(config: Config, directory: Path, resume: bool) -> None:
     """Raise ValueError unless `directory` is new (or empty), or holds this very run.
 
-    resume: a finished run may have more rounds than it was begun with.
+    resume: a finished run may have more rounds than it was begun with, unless its learning rate falls over these.
     """
     if files.is_vacant(directory, STARTED):
         return
@@ -45,6 +45,13 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
     ]
     if different:
         raise ValueError(f"{directory} holds another run ({'; '.join(different)}); choose another --out, or delete it")
+    over = run_directory.read_config(directory)["settings"].get("schedule_rounds", 0)
+    if config.schedule_rounds is None and config.schedule != "constant" and config.rounds > over:
+        raise ValueError(
+            f"rounds={config.rounds}: the learning rate of the run in {directory} falls to 0 over its {over} rounds"
+            f" (schedule={config.schedule!r}, schedule_rounds was not given), nothing would be learned after them; must"
+            f" be at most {over}, or begin another run with schedule_rounds={config.rounds} in another --out"
+        )
     done = _rounds(config, directory)
     if done > config.rounds:
         raise ValueError(f"rounds={config.rounds}: {directory} has {done} already; choose another --out, or delete it")

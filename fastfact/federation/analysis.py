@@ -73,11 +73,13 @@ def similarity(fed: Trained, name: str | None = None, layer: int | None = None) 
     """Cosine of one tensor between all pairs of clients, float64 [K, K] (Factorized-FL eq. 4, Figure 7).
 
     name: "u", "v", "mu", "weight" …, by default "v" or "weight", or where there is neither the layer's first tensor.
-    layer: 1 … L, by default L − 1, the layer before the classifier (L in a model of one layer). Raises ValueError if
-    that layer has no such tensor.
+    layer: 1 … L, by default L − 1, the layer before the classifier (L in a model of one layer), or where all of that is
+    frozen the last one before it that is not, else L. Raises ValueError if that layer has no such tensor.
     """
     layers = max(info.layers for info in fed.infos.values())
-    layer = max(1, layers - 1) if layer is None else layer
+    if layer is None:
+        own = {info.layer for info in fed.infos.values() if not info.norm}
+        layer = max(own & set(range(1, layers)), default=max(1, layers))
     roles = {info.role: info.name for info in fed.infos.values() if info.layer == layer and not info.norm}
     name = name or next((role for role in ("v", "weight", *roles) if role in roles), "weight")
     if name not in roles:

@@ -1,5 +1,6 @@
 """What is told of a federation while it trains, for whoever keeps track of experiments."""
 
+import contextlib
 import io
 import logging
 import os
@@ -91,8 +92,10 @@ class TensorBoard(Callback, name="tensorboard"):
             if values := [row[key] for row in rows if row[key] is not None]:
                 found.append(self._summary.histogram(f"clients/{key}", np.array(values), bins="auto"))
         if 1 < len(fed) <= self.similarity_up_to and fed.group.size == 1:
-            image = (similarity(fed).float().nan_to_num() + 1) / 2
-            found.append(self._summary.image("clients/similarity", image.clamp(0, 1), dataformats="HW"))
+            # A model may have no tensor that could be compared.
+            with contextlib.suppress(ValueError):
+                image = (similarity(fed).float().nan_to_num() + 1) / 2
+                found.append(self._summary.image("clients/similarity", image.clamp(0, 1), dataformats="HW"))
         try:
             self._append(round, found)
         except OSError as error:

@@ -14,10 +14,19 @@ from torch import nn
 from fastfact.base.settings import check_federation
 from fastfact.nn.schedule import Schedule
 
+BEFORE = "_before"
+"""After the name of a metric: what it was after the download, before the training of the round."""
+
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ValueError, naming it, for a setting of `Federation` out of range."""
     check_federation(settings)
+    names = list(settings.get("metrics", ()))
+    if any(name.endswith(BEFORE) for name in names):
+        raise ValueError(
+            f"Federation(metrics={names!r}): no name may end in {BEFORE}, by which rows have what a metric was before"
+            " the training of the round"
+        )
     sparse = settings.get("sparsity")
     if not isinstance(sparse, dict | None):
         raise ValueError(f"Federation(sparsity={sparse!r}): must be an ff.Schedule, or None")

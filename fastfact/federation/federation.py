@@ -374,8 +374,7 @@ class Federation(Local):
             raise ValueError(f"fit(checkpoint_every={checkpoint_every!r}): must be an integer of at least 1")
         if self.clients is None:
             raise ValueError("fit: this federation was loaded without clients, pass Federation.load(DIR, clients=)")
-        if isinstance(self.augment, str):
-            raise ValueError(f"fit: the run used augment={self.augment}, pass Federation.load(DIR, augment=)")
+        self.check_augment("fit")
         if rounds and self.settings["memory_limit"] is not None:
             # Raises where not even one cohort fits, before a file is touched.
             self._block(len(self._shard.mine(self.select(self.round + 1))))
@@ -726,12 +725,14 @@ class Federation(Local):
         A newcomer starts from the initial model and gets what `Strategy.mix` has for guests, as if it came for the next
         round. how: "local-train" (FedFac, §3.2, LocalTrain; FedRep, FedEM alike), the shared part stays as downloaded
         (for FedFac, the shared channels) and the personal part trains for `epochs`, by default those of a round;
-        "fine-tune", everything trains (FedAvg+); "download", nothing does (FedAvg); "ensemble" (FedFac, §3.2, Ensemble;
-        LG-FedAvg), nothing is trained either, the newcomer averages the probabilities of all clients' models, which it
-        must download for that. Where labels mean different classes with different clients, the last two cannot work.
+        "fine-tune", everything trains (FedAvg+), layers that the method leaves as they are in its rounds too (the head
+        of FedBABU); "download", nothing does (FedAvg); "ensemble" (FedFac, §3.2, Ensemble; LG-FedAvg), nothing is
+        trained either, the newcomer averages the probabilities of all clients' models, which it must download for that.
+        Where labels mean different classes with different clients, the last two cannot work. The learning rate is
+        constant, whatever `schedule` is.
 
-        Raises ValueError for bad arguments, before the first round, and for "local-train" where a method keeps nothing
-        personal.
+        Raises ValueError for bad arguments, before the first round, for "local-train" where a method keeps nothing
+        personal, and where a federation that was loaded lacks the augmentation that newcomers would train with.
         """
         return newcomers.join(self, clients, how, epochs)
 
@@ -779,6 +780,7 @@ class Federation(Local):
             "executor": dataclasses.asdict(self.plan),
             **self.identity,
             **({} if self.frozen is None else {"frozen": self.frozen}),
+            **({} if self.graphs else {"graphs": False}),
         }
 
     def _samples(self) -> list[list[int]] | None:
@@ -801,6 +803,7 @@ class Federation(Local):
         group: Group | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None,
+        graphs: bool | None = None,
     ) -> "Federation":
         """The federation as its newest checkpoint in `directory` has it; `fit` goes on from there, bit for bit.
 
@@ -808,10 +811,10 @@ class Federation(Local):
         functools.partial of a model class or of `fastfact.models.build` (nothing is imported by a name in a file).
         clients: the same as before, in the same order; without them the federation has models, similarity, ledger and
         history, but `fit` raises. method: needed for a Strategy that is not registered. augment: as model.
-        store: where the clients' states are now, if they were in a directory that has moved. memory_limit: in place of
-        the one there was. group: as in the constructor, whatever it was when the checkpoint was written; every process
-        reads `directory`. loss, metrics: functions that were used, needed unless they are of a module already imported.
-        `fed.source` is what was recorded when the federation was made.
+        store: where the clients' states are now, if they were in a directory that has moved. memory_limit, graphs: in
+        place of what there was. group: as in the constructor, whatever it was when the checkpoint was written; every
+        process reads `directory`. loss, metrics: functions that were used, needed unless they are of a module already
+        imported. `fed.source` is what was recorded when the federation was made.
 
         Raises RunDirectoryError (a ValueError) naming what is missing or does not fit.
         """
@@ -837,18 +840,22 @@ class Federation(Local):
             if name in settings:
                 settings[name] = given or _found(directory, name, settings[name])
         used = config["augment"]
+        augment = augment or (resolve({"factory": used}) if used else None)
         settings["sparsity"] = settings.get("sparsity")
         fed = cls(
             model,
             clients,
             method,
             **settings,
+            augment=augment,
             device=device,
+            graphs=config.get("graphs", True) if graphs is None else graphs,
             source=config.get("source"),
             group=group,
             _recorded=recorded,
         )
-        fed.augment = augment or (used and (resolve({"factory": used}) or used))
+        # One that is known by its name only is asked for by what trains, see `check_augment`.
+        fed.augment = augment or used
         return fed
 
 

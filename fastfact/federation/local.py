@@ -21,11 +21,20 @@ from fastfact.federation.client.optimizer import KEPT
 from fastfact.federation.client.placement import Placement, formatted
 from fastfact.federation.client.step import Settings
 from fastfact.federation.client.task import CLASSES
-from fastfact.federation.config import check_settings, taking_part
+from fastfact.federation.config import BEFORE, check_settings, taking_part
 from fastfact.federation.history import History
 from fastfact.federation.progress import Progress
 from fastfact.federation.server import strategy
-from fastfact.federation.server.exchange import START, ClientRound, Download, Exchange, bounded, client_round, diverged
+from fastfact.federation.server.exchange import (
+    START,
+    ClientRound,
+    Download,
+    Exchange,
+    bounded,
+    client_round,
+    diverged,
+    gives_start,
+)
 from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, generator_for, stack, take
@@ -43,6 +52,7 @@ TRAINING = (
     "optimizer",
     "beta2",
     "eps",
+    "optimizer_states",
     "schedule",
     "schedule_rounds",
     "lr_warmup",
@@ -137,8 +147,8 @@ class Local:
             raise ValueError(f"Federation(augment=): takes an x, the samples are of {self._data.entries}")
         self.task, self.classes = setup.task_for(self.template, self._data, self.settings)
         setup.check_task(self.task, self.method)
-        if self.task.plain:
-            self._data.set_classes(self.classes)
+        if self.classes is not None:
+            self._data.set_classes(self.classes, self.task.labels)
         self._draws = setup.draws_of(self.template, self._data)
         self._setup_plan(together or self._taking_part(len(self.clients)))
 
@@ -199,7 +209,8 @@ class Local:
         extra = self.method.extra(state)
         if clash := sorted(set(extra) & set(self.infos)):
             raise ValueError(f"{self.method.name}: extra tensor {clash[0]} has the name of a tensor of the model")
-        if self.settings["clip"] is not None or self.settings.get("buffer"):
+        given = gives_start(self.method, self.settings["wire"], self.settings.get("buffer", 0))
+        if self.settings["clip"] is not None or given:
             extra |= {START + name: state[name].clone() for name in bounded(self.method, self.infos)}
         if self.settings.get("optimizer_states") == "kept":
             params = {name: state[name] for name, info in self.infos.items() if not info.buffer}
@@ -300,9 +311,15 @@ class Local:
     def _train(
         self, round: int, clients: list[int], work: State, on_client, adapts: bool = False
     ) -> tuple[list[float], list[float]]:
+        self.check_augment("adapting" if adapts else "training")
         phases = self.method.active_phases(self.settings["epochs"], adapts)
         data, purpose = [self._data[k].train for k in clients], "adapt" if adapts else "order"
         return self._executor_of(round).train(work, data, round, clients, phases, purpose, on_client)
+
+    def check_augment(self, what: str) -> None:
+        """Raise ValueError where all that is known of the augmentation is its name. what: trains by it."""
+        if isinstance(self.augment, str):
+            raise ValueError(f"{what}: the run used augment={self.augment}, pass Federation.load(DIR, augment=)")
 
     def _taking_part(self, k: int) -> int:
         return taking_part(k, self.settings["participation"])
@@ -356,7 +373,7 @@ class Local:
             None if downloads is None else functools.partial(self._evaluate, round, clients),
         )
         left_out = done.broken
-        left_out |= diverged(clients, done.losses, left_out)
+        left_out |= diverged(clients, done.losses, left_out, self.task.largest_loss)
         slow = {k: why for k, why in late(done).items() if k not in left_out}
         left_out |= slow
         if self.uploaded:
@@ -388,7 +405,7 @@ class Local:
                 "seconds": done.seconds[row],
                 "left_out": left_out.get(k),
                 **measured[row],
-                **{f"{name}_before": value for name, value in before[row].items()},
+                **{name + BEFORE: value for name, value in before[row].items()},
             }
             for row, k in enumerate(clients)
         ]

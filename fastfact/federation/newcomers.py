@@ -36,6 +36,8 @@ class Trained(analysis.Trained, Protocol):
     @property
     def trainer(self) -> Trainer: ...
 
+    def check_augment(self, what: str) -> None: ...
+
 
 @dataclass(frozen=True)
 class Newcomers:
@@ -66,41 +68,48 @@ def join(fed: Trained, clients: Sequence[Client], how: str, epochs: int | None) 
             f" {fed.identity['sample'][0]}"
         )
     task, classes = setup.task_for(fed.template, data, fed.settings)
-    if task.plain:
-        data.set_classes(classes)
+    if classes is not None:
+        data.set_classes(classes, task.labels)
+    # A federation that was loaded without clients does not know these, and the rounds of a schedule are over.
+    draws = setup.draws_of(fed.template, data)
+    trainer = Trainer(fed.template, fed.infos, replace(fed.trainer.settings.adapting, task=task, draws=draws))
     if how == "ensemble":
         if not task.plain:
             raise ValueError("join(how='ensemble'): averages probabilities of classes, the loss must be cross_entropy")
-        return _ensemble(fed, data)
+        return _ensemble(fed, data, trainer)
     ledger, first, round = Ledger(), len(fed), fed.progress.round + 1
     places = range(first, first + len(clients))
     work = take(fed.initial, [0] * len(clients))
     epochs = epochs or fed.settings["epochs"]
-    phases = fed.method.active_phases(epochs, adapts=False)
-    server_state = _download(fed, round, list(places), work, ledger, data)
+    phases, adapting = (fed.method.active_phases(epochs, adapts) for adapts in (False, True))
+    if how != "download" or adapting:
+        fed.check_augment(f"join(how={how!r})")
+    server_state = _download(fed, trainer, round, list(places), work, ledger, data)
     got = take(work, range(len(clients)))
     if how == "local-train":
         masks = fed.method.channel_masks("down", server_state)
-        _train(fed, work, data, round, places, _personal(fed, phases, masks))
+        _train(trainer, work, data, round, places, _personal(fed, trainer, phases, masks))
         for name in fed.shared:
             stays = masks[name].view(-1, *[1] * (work[name].dim() - 2)) if name in masks else torch.tensor(True)
             work[name] = torch.where(stays.to(fed.device), got[name], work[name])
     elif how == "fine-tune":
-        _train(fed, work, data, round, places, phases)
+        _train(trainer, work, data, round, places, _everything(trainer, phases))
     evaluated = take(work, range(len(clients)))
-    if adapting := fed.method.active_phases(epochs, adapts=True):
-        _train(fed, evaluated, data, round, places, adapting, "adapt")
+    if adapting:
+        _train(trainer, evaluated, data, round, places, adapting, "adapt")
     up, down = ledger.by_client("up"), ledger.by_client("down")
     return Newcomers(
         how,
-        fed.trainer.evaluate(evaluated, [client.test for client in data]),
+        trainer.evaluate(evaluated, [client.test for client in data]),
         [up.get(k, 0) for k in places],
         [down.get(k, 0) for k in places],
         Models(fed.template, Stacked.of(work)),
     )
 
 
-def _download(fed: Trained, round: int, places: list[int], work: State, ledger: Ledger, data: Placement) -> State:
+def _download(
+    fed: Trained, trainer: Trainer, round: int, places: list[int], work: State, ledger: Ledger, data: Placement
+) -> State:
     """Give the newcomers what `Strategy.mix` says. Returns the state of the server after it, which is thrown away."""
     if not fed.shared:
         return dict(fed.progress.server_state)
@@ -108,12 +117,12 @@ def _download(fed: Trained, round: int, places: list[int], work: State, ledger: 
     uploads = fed.uploads()
     samples = [len(client.train[1]) for client in data]
     downloads = server_round(fed.exchange, uploads, round, ledger, lambda k: samples[k - places[0]])
-    downloads.deliver(places, work, lambda row, models: fed.trainer.loss(models, data[row].held_out))
+    downloads.deliver(places, work, lambda row, models: trainer.loss(models, data[row].held_out))
     return uploads.server_state
 
 
 def _train(
-    fed: Trained,
+    trainer: Trainer,
     work: State,
     data: Placement,
     round: int,
@@ -123,10 +132,20 @@ def _train(
 ) -> None:
     for row, k in enumerate(places):
         one = {name: tensor[row : row + 1] for name, tensor in work.items()}
-        fed.trainer.train(one, [data[row].train], round, [k], phases, purpose)
+        trainer.train(one, [data[row].train], round, [k], phases, purpose)
 
 
-def _personal(fed: Trained, phases: Sequence[Phase], masks: Mapping[str, Tensor]) -> list[Phase]:
+def _everything(trainer: Trainer, phases: Sequence[Phase]) -> list[Phase]:
+    """The phases, in which the layers of which nothing trains in any of them train too."""
+    trained = {trainer.infos[name].layer for phase in phases for name in trainer.trained(phase)}
+
+    def with_the_rest(phase: Phase) -> Phase:
+        return replace(phase, trains=lambda info: phase.trains(info) or info.layer not in trained)
+
+    return [with_the_rest(phase) for phase in phases]
+
+
+def _personal(fed: Trained, trainer: Trainer, phases: Sequence[Phase], masks: Mapping[str, Tensor]) -> list[Phase]:
     """The phases with what is shared held fixed: whole tensors, or the rows of `masks`."""
     shared, kept = set(fed.shared), []
     masks = {name: mask.to(fed.device) for name, mask in masks.items()}
@@ -143,7 +162,7 @@ def _personal(fed: Trained, phases: Sequence[Phase], masks: Mapping[str, Tensor]
             }
             return objective(Net(net.model, net.params | fixed, net.start, net.rest or {}, net.task), x, y)
 
-        if any(trains(fed.infos[name]) for name in fed.trainer.trainable):
+        if any(trains(fed.infos[name]) for name in trainer.trainable):
             kept.append(replace(phase, trains=trains, loss=loss if masks else phase.loss))
         elif phase.update is not None:
             kept.append(replace(phase, epochs=0))
@@ -156,16 +175,16 @@ def _personal(fed: Trained, phases: Sequence[Phase], masks: Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def _ensemble(fed: Trained, data: Placement) -> Newcomers:
+def _ensemble(fed: Trained, data: Placement, trainer: Trainer) -> Newcomers:
     """The mean of the probabilities that all clients' models give."""
     tests = [client.test for client in data]
     sums: list = [0.0] * len(tests)
-    size, model = 0, fed.trainer.model.eval()
+    size, task, model = 0, trainer.settings.task, trainer.model.eval()
     for k in range(len(fed)):
         state = fed.states.load([k], names=list(fed.infos))
         size += sum(one[0] for one in fed.exchange.wire.roundtrip(state, list(fed.infos))[1].bytes.values())
-        fed.trainer.bind(state, 0)
+        trainer.bind(state, 0)
         for row, (x, _) in enumerate(tests):
-            sums[row] += torch.cat([model(some).softmax(1) for some in x.split(EVALUATION_BATCH)])
+            sums[row] += torch.cat([task.output(model, some).softmax(1) for some in x.split(EVALUATION_BATCH)])
     accuracy = [(p.argmax(1) == y).double().mean().item() for p, (_, y) in zip(sums, tests, strict=True)]
     return Newcomers("ensemble", accuracy, [0] * len(sums), [size] * len(sums))

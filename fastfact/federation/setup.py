@@ -97,7 +97,8 @@ def task_for(template: nn.Module, data: Placement, settings: Mapping[str, Any]) 
             output_of(plain, template, x[:1], train=True)
         except ValueError as error:
             data.alone = error
-    return task, output.shape[1] if task.plain else None
+    classes = {"cross_entropy": 1, "next_token": -1}.get(str(task.name))
+    return task, None if classes is None else output.shape[classes]
 
 
 def check_task(task: Task, method: Strategy) -> None:
@@ -190,6 +191,7 @@ def check_buffer(exchange: Exchange, settings: Mapping[str, Any], clients: int, 
 
     require(bool(exchange.shared), f"{method.name} shares nothing that could arrive")
     require(not method.clients_mix, f"{method.name} mixes at its clients, which may be at work")
+    require(not exchange.stacks, f"{method.name} sends what each round adds, which clients at work would miss")
     require(not exchange.noise, "who reports when tells of the clients' speeds, noise must be 0")
     most = clients + 1 - buffer
     require(
@@ -210,6 +212,8 @@ def check_rule(exchange: Exchange, clients: int) -> None:
                 f"Federation({name}={value!r}): {method.name} mixes at its clients, which download others' models as"
                 " they are"
             )
+    if rule != "mean" and exchange.stacks:
+        raise ValueError(f"Federation(rule={rule!r}): {method.name} stacks what its clients upload, and takes no mean")
     least = 2 * int(hostile * clients) + 3
     if rule == "multi-krum" and clients < least:
         raise ValueError(

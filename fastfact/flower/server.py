@@ -137,7 +137,7 @@ class Server(Local):
         """client → the round of that."""
         self.samples: dict[int, int] = {}
         self.started: dict[int, State] = {}
-        """client → what it started that round from, where uploads are clipped."""
+        """client → what it started that round from, where the server must know."""
         self._rounds: dict[int, _Round] = {}
         self._holding = contextlib.ExitStack()
         self._disk: _Disk | None = None
@@ -254,7 +254,7 @@ class Server(Local):
 
     def _downloads(self, round: int, clients: Sequence[int], made: _Round, reported: Uploads) -> None:
         sent, start = self._stacked(reported.clients, self._held), None
-        if self.exchange.clip is not None:
+        if self.exchange.keeps_start:
             start = self._stacked(reported.clients, self.started.__getitem__)
         uploads = self.exchange.uploads(reported, sent, start, made.adds.server_state, Shard(Group(), self.k))
         downloads = server_round(self.exchange, uploads, round, made.adds.ledger, self.samples.__getitem__)
@@ -399,12 +399,13 @@ class Server(Local):
         for row in rows:
             row["bytes_up"], row["bytes_down"] = up.get(row["client"], 0), down.get(row["client"], 0)
         if there:
-            made.adds.reported = Uploads(round, there, [self.samples[k] for k in there], losses)
+            samples = [self.samples[k] for k in there]
+            made.adds.reported = Uploads(round, there, samples, losses, left_out=sorted(left_out))
         else:
             made.adds.server_state = self.server_state
         for k, state in sent.items():
             self.held[k], self.trained[k] = state, round
-            if self.exchange.clip is not None:
+            if self.exchange.keeps_start:
                 self.started[k] = {name: made.asked[k].start[name] for name in self.exchange.bounded}
         for k in uploads:
             if not self.uploaded:

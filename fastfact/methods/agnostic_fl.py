@@ -44,6 +44,7 @@ class AgnosticFL(Strategy):
     name: ClassVar[str] = "agnostic-fl"
     paper: ClassVar[str] = "Mohri et al., ICML 2019"
     newcomers_upload: ClassVar[bool] = False
+    trains_head: ClassVar[bool] = False
 
     def check(self) -> None:
         super().check()

@@ -84,11 +84,11 @@ class ClusteredFL(Strategy):
             return self._models_of(guests.clients, uploads, names)
         cluster = uploads.server_state["cluster"].cpu().clone()
         models = {name: uploads.server_state[f"model/{name}"] for name in names}
+        # What each client started from: where rounds are asynchronous, no longer its cluster's model.
+        start = {name: model[cluster[uploads.clients].to(model.device)] for name, model in models.items()}
+        start |= uploads.start
         updates = torch.cat(
-            [
-                (uploads.state[name] - models[name][cluster[uploads.clients].to(models[name].device)]).flatten(1)
-                for name in self._compared
-            ]
+            [(uploads.state[name] - start[name]).flatten(1) for name in self._compared]
             or [torch.zeros(len(uploads.clients), 1)],
             dim=1,
         ).double()

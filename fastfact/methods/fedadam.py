@@ -25,24 +25,29 @@ class FedAdam(ServerStep):
     "yogi": v_t = v_{t−1} − (1 − β₂) Δ_t² sign(v_{t−1} − Δ_t²);
     "adagrad": v_t = v_{t−1} + Δ_t².
 
-    server_lr: η. beta1, beta2: β₁, β₂ (.9 and .99 in all its experiments). tau: τ, the degree of adaptivity (10⁻³ in
-    most). v starts at τ², the least the algorithm allows (v_{−1} ≥ τ²), m at 0; neither is corrected for its start. A
-    number of x moves by about η in a round, however little the clients did, so that η must suit the model.
+    server_lr: η. beta1, beta2: β₁, β₂, .9 and .99 in its experiments; None for the β₁ it has there: Adagrad has no
+    momentum, 0. tau: τ, the degree of adaptivity (10⁻³ in most). v starts at τ², the least the algorithm allows
+    (v_{−1} ≥ τ²), m at 0; neither is corrected for its start. A number of x moves by about η in a round, however little
+    the clients did, so that η must suit the model.
 
     The algorithm averages Δ evenly and leaves weights to the reader; here they are n_k, as in FedAvg, which this is
     compared with. Batch-norm (not mentioned): its learned part moves like every weight, its statistics are averaged.
     Tensors that the caller does not share stay with the client. What a client changed is the download subtracted from
-    its upload: a wire that rounds, or `after_mix`, changes both sides alike and is no part of x.
+    its upload: a wire that rounds, or `after_mix`, changes both sides alike and is no part of x; nor is what the server
+    did while a client was at work, where rounds are asynchronous.
     """
 
     server_lr: float = setting(0.01, "Learning rate of the server, η.", above=0)
     server_optimizer: str = setting("adam", "The server's optimizer.", choices=("adam", "yogi", "adagrad"))
-    beta1: float = setting(0.9, "Decay of the mean of the changes, β₁.", at_least=0, below=1)
+    beta1: float | None = setting(
+        None, "Decay of the mean of the changes, β₁ [default: 0 for adagrad, else 0.9].", at_least=0, below=1
+    )
     beta2: float = setting(0.99, "Decay of the mean of their squares, β₂.", at_least=0, below=1)
     tau: float = setting(1e-3, "Degree of adaptivity τ: the smaller, the more.", above=0)
 
     name: ClassVar[str] = "fedadam"
     paper: ClassVar[str] = "Reddi et al., ICLR 2021"
+    needs_start: ClassVar[bool] = True
 
     def server_state(self, state: State) -> State:
         x = super().server_state(state)
@@ -54,11 +59,13 @@ class FedAdam(ServerStep):
         return Strategy.weights(self, uploads, guests)
 
     def step(self, x: State, mean: State, uploads: Uploads) -> State:
-        known, new = uploads.server_state, {}
+        known, new, beta1 = uploads.server_state, {}, self.beta1
+        if beta1 is None:
+            beta1 = 0.0 if self.server_optimizer == "adagrad" else 0.9
         for name, start in x.items():
             change = mean[name] - start
             square, v = change.square(), known[f"v/{name}"]
-            m = self.beta1 * known[f"m/{name}"] + (1 - self.beta1) * change
+            m = beta1 * known[f"m/{name}"] + (1 - beta1) * change
             if self.server_optimizer == "adam":
                 v = self.beta2 * v + (1 - self.beta2) * square
             elif self.server_optimizer == "yogi":

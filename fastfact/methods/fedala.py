@@ -49,6 +49,7 @@ class FedALA(Strategy):
 
     name: ClassVar[str] = "fedala"
     paper: ClassVar[str] = "Zhang et al., AAAI 2023"
+    trains_head: ClassVar[bool] = False
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         self._mixed = [

@@ -2,11 +2,9 @@
 Huba; AISTATS 2022).
 """
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
-
-import torch
 
 from fastfact.base.kinds import setting
 from fastfact.federation.server.strategy import Uploads, register
@@ -37,17 +35,8 @@ class FedBuff(ServerStep):
     name: ClassVar[str] = "fedbuff"
     paper: ClassVar[str] = "Nguyen et al., AISTATS 2022"
 
-    def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
-        if guests is None:
-            # As if each had made its update of the present x.
-            scale = torch.tensor([(1 + late) ** -self.staleness for late in uploads.staleness], dtype=torch.float64)
-            state = dict(uploads.state)
-            for name in self._moved:
-                x, y = uploads.server_state[f"global/{name}"], state[name]
-                by = scale.to(y).view(-1, *[1] * (y.dim() - 1))
-                state[name] = x + by * (y - uploads.start.get(name, x))
-            uploads = dataclasses.replace(uploads, state=state)
-        return super().mix(uploads, names, guests)
+    def counts(self, uploads: Uploads) -> Sequence[float]:
+        return [(1 + late) ** -self.staleness for late in uploads.staleness]
 
     def step(self, x: State, mean: State, uploads: Uploads) -> State:
         return {name: start + self.server_lr * (mean[name] - start) for name, start in x.items()}

@@ -59,6 +59,7 @@ class FedEM(Strategy):
     name: ClassVar[str] = "fedem"
     paper: ClassVar[str] = "Marfoq et al., NeurIPS 2021"
     classifies: ClassVar[bool] = True
+    trains_head: ClassVar[bool] = False
 
     def check(self) -> None:
         super().check()

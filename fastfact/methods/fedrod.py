@@ -62,6 +62,7 @@ class FedRoD(Strategy):
     name: ClassVar[str] = "fedrod"
     paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
     classifies: ClassVar[bool] = True
+    trains_head: ClassVar[bool] = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
         path = next((n.rpartition(".")[0] for n, i in describe(model, self.classifier).items() if i.classifier), None)

@@ -32,12 +32,14 @@ class FLoRA(Adapters):
     Down is as large as all uploads together. The new A is one draw for all, and comes with the stack. As σ changes at
     the clients it is part of their states, though it does not train nor travel.
 
-    A client that missed rounds is sent the stacks it missed; the server keeps those that somebody who has reported
-    still lacks. A newcomer is sent their sum, as a pair of factors of full rank.
+    A client that missed rounds is sent the stacks it missed; the server keeps those that somebody who has downloaded
+    still lacks. A newcomer is sent their sum, as a pair of factors of full rank. There are no asynchronous rounds
+    (`buffer`), whose clients would each lack others, and no mean that a `rule` could replace.
     """
 
     name: ClassVar[str] = "flora"
     paper: ClassVar[str] = "FLoRA, NeurIPS 2024"
+    trains_head: ClassVar[bool] = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
         model = super().prepare(model)
@@ -89,9 +91,10 @@ class FLoRA(Adapters):
             # Uploads are where clients hold them, until they train again.
             kept |= {f"{STACK}{uploads.round}/{start}A": a, f"{STACK}{uploads.round}/{start}B": b.clone()}
             kept[f"{TOTAL}{start}"] = self._merged(start, kept[f"{TOTAL}{start}"][None], a[None], b[None])[0]
-        # What a client reported from had the stacks of all rounds before.
+        # What a client trained in the round had the stacks of all rounds before.
         reported = kept[REPORTED].cpu().clone()
-        reported[[client for client in uploads.clients if client < len(reported)]] = uploads.round
+        trained = [*uploads.clients, *uploads.left_out]
+        reported[[client for client in trained if client < len(reported)]] = uploads.round
         kept[REPORTED] = reported
         least = int(reported[reported > 0].min())
         for name in [name for name in kept if name.startswith(STACK) and _round_of(name) < least]:

@@ -29,7 +29,8 @@ class HetLoRA(Adapters):
     others out. What `train` names is averaged by n_k.
 
     Everybody's tensors have the largest rank here, zeros where r_k ends: these stay zero in training, as neither factor
-    has a gradient there. On the wire they cost a bit each. The setting `rank` is not used.
+    has a gradient there. On the wire they cost a bit each. The setting `rank` is not used. Ranks are of what travels:
+    the adapter of a classifier that is not shared has the largest rank at every client, and is not pruned.
 
     pruning: λ of rank self-pruning, 0 for ranks that stay. The local loss gets λ ‖B_k[:, γr_k:r_k]‖ ‖A_k[γr_k:r_k]‖,
     summed over the layers; where this is smaller after a round's training than it was after the download, what it is of
@@ -55,7 +56,9 @@ class HetLoRA(Adapters):
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         super().bind(infos)
-        self._roles = {name: info.role for name, info in infos.items() if info.role in FACTORS}
+        shared = {name: info for name, info in infos.items() if self.shares(info)}
+        self._roles = {name: info.role for name, info in shared.items() if info.role in FACTORS}
+        self._require("pruning", not self.pruning or bool(self._roles), "must be 0 where no adapter is shared")
 
     def server_state(self, state: State) -> State:
         if not self.pruning:

@@ -141,6 +141,7 @@ class FedBABU(Strategy):
 
     name: ClassVar[str] = "fedbabu"
     paper: ClassVar[str] = "Oh et al., ICLR 2022"
+    trains_head: ClassVar[bool] = False
 
     def shares(self, info: TensorInfo) -> bool:
         return not info.classifier and self.allowed(info)

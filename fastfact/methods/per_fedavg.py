@@ -35,6 +35,7 @@ class PerFedAvg(Strategy):
 
     name: ClassVar[str] = "per-fedavg"
     paper: ClassVar[str] = "Fallah et al., NeurIPS 2020"
+    trains_head: ClassVar[bool] = False
 
     def check(self) -> None:
         super().check()

@@ -38,6 +38,7 @@ class PFedMe(ServerStep):
 
     name: ClassVar[str] = "pfedme"
     paper: ClassVar[str] = "Dinh et al., NeurIPS 2020"
+    trains_head: ClassVar[bool] = False
 
     def phases(self, epochs: int) -> list[Phase]:
         return [Phase(epochs, loss=self._loss), Phase(0, update=self._personalize, adapts=True)]

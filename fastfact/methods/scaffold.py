@@ -54,7 +54,8 @@ class Scaffold(ServerStep):
     K η_l is then what a constant gradient of 1 makes of K steps, η_l Σ_{j=1}^K (1 − β^j) / (1 − β), so that c_i stays
     a (weighted) mean of gradients. Weight decay and L1 are part of these gradients.
     "I": the gradient of client i's loss at x, in eval mode, which takes another pass over its samples. It also stands
-    in for II where no gradient can be read off the distance: with Adam, schedules and clipped gradients.
+    in for II where no gradient can be read off the distance: with Adam, schedules, clipped gradients, and momentum that
+    is kept from round to round. `head_first` is for a classifier that is not shared: its steps are not corrected.
 
     Down: x and c. Up: y_i and c + c_i⁺ − c_i, which is (x − y_i) / (K η_l), so that the server reads off the change of
     either as it does that of a model, and clipping, robust rules and left-out clients mean the same for both. c_i stays
@@ -82,6 +83,8 @@ class Scaffold(ServerStep):
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         super().bind(infos)
         self._controlled = [name for name in infos if _control(name) in infos]
+        fits = self.head_first == 0 or not any(infos[name].classifier for name in self._controlled)
+        self._require("head_first", fits, "must be 0 where the classifier is shared, all of whose steps are corrected")
 
     def shares(self, info: TensorInfo) -> bool:
         return info.name.startswith(CONTROL) or self.allowed(info)
@@ -112,7 +115,8 @@ class Scaffold(ServerStep):
 
     def _renew(self, training: Phase, net: Any, x: Tensor, y: Tensor) -> State:
         how, start = net.settings, net.start
-        if self.option == "II" and how.optimizer == "sgd" and not how.scheduled and how.max_grad_norm is None:
+        plain = how.optimizer == "sgd" and not how.scheduled and how.max_grad_norm is None
+        if self.option == "II" and plain and (how.optimizer_states == "dropped" or how.momentum == 0):
             steps = steps_of([training], parts(batches(len(y), how.batch_size), how.accumulate))
             length = how.lr * sum((1 - how.momentum**j) / (1 - how.momentum) for j in range(1, steps + 1))
             mean = {name: (start[name] - net.params[name]) / length for name in self._controlled}

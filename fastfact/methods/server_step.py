@@ -1,7 +1,10 @@
 """A server that moves one global model by what its clients made of it, in place of taking their mean."""
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fastfact.federation.server import mixing
@@ -14,6 +17,7 @@ from fastfact.federation.tensors import TensorInfo
 class ServerStep(Strategy):
     """x ← `step` of x and of the mean x̄ of the uploads: everybody downloads x, which the server keeps.
 
+    Where a client started from something else than x, as rounds are asynchronous, it is what it changed, at x.
     It moves the shared tensors that train; the others (batch-norm's statistics, counts) are their mean.
     """
 
@@ -25,6 +29,10 @@ class ServerStep(Strategy):
         """The new global tensors, from those that the clients started from and the mean of what they made of them, all
         [1, …]. May put new tensors into `uploads.server_state`."""
         raise NotImplementedError
+
+    def counts(self, uploads: Uploads) -> Sequence[float]:
+        """By how much each client's change counts where they started from something else than x."""
+        return [1.0] * len(uploads.clients)
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
         self._moved = [name for name, info in infos.items() if self.shares(info) and self.moves(info)]
@@ -46,10 +54,21 @@ class ServerStep(Strategy):
             made = uploads.mix(row, [name for name in names if name not in self._moved])
             made |= {name: known[f"global/{name}"] for name in self._moved}
         else:
-            made = uploads.mix(row, names)
             x = {name: known[f"global/{name}"] for name in self._moved}
+            made = self._changed(x, uploads).mix(row, names)
             moved = self.step(x, {name: made[name] for name in self._moved}, uploads)
             known |= {f"global/{name}": tensor for name, tensor in moved.items()}
             made |= moved
         rows = len(uploads.here if guests is None else guests.clients)
         return {name: made[name].expand(rows, *made[name].shape[1:]) for name in names}
+
+    def _changed(self, x: State, uploads: Uploads) -> Uploads:
+        """The uploads as if each client had made its change of x."""
+        if not uploads.start:
+            return uploads
+        counts, state = torch.tensor(self.counts(uploads), dtype=torch.float64), dict(uploads.state)
+        for name in self._moved:
+            change = state[name] - uploads.start[name]
+            state[name] = x[name] + counts.to(change).view(-1, *[1] * (change.dim() - 1)) * change
+        noise = uploads.noise and dataclasses.replace(uploads.noise, start=uploads.noise.start | x)
+        return dataclasses.replace(uploads, state=state, noise=noise)

@@ -54,6 +54,7 @@ class Interpolated(TwoModels):
 @dataclass(kw_only=True)
 class _TwoModels(Strategy):
     trains_compact: ClassVar[bool] = False
+    trains_head: ClassVar[bool] = False
 
     def pair(self, model: nn.Module) -> TwoModels:
         """The model that clients train."""
@@ -153,7 +154,7 @@ class APFL(_TwoModels):
         batch = torch.randperm(len(y), generator=net.generator)[: net.settings.batch_size].to(y.device)
         alpha = net.rest["alpha"]
         gradient = net.gradient(x[batch], y[batch], {"alpha": alpha}, evaluate=True)["alpha"]
-        return {"alpha": (alpha - net.settings.lr * gradient).clamp(0, 1)}
+        return {"alpha": (alpha - net.lr * gradient).clamp(0, 1)}
 
 
 def _loss_of_shared(net: Any, x: Tensor, y: Tensor) -> Tensor:

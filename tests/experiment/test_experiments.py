@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from fastfact.experiment import build, plots, probes, report
 from fastfact.experiment.config import Config
 from fastfact.experiment.run import run
+from fastfact.federation import Federation
 
 SMALL = {"rounds": 1, "epochs": 1, "width": 0.1, "method": "fedavg", "batch_size": 16}
 
@@ -67,6 +69,38 @@ def test_augmentation_by_name():
     assert build.federation(config(model="mlp")).augment is None
     flip = build.federation(config(model="mlp", augment="flip")).augment(x, generator)
     assert all(torch.equal(a, b) or torch.equal(a, b.flip(2)) for a, b in zip(flip, x, strict=True))
+
+
+def stop_after_one(number, accuracy):
+    if number == 1:
+        raise KeyboardInterrupt
+
+
+PLAIN = {"scenario": "iid", "clients": 2, "samples": 30, "model": "mlp", "cohort": "1", "track": "none", "lr": 0.05}
+
+
+@pytest.mark.parametrize("change", [{"shift": 1}, {"schedule": "linear"}])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, change):
+    options = config(**PLAIN, **change, rounds=3)
+    straight = run(options, tmp_path / "straight")
+    with pytest.raises(KeyboardInterrupt):
+        run(options, tmp_path / "run", stop_after_one)
+    assert run(options, tmp_path / "run", resume=True)["summary"]["accuracy"] == straight["summary"]["accuracy"]
+    losses = [[row["loss"] for row in Federation.load(tmp_path / name).history] for name in ("straight", "run")]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_more_rounds_than_the_learning_rate_was_to_fall_over(tmp_path):
+    """There it is 0. Where it is constant, or its rounds were given, a run may have more."""
+    scheduled = config(**PLAIN, schedule="cosine", rounds=2)
+    run(scheduled, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"rounds=3: .*falls to 0 over its 2 rounds .*schedule_rounds=3 in another"):
+        run(replace(scheduled, rounds=3), tmp_path / "run", resume=True)
+    assert Federation.load(tmp_path / "run").round == 2
+    for name, change in (("given", {"schedule": "cosine", "schedule_rounds": 3}), ("warm", {"lr_warmup": 0.5})):
+        run(config(**PLAIN, **change, rounds=1), tmp_path / name)
+        run(config(**PLAIN, **change, rounds=2), tmp_path / name, resume=True)
+        assert Federation.load(tmp_path / name).round == 2
 
 
 @pytest.mark.parametrize(

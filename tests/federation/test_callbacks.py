@@ -6,6 +6,8 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import fastfact as ff
 
@@ -77,6 +79,23 @@ def test_what_tensorboard_cannot_have_is_left_out(make, tmp_path, caplog):
     fed = make()
     fed.fit(2, callbacks=[ff.TensorBoard(tmp_path)])
     assert fed.round == 2 and caplog.text.count("is not written for TensorBoard") == 2
+
+
+class Scale(nn.Module):
+    """No layer with a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.scale * x[:, :3]
+
+
+def test_tensorboard_of_a_model_with_nothing_to_compare(make, tmp_path):
+    fed = make(Scale)
+    fed.fit(2, callbacks=[ff.TensorBoard(tmp_path)])
+    assert fed.round == 2
 
 
 class Tool(types.ModuleType):

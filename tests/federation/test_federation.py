@@ -150,6 +150,34 @@ def test_who_missed_the_last_round_starts_from_its_average(make):
             torch.testing.assert_close(tensors_of(mixed[k])[name].detach(), average, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("after_mix", ["threshold", "support"])
+def test_who_missed_the_last_round_has_mu_after_the_mix_too(make, after_mix):
+    method = ff.methods.FactorizedFedAvg(after_mix=after_mix, l1=0.02)
+    fed = make(sizes=(4, 5, 6, 7), participation=0.5, method=method)
+    fed.fit(3)
+    last, n = fed.reported.clients, torch.tensor([4.0, 5, 6, 7], dtype=torch.float64)
+    assert len(last) == 2
+    state, draw = fed.states.state, torch.Generator().manual_seed(0)
+    for name in ("0.mu", "2.mu"):
+        state[name] *= torch.rand(state[name].shape, generator=draw) < 0.6
+    fed.states.store(range(4), state)
+    fed.states.commit()
+    mixed = fed.mixed()
+    for name in ("0.mu", "2.mu"):
+        average = sum(n[k] * state[name][k] for k in last) / n[last].sum()
+        for k in range(4):
+            kept = state[name][k] != 0 if after_mix == "support" else average.abs() > 0.02
+            found = tensors_of(mixed[k])[name].detach()
+            torch.testing.assert_close(found, average * kept, rtol=1e-12, atol=1e-12)
+        assert ((average != 0) & (average.abs() <= 0.02)).any()
+    # What is counted is what was downloaded: zeros of μ cost a bit.
+    models = {name: torch.stack([tensors_of(model)[name].detach() for model in mixed]) for name in fed.shared}
+    sizes = fed.wire.roundtrip(models, fed.shared)[1]
+    fed.fit(1)
+    down = {row["client"]: row["bytes_down"] for row in fed.history.of(4)}
+    assert set(down) - set(last) and down == {k: sizes.total(k) for k in down}
+
+
 class Poison:
     """An augmentation that puts NaN into the batches of the client whose first number it knows."""
 
@@ -279,6 +307,25 @@ def test_models_are_copies(make):
         fed.models[3]
 
 
+def test_models_after_an_interrupt_in_the_middle_of_a_phase(make):
+    calls = []
+
+    def stop(x, generator):
+        calls.append(x)
+        if len(calls) == 40:
+            raise KeyboardInterrupt
+        return x
+
+    fed = make(method="fedrep", augment=stop)
+    with pytest.raises(KeyboardInterrupt):
+        fed.fit(9)
+    assert fed.round > 0 and all(parameter.requires_grad for parameter in fed.template.parameters())
+    # While a client trains they are asked for, too.
+    fed.template[0].weight.requires_grad_(False)
+    for k, model in enumerate(fed.models):
+        assert all(torch.equal(tensor, fed.states.state[name][k]) for name, tensor in model.state_dict().items())
+
+
 def test_similarity(make):
     fed = make(method="factorized-fl-alpha")
     fed.fit(1)
@@ -292,6 +339,22 @@ def test_similarity(make):
         fed.similarity("w")
     dense = make()
     assert torch.allclose(dense.similarity(), torch.ones(3, 3, dtype=torch.float64))
+
+
+def test_similarity_where_the_layer_before_the_classifier_is_frozen(make):
+    def frozen(*layers):
+        model = make.mlp()
+        for layer in layers:
+            model[layer].requires_grad_(False)
+        return model
+
+    for layers, name in (((2,), "0.weight"), ((0, 2), "4.weight")):
+        fed = make(lambda layers=layers: frozen(*layers))
+        fed.fit(1)
+        a, b = fed.states.state[name][:2].flatten(1)
+        torch.testing.assert_close(fed.similarity()[0, 1], torch.nn.functional.cosine_similarity(a, b, dim=0))
+    with pytest.raises(ValueError, match=r"layer=2.*must be one of none in that layer"):
+        fed.similarity(layer=2)
 
 
 def test_a_map_style_dataset_is_the_same_as_its_tensors(make, same):

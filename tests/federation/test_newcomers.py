@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fastfact as ff
 from fastfact.federation import newcomers
@@ -61,8 +62,10 @@ def test_download_is_the_global_model(make):
     assert all(torch.equal(before[name], tensor) for name, tensor in fed.states.state.items())
 
 
-def test_fine_tune_trains_everything(make):
-    fed = trained(make, "fedavg")
+@pytest.mark.parametrize("options", [{}, {"schedule": "linear", "schedule_rounds": 2, "lr_warmup": 0.2}])
+def test_fine_tune_trains_everything(make, options):
+    """By the learning rate itself, also where a schedule has ended."""
+    fed = trained(make, "fedavg", **options)
     new = make.clients(sizes=(6, 8), seed=4)
     found = fed.join(new, "fine-tune")
     model = make.mlp()
@@ -71,6 +74,43 @@ def test_fine_tune_trains_everything(make):
         model.load_state_dict(step(model, x, y))
     for name, tensor in found.models[1].state_dict().items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_fine_tune_trains_a_head_that_rounds_leave_alone(make, epochs):
+    """FedBABU: body and head, whatever is done before an evaluation."""
+    fed = trained(make, ff.methods.FedBABU(finetune_epochs=epochs))
+    new = make.clients(sizes=(8,), seed=4)
+    model = make.mlp()
+    initial = {name: tensor[0] for name, tensor in fed.initial.items()}
+    model.load_state_dict({**initial, **{n: t for n, t in average(fed).items() if n in fed.shared}})
+    for x, y in batches(fed, new[0].train, 3):
+        model.load_state_dict(step(model, x, y))
+    found = fed.join(new, "fine-tune").models[0].state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12)
+    assert not torch.equal(found["4.weight"], initial["4.weight"])
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize("how", newcomers.HOW[:3])
+def test_a_federation_loaded_without_clients_knows_its_loss(make, tmp_path, how):
+    def several(sizes):
+        return [
+            ff.Client(**{part: (x, x[:, :3] > 0) for part, (x, _) in (("train", one.train), ("test", one.test))})
+            for one in make.clients(sizes=sizes)
+        ]
+
+    fed = trained(make, "fedper", model=dropping, clients=several((10, 7, 12)), loss="bce")
+    fed.save(tmp_path / "run")
+    loaded = ff.Federation.load(tmp_path / "run", model=dropping)
+    one, other = (each.join(several((8,)), how) for each in (fed, loaded))
+    assert one.accuracy == other.accuracy
+    for name, tensor in one.models[0].state_dict().items():
+        assert torch.equal(tensor, other.models[0].state_dict()[name])
 
 
 def test_local_train_of_a_personal_head(make):

@@ -34,6 +34,7 @@ from baseline_loop import (
 from torch.nn import functional as F
 
 import fastfact as ff
+from fastfact.federation.server.strategy import Uploads
 from fastfact.federation.state import generator_for
 from fastfact.nn.schedule import Schedule
 
@@ -126,13 +127,39 @@ def test_scaffold(server_lr, option, share_classifier, participation, cohort):
     assert any(tensor.abs().max() > 1e-3 for tensor in c.values())
 
 
-@pytest.mark.parametrize("training", [{"optimizer": "adam"}, {"schedule": "cosine"}, {"max_grad_norm": 0.1}])
+@pytest.mark.parametrize(
+    "training",
+    [{"optimizer": "adam"}, {"schedule": "cosine"}, {"max_grad_norm": 0.1}, {"optimizer_states": "kept"}],
+)
 def test_scaffold_takes_a_gradient_where_the_distance_says_none(training):
     feds = [federation(ff.methods.Scaffold(option=option), normed, **training) for option in ("I", "II")]
     for fed in feds:
         fed.fit(2)
     for name, tensor in feds[0].states.state.items():
         assert torch.equal(tensor, feds[1].states.state[name])
+
+
+@pytest.mark.parametrize("states", ["dropped", "kept"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_scaffolds_variate_of_a_constant_gradient(states, momentum):
+    data = [ff.Client(train=(torch.ones(4, 1), torch.ones(4)), test=(torch.ones(4, 1), torch.ones(4)))] * 2
+    how = {"weight_decay": 0.0, "momentum": momentum, "optimizer_states": states, "loss": lambda out, y: 2 * out.mean()}
+    fed = federation("scaffold", lambda: torch.nn.Linear(1, 1, bias=False), data, **how)
+    fed.fit(4)
+    own = fed.states.state["own/model.weight"]
+    torch.testing.assert_close(own, torch.full_like(own, 2), rtol=1e-5, atol=0)
+
+
+def test_scaffold_corrects_all_steps_of_what_it_controls():
+    with pytest.raises(ValueError, match=r"scaffold\(head_first=1\): must be 0 where the classifier is shared"):
+        federation(ff.methods.Scaffold(head_first=1), normed)
+    fed = federation(ff.methods.Scaffold(head_first=1, share_classifier=False), normed, momentum=0.0)
+    fed.fit(1)
+    for k, n in enumerate(SIZES):
+        length = LR * (EPOCHS - 1) * len(batches(n, torch.Generator()))
+        for name in [name for name in PARAMS if not name.startswith("7.")]:
+            mean = (fed.initial[f"model.{name}"][0] - fed.states.state[f"model.{name}"][k]) / length
+            torch.testing.assert_close(fed.states.state[f"own/model.{name}"][k], mean)
 
 
 def test_scaffold_counts_the_steps_of_accumulated_batches():
@@ -182,6 +209,44 @@ def test_fedadam(server_optimizer, share_classifier, participation):
     fed.fit(ROUNDS)
     check(fed, states)
     assert sent(fed, "up") == sent(fed, "down") == {n for n in fed.infos if not kept(n, share_classifier)}
+
+
+@pytest.mark.parametrize("options", [{"wire": "bfloat16"}, {"wire": "int8"}, {"after_mix": "threshold"}])
+def test_what_rounds_a_download_moves_nothing(options):
+    """Clients that change nothing leave x where it is, whatever the wire and `after_mix` make of it."""
+    method = ff.methods.FedAdam(after_mix=options.get("after_mix", "none"), l1=0.05)
+
+    def model():
+        return ff.factorize(mlp(), ff.Rank1(), init="svd")
+
+    fed = federation(method, model, lr=1e-12, wire=options.get("wire", "exact"), participation=0.5)
+    fed.fit(4)
+    for name in fed.infos:
+        moved = fed.server_state[f"global/{name}"] - fed.initial[name]
+        assert moved.abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("name", ["fedadam", "fedbuff", "pfedme", "scaffold"])
+def test_an_update_is_of_what_the_client_had_downloaded(name):
+    """Two clients that changed nothing report to a server that has moved on meanwhile."""
+    fed = federation(name)
+    state = {n: fed.initial[n].repeat(2, *[1] * (fed.initial[n].dim() - 1)) for n in fed.shared}
+    start, known = {n: tensor.clone() for n, tensor in state.items()}, dict(fed.server_state)
+    moved = {n: tensor + 1 for n, tensor in known.items() if n.startswith("global/")}
+    lists = {"clients": [0, 1], "samples": [9, 6], "losses": [1.0, 1.0], "started": [2, 4]}
+    uploads = Uploads(6, **lists, state=state, server_state=known | moved, start=start, here=range(2))
+    fed.method.mix(uploads, fed.shared)
+    for n, tensor in moved.items():
+        torch.testing.assert_close(uploads.server_state[n], tensor)
+
+
+@pytest.mark.parametrize(("server_optimizer", "beta1"), [("adam", 0.9), ("yogi", 0.9), ("adagrad", 0.0)])
+def test_fedadagrad_has_no_momentum(server_optimizer, beta1):
+    feds = [federation(ff.methods.FedAdam(server_optimizer=server_optimizer, beta1=b)) for b in (None, beta1)]
+    for fed in feds:
+        fed.fit(3)
+    for name, tensor in feds[0].server_state.items():
+        assert torch.equal(tensor, feds[1].server_state[name]), name
 
 
 @ways
@@ -330,6 +395,18 @@ def test_apfl(adaptive, alpha, share_classifier, participation, cohort):
     evaluated(fed, accuracies)
     names = {f"shared.{n}" for n in shared[0] if not kept(n, share_classifier)}
     assert sent(fed, "up") == sent(fed, "down") == names
+
+
+@pytest.mark.parametrize("cohort", [1, 4])
+def test_apfls_alpha_follows_the_schedule(cohort):
+    fed = federation("apfl", cohort=cohort, schedule="linear", schedule_rounds=2)
+    alphas = []
+    for _ in range(3):
+        fed.fit(1)
+        alphas.append(fed.states.state["alpha"].clone())
+    assert not torch.equal(alphas[1], alphas[0])
+    # The rate has fallen to 0.
+    assert torch.equal(alphas[2], alphas[1])
 
 
 @ways_and_heads

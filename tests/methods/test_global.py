@@ -30,6 +30,7 @@ from baseline_loop import (
 from torch.nn import functional as F
 
 import fastfact as ff
+from fastfact.federation.server.strategy import Uploads
 from fastfact.federation.state import generator_for
 from fastfact.methods.agnostic_fl import project_to_simplex
 from fastfact.methods.clustered_fl import bipartition
@@ -159,6 +160,17 @@ def test_a_cluster_is_at_rest_by_the_mean_weighted_with_samples():
     assert split(updates, [2, 3, 3]) == [0]
     assert split(updates, [1, 1, 1]) == [] and split(updates[:1], [1]) == []
     assert ff.methods.ClusteredFL(eps1=0.1, eps2=3.1)._split(updates, [2, 3, 3]) == []
+
+
+def test_a_stale_update_is_of_what_was_downloaded():
+    """Two clients that changed nothing, of models that their cluster has left: nobody disagrees with anybody."""
+    fed = federation(ff.methods.ClusteredFL(eps1=1e3, eps2=0.1))
+    away = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    state = {n: fed.initial[n] + away.view(-1, *[1] * (fed.initial[n].dim() - 1)) for n in fed.shared}
+    lists = {"clients": [0, 1], "samples": [9, 6], "losses": [1.0, 1.0], "started": [2, 4]}
+    uploads = Uploads(6, **lists, state=state, server_state=dict(fed.server_state), start=dict(state), here=range(2))
+    fed.method.mix(uploads, fed.shared)
+    assert uploads.server_state["cluster"].tolist() == [0] * K
 
 
 def test_gamma_max_holds_a_split_back():

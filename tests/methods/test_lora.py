@@ -9,6 +9,7 @@ from baseline_loop import EPOCHS, SEED, SIZES, TOTAL, average, check, clients, f
 from torch import nn
 
 import fastfact as ff
+from fastfact.federation.server.strategy import Uploads
 from fastfact.federation.state import generator_for
 
 LAYERS, SCALING = ("0.", "2.", "4."), 1.5
@@ -220,6 +221,23 @@ def test_a_client_that_missed_rounds_keeps_the_rank_it_pruned_to():
     assert ranks == [int((row != 0).any(1).sum()) for row in fed.states.state["2.A"]] and max(ranks) < 4
 
 
+@pytest.mark.parametrize("pruning", [0.0, 0.7])
+def test_hetlora_has_ranks_of_what_travels(pruning):
+    """A classifier that stays with the client has the largest rank, whenever the client came first."""
+    made = ff.methods.make("hetlora", ranks=[1, 3], pruning=pruning, decay=0.5, share_classifier=False)
+    fed = federation(made, lambda: shifted(3), participation=0.5)
+    fed.fit(5)
+    assert {row["client"] for row in fed.history} == set(range(len(SIZES)))
+    for k, (a, own) in enumerate(zip(fed.states.state["2.A"], fed.states.state["4.A"], strict=True)):
+        assert (a != 0).any(1).sum() <= [1, 3][k % 2] and (own != 0).any(1).all()
+
+
+def test_hetlora_prunes_adapters_that_are_shared():
+    made = ff.methods.make("hetlora", pruning=0.1, share_classifier=False, skip=["0", "2"], train=["0"])
+    with pytest.raises(ValueError, match=r"pruning=0\.1\): must be 0 where no adapter is shared"):
+        federation(made)
+
+
 def test_hetlora_sends_no_zeros():
     fed = federation(ff.methods.make("hetlora", ranks=[2, 8]), lambda: shifted(8).float())
     fed.fit(2)
@@ -253,9 +271,11 @@ def test_flora_stacks_and_loses_nothing():
     assert numbers["0.A"] == (1 + 2 * (len(SIZES) + 1)) * 2 * 6
 
 
-def test_clients_of_flora_that_missed_rounds_catch_up():
-    """At every moment σ of a client that has just downloaded is the initial one and the sum of all stacks."""
-    fed = federation(ff.methods.make("flora", rank=2), participation=0.5)
+@pytest.mark.parametrize("options", [{"participation": 0.5}, {"max_norm": "1.1x"}])
+def test_clients_of_flora_that_missed_rounds_catch_up(options):
+    """At every moment σ of a client that has just downloaded is the initial one and the sum of all stacks: of one that
+    was absent, and of one that trained and was not mixed."""
+    fed = federation(ff.methods.make("flora", rank=2), **options)
     initial = {name: tensor[0].clone() for name, tensor in fed.initial.items()}
     for _ in range(6):
         fed.fit(1)
@@ -269,6 +289,16 @@ def test_clients_of_flora_that_missed_rounds_catch_up():
             torch.testing.assert_close(here[f"{layer}sigma"], wanted.expand_as(here[f"{layer}sigma"]))
         assert total == fed.server_state
     assert len({name.split("/")[1] for name in fed.server_state if name.startswith("stack/")}) <= 6
+    assert any(row["left_out"] for row in fed.history) == ("max_norm" in options)
+    last = {row["client"] for row in fed.history.last() if row["left_out"]}
+    assert set(Uploads(**fed.reported.report()).left_out) == last
+
+
+def test_stacks_take_no_mean_and_miss_nobody():
+    with pytest.raises(ValueError, match=r"rule='median'\): flora stacks what its clients upload"):
+        federation("flora", shifted, rule="median")
+    with pytest.raises(ValueError, match=r"buffer=2\): flora sends what each round adds"):
+        federation("flora", shifted, participation=0.5, buffer=2, speed=1.0)
 
 
 @pytest.mark.parametrize("name", ["fedit", "ffa-lora", "fedsa-lora", "flora", "hetlora", "matched-lora"])

@@ -58,6 +58,20 @@ def test_no_more_epochs_for_the_classifier_than_there_are():
             federation(method, normed)
 
 
+OWN_TRAINING = [
+    *("agnostic-fl", "apfl", "ditto", "fedala", "fedbabu", "fedem", "fedrod", "flora", "per-fedavg", "pfedme")
+]
+
+
+@pytest.mark.parametrize("name", ff.methods.names())
+def test_methods_whose_classifier_cannot_train_first(name):
+    if name in OWN_TRAINING:
+        with pytest.raises(ValueError, match=rf"{name}\(head_first=1\): must be 0, nothing can train before"):
+            ff.methods.make(name, head_first=1)
+    else:
+        assert ff.methods.make(name, head_first=1).head_first == 1
+
+
 def test_fedprox_takes_the_letter_of_its_paper():
     assert ff.methods.make("fedprox", mu=0.7) == ff.methods.FedProx(prox=0.7)
 

@@ -18,8 +18,8 @@ EVALUATION_BATCH = 1024
 class Net:
     """The model with one client's tensors, as a `Phase.loss` sees it (see there).
 
-    settings, generator: for `Phase.update`, how the client trains (`step.Settings`), and its own stream of random
-    numbers, which also orders its batches. A loss has neither.
+    settings, generator, lr: for `Phase.update`, how the client trains (`step.Settings`), its own stream of random
+    numbers, which also orders its batches, and the learning rate of its next step. A loss has none of them.
     """
 
     def __init__(
@@ -31,9 +31,10 @@ class Net:
         task: Task = CLASSES,
         settings: Any = None,
         generator: torch.Generator | None = None,
+        lr: float = 0.0,
     ):
         self.model, self.params, self.start, self.rest, self.task = model, params, start, rest, task
-        self.settings, self.generator = settings, generator
+        self.settings, self.generator, self.lr = settings, generator, lr
 
     def __call__(
         self, x: Tensor, params: dict[str, Tensor] | None = None, *, evaluate: bool = False, **options

@@ -1,6 +1,6 @@
 """The clients' samples as the model takes them, on its device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class Placement:
         self.device, self.dtype, self.last = like.device, like.dtype, False
         self.lazy = not isinstance(clients, list | tuple)
         self.classes: int | None = None
+        self.labels: Callable[[Tensor], Tensor] = lambda y: y
         self.alone: Exception | None = None
         """Why the model cannot train on a single sample; of clients that are made when asked for."""
         self.placed: dict[int, Placed] = {}
@@ -132,17 +133,21 @@ class Placement:
         self.last = True
         self.placed = {k: Placed(*(formatted(part, True) for part in data)) for k, data in self.placed.items()}
 
-    def set_classes(self, classes: int) -> None:
-        """Raise ValueError, now or when it comes, for a client with a label the model has no output for."""
-        self.classes = classes
+    def set_classes(self, classes: int, labels: Callable[[Tensor], Tensor]) -> None:
+        """Raise ValueError, now or when it comes, for a client with a label the model has no output for.
+
+        labels(y) → those of its targets that are labels, see `Task.labels`.
+        """
+        self.classes, self.labels = classes, labels
         for k in self.placed:
             self._check_labels(k, self.clients[k])
 
     def _check_labels(self, k: int, client: Client) -> None:
         if self.classes is None:
             return
-        low = min(int(client.train[1].min()), int(client.test[1].min()))
-        top = max(int(client.train[1].max()), int(client.test[1].max()))
+        labels = [some for some in (self.labels(client.train[1]), self.labels(client.test[1])) if some.numel()]
+        low = min((int(some.min()) for some in labels), default=0)
+        top = max((int(some.max()) for some in labels), default=0)
         if top >= self.classes or low < 0:
             label = top if low >= 0 else low
             raise ValueError(

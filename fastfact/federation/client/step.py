@@ -48,6 +48,7 @@ class Settings:
     optimizer: str = "sgd"
     beta2: float = 0.999
     eps: float = 1e-8
+    optimizer_states: str = "dropped"
     schedule: str = "constant"
     schedule_rounds: int = 0
     lr_warmup: float = 0.0
@@ -87,7 +88,7 @@ class Settings:
         constant."""
         if phase.lr is not None:
             return phase.lr
-        return self.lr * rate(self, round, step, steps) if self.scheduled else self.lr
+        return self.lr * rate(self, round, step, max(steps, 1)) if self.scheduled else self.lr
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager:
         """What a forward pass of training runs in."""

@@ -1,5 +1,6 @@
 """What the model is asked: what goes in, what is lost by what comes out, and how well that is."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,9 @@ def top5(output: Tensor, target: Tensor) -> Tensor:
 
 
 LOSSES: Mapping[str, Function] = {"cross_entropy": _of_classes, "mse": mse, "bce": bce, "next_token": _next_token}
+ENTROPIES = ("cross_entropy", "bce", "next_token")
+LARGEST_LOSS = 1e6
+"""Of a cross-entropy: guessing among a million classes costs 14."""
 TEST_LOSS = "test_loss"
 METRICS: Mapping[str, Function | None] = {TEST_LOSS: None, "mse": mse, "mae": mae, "top5": top5}
 """By name; None: the loss itself."""
@@ -111,6 +115,19 @@ class Task:
             inputs, options = (), {**self.entries.unpacked(x), **options}
         out = model(*inputs, **options) if tensors is None else functional_call(model, tensors, inputs, options)
         return out if isinstance(out, Tensor) else getattr(out, "logits", out)
+
+    @property
+    def largest_loss(self) -> float:
+        """The mean loss of a round above which a client's training has diverged. Of a loss that is no cross-entropy
+        there is none: it has the unit of its targets."""
+        return LARGEST_LOSS if self.name in ENTROPIES else math.inf
+
+    def labels(self, target: Tensor) -> Tensor:
+        """Those of the targets that must be classes of the model, where they are classes."""
+        if self.plain:
+            return target
+        target = target[:, 1:] if self.name == "next_token" else target
+        return target[target != IGNORED]
 
     def total(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of a batch, counted once for each sample."""

@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,8 @@ class Trainer:
                 masks = Streams([generator_for(self.settings.seed, round, client, "model") for client in clients])
                 stack.enter_context(masks)
             if len(clients) == 1:
+                # Of a phase that is interrupted too, the template is left as it was.
+                stack.callback(self._ask_for, self.trainable)
                 losses = [self._train_one(state, data[0], round, clients[0], phases, purpose)]
             else:
                 losses = self._train_batched(state, data, round, clients, phases, purpose, masks)
@@ -117,13 +119,13 @@ class Trainer:
         return generator_for(self.settings.seed, round, client, purpose.replace("order", "augment"), self.device)
 
     def _update(
-        self, phase: Phase, state: State, row: int, start: State, data: Samples, order: torch.Generator
+        self, phase: Phase, state: State, row: int, start: State, data: Samples, order: torch.Generator, lr: float
     ) -> None:
-        """The closed-form part of a phase, on one row of `state`; `start` is that row's."""
+        """The closed-form part of a phase, on one row of `state`; `start` and `lr` are that row's."""
         tensors = {name: state[name][row] for name in self.tensors}
         with torch.no_grad():
             settings, params = self.settings, {n: tensors.pop(n) for n in self.params}
-            net = Net(self.model, params, start, tensors, settings.task, settings, order)
+            net = Net(self.model, params, start, tensors, settings.task, settings, order, lr)
             for name, tensor in phase.update(net, *data).items():
                 state[name][row] = tensor
                 if name not in self.tensors:
@@ -147,10 +149,10 @@ class Trainer:
             start = {name: tensor[0].clone() for name, tensor in state.items()}
         for phase in phases:
             if phase.update is not None:
-                self._update(phase, state, 0, start, data, order)
+                lr = settings.lr_at(phase, round, taken, all_of_them)
+                self._update(phase, state, 0, start, data, order, lr)
             names = self.trained(phase)
-            for name in self.trainable:
-                self.params[name].requires_grad_(name in names)
+            self._ask_for(names)
             params = {name: self.params[name] for name in names}
             # With a client axis, as the optimizer takes them.
             moved = {name: param.detach()[None] for name, param in params.items()}
@@ -173,9 +175,12 @@ class Trainer:
                     taken += part.due and phase.lr is None
                     total.add_(loss.detach(), alpha=end - begin)
                     seen += end - begin
-        for name in self.trainable:
-            self.params[name].requires_grad_(True)
         return total.item() / max(seen, 1)
+
+    def _ask_for(self, names: Collection[str]) -> None:
+        """Of what trains at all, let these of the template's parameters ask for a gradient."""
+        for name in self.trainable:
+            self.params[name].requires_grad_(name in names)
 
     def _train_batched(
         self,
@@ -196,15 +201,18 @@ class Trainer:
         taken, all_of_them = [0] * k, [steps_of(phases, some) for some in steps]
         own, began = self._split(state, phases)
         state, kept = self.steps.places(own, began)
-        total, seen = torch.zeros(k, dtype=torch.float64, device=self.device), 0
+        total, seen = torch.zeros(k, dtype=torch.float64, device=self.device), [0] * k
         start = {}
         if any(phase.loss is not None or phase.update is not None for phase in phases):
             start = {name: tensor.clone() for name, tensor in state.items()}
         for phase in phases:
             for row in range(k if phase.update is not None else 0):
                 first = {name: tensor[row] for name, tensor in start.items()}
-                self._update(phase, state, row, first, data[row], orders[row])
+                lr = settings.lr_at(phase, round, taken[row], all_of_them[row])
+                self._update(phase, state, row, first, data[row], orders[row], lr)
             step = self.steps.of(phase, self.trained(phase), state, kept, start)
+            for row, some in enumerate(steps):
+                seen[row] += phase.epochs * sum(end - begin for begin, end, _ in first_steps(some, phase.steps))
             for _ in range(phase.epochs):
                 step.shuffle(data, self._order(sizes, orders))
                 for index in range(len(first_steps(max(steps, key=len), phase.steps))):
@@ -220,11 +228,10 @@ class Trainer:
                             total[rows] += losses.to(total) * (end - begin)
                         else:
                             total.add_(losses, alpha=end - begin)
-                seen += 1
         for before, after in ((own, state), (began, kept)):
             for name, tensor in before.items() if before is not after else ():
                 tensor.copy_(after[name])
-        return [loss / (n * max(seen, 1)) for loss, n in zip(total.tolist(), sizes, strict=True)]
+        return [loss / max(n, 1) for loss, n in zip(total.tolist(), seen, strict=True)]
 
     def _order(self, sizes: Sequence[int], orders: Sequence[torch.Generator]) -> Tensor:
         """One epoch's order of every client's samples, int64 [k, longest]; the tail of shorter ones is unused."""

@@ -49,7 +49,9 @@ class Exchange:
     ):
         self.method, self.infos, self.sparse, self.encoder, self.seed = method, infos, sparse, encoder, seed
         self.rule, self.hostile, self.clip, self.max_norm, self.noise = rule, hostile, clip, max_norm, noise
-        self.keeps_start = clip is not None or buffer > 0
+        self.gives_start = gives_start(method, values, buffer)
+        """Whether the server mixes by what clients started from."""
+        self.keeps_start = clip is not None or self.gives_start
         """Whether clients' states have, as START and the name, what they started their last round from."""
         self.expected = 0
         """How many clients take part in a round."""
@@ -57,6 +59,8 @@ class Exchange:
         """The tensors of which it counts how far a round moves them."""
         self.device = encoder.device
         self.shared = [name for name, info in infos.items() if method.shares(info)]
+        self.stacks = any(method.stacks(infos[name]) for name in self.shared)
+        """Whether downloads have several of a shared tensor."""
         self.keys = [name for name, info in infos.items() if method.compares(info)]
         self.uploaded = [name for name in infos if name in {*self.shared, *self.keys}]
         # What is uploaded besides tensors of the model is known once the shape of a sample is.
@@ -117,25 +121,26 @@ class Exchange:
         self, reported: Uploads, sent: State, start: State | None, server_state: State, shard: Shard
     ) -> Uploads:
         """What the server has of a round. sent: what came of the clients in `shard`; start: what they started the round
-        from, where uploads are clipped or rounds asynchronous."""
+        from, where that is kept."""
         if self.clip is not None:
             norms = robust.norms(sent, start)
             of_all = shard.stacked({"norm": norms}, reported.clients)["norm"].tolist()
             sent = robust.clipped(sent, start, norms, bound_of(self.clip, of_all))
         sent, noise = shard.stacked(sent, reported.clients), None
+        if self.noise or self.gives_start:
+            start = shard.stacked(start, reported.clients)
         if self.noise:
             # All had the same download: of which client it is read does not matter.
-            first = {name: tensor[:1] for name, tensor in shard.stacked(start, reported.clients).items()}
+            first = {name: tensor[:1] for name, tensor in start.items()}
             deviation = self.noise * bound_of(self.clip, []) / self.expected
             noise = Noise(deviation, self.expected, first, self.seed, reported.round)
-        elif reported.started:
-            start = shard.stacked(start, reported.clients)
         return Uploads(
             **reported.report(),
             state=sent,
             keys=self.keys,
             server_state=server_state,
-            start=start if reported.started else {},
+            # As it was sent: the initial model, which clients have as it is, too.
+            start=self.wire.roundtrip(start, self.bounded)[0] if self.gives_start else {},
             rule=self.rule,
             hostile=self.hostile,
             noise=noise,
@@ -201,6 +206,12 @@ class Exchange:
 
 START = "start/"
 """Before the name of a shared tensor: what it was at the start of the client's last round."""
+
+
+def gives_start(method: Strategy, wire: str, buffer: int) -> bool:
+    """Whether what clients started from is part of what is mixed: where they had it at different times, or the method
+    needs it and it is not what the server has."""
+    return buffer > 0 or (method.needs_start and (wire != "exact" or method.after_mix != "none"))
 
 
 def bounded(method: Strategy, infos: Mapping[str, TensorInfo]) -> list[str]:
@@ -314,19 +325,24 @@ class Downloads:
         self.mixed = {} if exchange.method.clients_mix else self._mix()
 
     def _mix(self) -> State:
-        """The downloads of the clients at `uploads.here`, with μ as the strategy's `after_mix` wants it."""
+        """The downloads of the clients at `uploads.here`."""
         uploads, method = self.uploads, self.exchange.method
         some = slice(uploads.here.start, uploads.here.stop)
         mixed = {
             name: tensor if len(tensor) == len(uploads.here) else tensor[some]
             for name, tensor in method.mix(uploads, self.exchange.shared).items()
         }
+        return self._after_mix(mixed, {name: uploads.state[name][some] for name in mixed if name in uploads.state})
+
+    def _after_mix(self, mixed: State, held: State) -> State:
+        """`mixed` [k, …] with μ as `Strategy.after_mix` wants it; held: what the server has of those k clients."""
+        method, made = self.exchange.method, dict(mixed)
         for name in self.exchange.sparse:
             if name in mixed and method.after_mix == "support":
-                mixed[name] = mixed[name] * (uploads.state[name][some] != 0)
+                made[name] = mixed[name] * (held[name] != 0)
             elif name in mixed and method.after_mix == "threshold":
-                mixed[name] = hard_threshold(mixed[name], method.l1)
-        return mixed
+                made[name] = hard_threshold(mixed[name], method.l1)
+        return made
 
     @property
     def masks(self) -> State:
@@ -372,8 +388,7 @@ class Downloads:
             yield Download(rows, self._sent([clients[row] for row in rows], mixed), self.masks)
         rows = [row for row in left if clients[row] not in self.places]
         # Stacks are as long as what a guest missed: one by one, so that nobody's has the length of another's.
-        alone = any(self.exchange.method.stacks(self.exchange.infos[name]) for name in self.exchange.shared)
-        for some in [[row] for row in rows] if alone else [rows] if rows else []:
+        for some in [[row] for row in rows] if self.exchange.stacks else [rows] if rows else []:
             yield Download(some, self._for_guests([clients[row] for row in some], *held(some)), self.masks)
 
     def _for_guests(self, clients: list[int], sent: State, sizes: Sizes) -> State:
@@ -391,7 +406,7 @@ class Downloads:
         mixed = exchange.method.mix(uploads, exchange.shared, guests)
         if set(exchange.keys) - set(exchange.once) and exchange.method.newcomers_upload:
             self.ledger.add(self.round, "up", clients, sizes)
-        return self._sent(clients, mixed)
+        return self._sent(clients, self._after_mix(mixed, sent))
 
     def _sent(self, clients: list[int], mixed: State) -> State:
         """What arrives of `mixed` [len(clients), …]."""
@@ -436,14 +451,11 @@ def _largest(dtype: torch.dtype) -> float:
     return most if dtype == torch.float16 else math.sqrt(most)
 
 
-LARGEST_LOSS = 1e6
-"""A client whose mean loss in a round is larger has diverged: guessing among a million classes costs 14."""
-
-
-def diverged(clients: Sequence[int], losses: Sequence[float], known: Mapping[int, str]) -> dict[int, str]:
-    """client → what its loss says, of those not `known` whose training went nowhere."""
+def diverged(clients: Sequence[int], losses: Sequence[float], known: Mapping[int, str], most: float) -> dict[int, str]:
+    """client → what its loss says, of those not `known` whose training went nowhere: it is not finite, or above
+    `most`."""
     return {
         k: f"its training diverged: the mean loss was {loss:.3g}"
         for k, loss in zip(clients, losses, strict=True)
-        if k not in known and not loss <= LARGEST_LOSS
+        if k not in known and not (math.isfinite(loss) and loss <= most)
     }

@@ -90,7 +90,8 @@ class RunDirectory:
         different = sorted(
             key
             for key in config
-            if key not in ("executor", "id") and _run(there, key, common.get(key)) != _run(config, key, common.get(key))
+            if key not in ("executor", "graphs", "id")
+            and _run(there, key, common.get(key)) != _run(config, key, common.get(key))
         )
         if different:
             raise RunDirectoryError(f"{self.path}: holds another run (its {different[0]} differs)")
@@ -334,6 +335,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
         getattr(torch, dtype), torch.dtype
     ):
         raise ValueError(f"sample is {config['sample']!r}")
+    if not isinstance(config.get("graphs", True), bool):
+        raise TypeError(f"graphs is {config['graphs']!r}")
     if not isinstance(config["settings"].get("store", MEMORY), str):
         raise TypeError(f"store is {config['settings']['store']!r}")
     # Functions are named there, and found by who knows them.

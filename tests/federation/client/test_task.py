@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import fastfact as ff
 from fastfact.federation.client.data import batches
+from fastfact.federation.client.task import Task
+from fastfact.federation.server.exchange import diverged
 from fastfact.federation.state import generator_for
 
 SIZES = (10, 7, 12)
@@ -128,6 +130,26 @@ def test_accuracy_is_of_what_has_classes(make):
     assert found["mse"] is None
 
 
+@pytest.mark.parametrize("loss", ["mse", lambda out, y: F.l1_loss(out[:, 0], y) * 1e6])
+def test_a_loss_in_the_unit_of_its_targets_may_be_large(make, loss):
+    fed = make(head(1), clients=clients_of(lambda x: 1e4 * numbers(x)), loss=loss, lr=1e-9, weight_decay=0.0)
+    fed.fit(1)
+    assert all(row["left_out"] is None and row["loss"] > 1e6 for row in fed.history)
+
+
+def test_a_cross_entropy_may_not():
+    for name, limit in (
+        ("cross_entropy", 1e6),
+        ("next_token", 1e6),
+        ("bce", 1e6),
+        ("mse", torch.inf),
+        (None, torch.inf),
+    ):
+        losses = [1e6, 1e7, torch.inf, torch.nan, torch.nan]
+        found = diverged(range(5), losses, {4: "known"}, Task(name=name, plain=False).largest_loss)
+        assert sorted(found) == ([1, 2, 3] if limit == 1e6 else [2, 3])
+
+
 def test_a_batch_of_which_nothing_counts_is_no_loss(make):
     y = torch.full((10, 4, 4), -100)
     y[0] = 1
@@ -222,12 +244,39 @@ def test_methods_of_class_labels_refuse_others(make, method):
         (numbers, {"loss": lambda out, y: out.mean(1)}, r"gives \[2\] for a batch, must give a number"),
         (numbers, {"metrics": ["f1"]}, "must be a list of test_loss, mse, mae, top5, or functions"),
         (numbers, {"metrics": {"loss": spread}}, "by names of yours"),
+        (
+            numbers,
+            {"metrics": {"a": spread, "a_before": spread}},
+            r"metrics=\['a', 'a_before'\].: no name may end in _bef",
+        ),
         (numbers, {"loss": lambda out, y: out[:, 7].mean()}, "index 7 is out of bounds"),
     ],
 )
 def test_what_does_not_go_together_is_refused(make, target, options, message):
     with pytest.raises(ValueError, match=message):
         make(head(3), clients=clients_of(target), **options)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "next_token"])
+def test_labels_of_several_places_are_those_of_the_model(make, name):
+    """Where they count."""
+    model, clients, _ = TASKS[name]
+    good = clients()
+    x, y = good[1].test
+    y[0].flatten()[0], outside = -100, y.clone()
+    outside.view(len(y), -1)[2, 3] = 40
+    bad = ff.Client(train=good[1].train, test=(x, outside))
+    classes = 3 if name == "cross_entropy" else 11
+    message = rf"client 1 has label 40, the model has {classes} outputs: labels must be 0 … {classes - 1}"
+    with pytest.raises(ValueError, match=message):
+        make(model, clients=[good[0], bad], loss=name)
+    fed = make(model, clients=good, loss=name)
+    fed.fit(1)
+    with pytest.raises(ValueError, match=message.replace("client 1", "client 0")):
+        fed.join([bad], "download")
+    # The first token follows nothing: it is no label.
+    outside.view(len(y), -1)[2, 3], outside.view(len(y), -1)[2, 0] = 0, -100
+    make(model, clients=[good[0], bad], loss=name)
 
 
 def test_metrics_of_a_sparse_round_too(make):

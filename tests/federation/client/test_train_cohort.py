@@ -5,6 +5,7 @@ import torch
 
 import fastfact as ff
 from fastfact.federation.client import step, train
+from fastfact.federation.client.phase import Phase
 
 
 def recorder(seen):
@@ -78,6 +79,24 @@ def test_a_recorded_step_reads_its_learning_rate_and_what_the_optimizer_keeps(ma
     assert same(plain, run(True))
     # One for a batch that is added up, and one for a batch with which the step is due.
     assert seen.count("recorded") == 2 and seen.count("replayed") > 30
+
+
+class FewSteps(ff.Strategy):
+    """One step of each epoch, then an epoch."""
+
+    name = "few-steps"
+
+    def phases(self, epochs):
+        return [Phase(epochs, steps=1), Phase(1)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_losses_are_means_over_the_samples_that_were_seen(make, accumulate):
+    rows = []
+    for cohort in (1, 3):
+        fed = make(method=FewSteps(), cohort=cohort, sizes=(17, 3, 12), accumulate=accumulate)
+        rows.append([row["loss"] for row in fed.fit(1)])
+    assert rows[0] == pytest.approx(rows[1], rel=1e-9)
 
 
 def test_a_phase_with_a_loss_of_its_own_is_not_recorded(make, monkeypatch):

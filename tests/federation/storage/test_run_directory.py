@@ -57,6 +57,36 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(make, same, 
     assert set(one) == set(other) and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+def noisy(x, generator):
+    return x + torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "factorized-fl-beta", "sparsity": ff.Schedule(1, 0.5)}])
+def test_a_resumed_run_augments_as_before(make, same, tmp_path, options):
+    straight, first = (make(augment=noisy, **options) for _ in range(2))
+    straight.fit(3)
+    first.fit(1, tmp_path / "run")
+    for given in ({"augment": noisy}, {}):
+        resumed = ff.Federation.load(tmp_path / "run", clients=make.clients(), **given)
+        resumed.fit(2)
+        assert same(resumed, straight)
+
+
+def test_a_resumed_run_records_steps_or_does_not_as_before(make, tmp_path):
+    directory = tmp_path / "run"
+    make(cohort=3, graphs=False).fit(1, directory)
+    resumed = ff.Federation.load(directory, clients=make.clients())
+    assert not resumed.trainer.settings.graphs
+    resumed.fit(1, directory)
+    other = ff.Federation.load(directory, clients=make.clients(), graphs=True)
+    assert other.trainer.settings.graphs
+    other.fit(1, directory)
+    assert ff.Federation.load(directory).graphs
+    change_config(directory, graphs=1)
+    with pytest.raises(RunDirectoryError, match="graphs is 1"):
+        ff.Federation.load(directory)
+
+
 def test_rows_after_the_last_checkpoint_are_run_again(make, same, run):
     fed, directory = run
     store.checkpoint_path(directory, 3).unlink()
@@ -161,6 +191,9 @@ def test_an_augmentation_that_cannot_be_found_is_asked_for(make, tmp_path):
     loaded = ff.Federation.load(tmp_path / "run", clients=make.clients())
     with pytest.raises(ValueError, match=r"augment=.*lambda.*augment="):
         loaded.fit(1)
+    with pytest.raises(ValueError, match=r"join\(how='fine-tune'\).*augment=.*lambda.*augment="):
+        loaded.join(make.clients(), "fine-tune")
+    assert len(loaded.join(make.clients(), "download").accuracy) == 3
     ff.Federation.load(tmp_path / "run", clients=make.clients(), augment=lambda x, g: x).fit(1)
 
 
