@@ -48,6 +48,9 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
             if projection in dense._modules:
                 layer = dense._modules.pop(projection)
                 dense.register_parameter(name, layer.to_dense().weight)
+        # In the order of `nn.MultiheadAttention`, which the states of optimizers go by.
+        order = [name for name in (*PROJECTIONS, "in_proj_bias", "bias_k", "bias_v") if name in dense._parameters]
+        dense._parameters = {name: dense._parameters[name] for name in dict.fromkeys([*order, *dense._parameters])}
         return dense
 
     def forward(

@@ -1,5 +1,6 @@
 """Turn the layers of a model into factorized ones, and back."""
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -436,11 +437,29 @@ def _fitting(patterns: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def tied_parameters(model: nn.Module) -> dict[int, str]:
-    """id → the paths of parameters that more than one module holds."""
+    """id → the paths of parameters that more than one module holds, or whose numbers are those of others, too."""
     paths: dict[int, set[str]] = {}
     seen: dict[int, set[int]] = {}
+    places: dict[int, list[tuple[int, int, int]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in paths and (place := _place(parameter)):
+                places.setdefault(place[0], []).append((*place[1:], id(parameter)))
             paths.setdefault(id(parameter), set()).add(f"{path}.{name}" if path else name)
             seen.setdefault(id(parameter), set()).add(id(module))
-    return {key: ", ".join(sorted(paths[key])) for key, modules in seen.items() if len(modules) > 1}
+    tied = {key: ", ".join(sorted(paths[key])) for key, modules in seen.items() if len(modules) > 1}
+    for of_one in places.values():
+        of_one.sort()
+        for (_, end, key), (begin, _, other) in itertools.pairwise(of_one):
+            if begin < end:
+                tied |= dict.fromkeys((key, other), ", ".join(sorted(paths[key] | paths[other])))
+    return tied
+
+
+def _place(parameter: nn.Parameter) -> tuple[int, int, int] | None:
+    """(memory, first byte in it, byte after the last) of a parameter that has numbers of its own."""
+    if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
+        return None
+    size, begin = parameter.element_size(), parameter.storage_offset()
+    last = sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.untyped_storage().data_ptr(), begin * size, (begin + last + 1) * size

@@ -655,3 +655,26 @@ def test_masks_of_other_shapes_are_refused(shape):
     x = torch.randn(2, 3, 8)
     with pytest.raises(RuntimeError, match="attn_mask has shape"):
         model(x, x, x, attn_mask=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 5}, {"add_bias_kv": True}])
+def test_attention_comes_back_with_its_parameters_in_order(options):
+    dense = nn.Sequential(nn.MultiheadAttention(8, 2, **options))
+    before = [(name, p.shape) for name, p in dense.named_parameters()]
+    ff.densify(ff.factorize(dense, ff.Rank1()))
+    assert [(name, p.shape) for name, p in dense.named_parameters()] == before
+
+
+def test_weights_that_are_tied_by_their_memory_are_refused():
+    """As in an autoencoder whose decoder has the encoder's weight turned."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data.t()
+    with pytest.raises(ValueError, match=r"tied to others: 0\.weight, 1\.weight"):
+        ff.factorize(model, ff.Rank1())
+    ff.factorize(model, ff.Rank1(), unsupported="skip")
+    assert list(ff.factorized_layers(model)) == ["2"]
+    # Parts of one memory are no ties.
+    whole = torch.randn(64)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False))
+    model[0].weight.data, model[1].weight.data = whole[:32].view(4, 8), whole[32:].view(8, 4)
+    assert len(ff.factorized_layers(ff.factorize(model, ff.Rank1()))) == 2
