@@ -137,7 +137,8 @@ class Federation(Local):
     buffer: rounds are asynchronous (FedBuff): `participation` is how many clients work at a time, each begins with what
         the server has when another has ended, and a round ends when so many uploads have arrived. Rows are of the
         clients that begin in a round; who works on meanwhile reports in a later one. Method "fedbuff" weighs them by
-        their staleness, others mix them as they are.
+        their staleness, those with an optimizer at the server take what each client changed, others mix them as they
+        are.
     source: anything JSON can hold that says where the clients came from; kept in config.json as it is.
     group: the processes that share the clients, see `federation.group`. Each makes the federation with the same
         arguments and calls the same methods in the same order. `states`, `models`, `mixed` and `encode` know only the

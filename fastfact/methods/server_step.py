@@ -17,8 +17,8 @@ from fastfact.federation.tensors import TensorInfo
 class ServerStep(Strategy):
     """x ← `step` of x and of the mean x̄ of the uploads: everybody downloads x, which the server keeps.
 
-    Where a client started from something else than x, as rounds are asynchronous, it is what it changed, at x.
-    It moves the shared tensors that train; the others (batch-norm's statistics, counts) are their mean.
+    Of a client that started from something else, as an older x where rounds are asynchronous, x̄ has what it changed,
+    added to x. It moves the shared tensors that train; the others (batch-norm's statistics, counts) are their mean.
     """
 
     def moves(self, info: TensorInfo) -> bool:
