@@ -37,7 +37,8 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
             " --out"
         )
     # A run of a version that did not know a field has its default.
-    there = Config().identity() | run_directory.read_config(directory)["source"]
+    written = run_directory.read_config(directory)
+    there = Config().identity() | written["source"]
     different = [
         f"{name} is {there.get(name)!r} there, {value!r} now"
         for name, value in config.identity().items()
@@ -45,7 +46,7 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
     ]
     if different:
         raise ValueError(f"{directory} holds another run ({'; '.join(different)}); choose another --out, or delete it")
-    over = run_directory.read_config(directory)["settings"].get("schedule_rounds", 0)
+    over = written["settings"].get("schedule_rounds", 0)
     if config.schedule_rounds is None and config.schedule != "constant" and config.rounds > over:
         raise ValueError(
             f"rounds={config.rounds}: the learning rate of the run in {directory} falls to 0 over its {over} rounds"

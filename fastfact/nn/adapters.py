@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastfact.base import files
 from fastfact.nn.attention import FactorizedMultiheadAttention
-from fastfact.nn.convert import factorize, factorized_layers, freeze_, targets
+from fastfact.nn.convert import factorize, factorized_layers, freeze_, size_of, targets
 from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.layers import FactorizedConv1d, FactorizedLinear
 from fastfact.nn.specs import LowRank, Spec
@@ -128,7 +128,7 @@ def load(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
         elif module is None:
             raise ValueError(f"{where}: the model has no layer {name}")
         else:
-            size = _size_of(module, getattr(module, found[path].name))
+            size = size_of(found[path])
         if len(size) not in (2, 4) or (len(size) == 4 and (why_not := _no_place(own if own is not None else module))):
             kind = type(own if own is not None else module).__name__
             raise ValueError(f"{where}: {name} is a {kind}, {why_not if len(size) == 4 else 'must have 1 or 2 axes'}")
@@ -165,8 +165,7 @@ def load(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a model by all of their names."""
-    parameters, buffers = (f(remove_duplicate=False) for f in (model.named_parameters, model.named_buffers))
-    return dict(parameters) | dict(buffers)
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 class _Adapter(NamedTuple):
@@ -282,14 +281,6 @@ def _module_of(model: nn.Module, path: str) -> str:
     """The module to which PEFT gives the adapter of a layer: attention gets those of its projections."""
     owner = path.rpartition(".")[0]
     return owner if isinstance(model.get_submodule(owner), nn.MultiheadAttention) else path
-
-
-def _size_of(module: nn.Module, weight: Tensor) -> tuple[int, ...]:
-    """The size that a factorized layer in place of a dense one has."""
-    shape = tuple(weight.shape)
-    if len(shape) == 2:
-        return shape[::-1] if _is_transposed(module) else shape
-    return (*shape[:2], 1, shape[2]) if len(shape) == 3 else shape
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -129,11 +129,10 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
 
     def _of_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
         """Attention of sequences of several lengths with themselves, padded to the longest."""
-        lengths = torch.tensor([len(one) for one in x.unbind()], device=x.device)
-        padded = x.to_padded_tensor(0.0)
-        given = torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
-        y, weights = self(padded, padded, padded, ~given, need_weights, average_attn_weights=average)
-        return torch.nested.as_nested_tensor([one[: len(own)] for one, own in zip(y, x.unbind(), strict=True)]), weights
+        lengths, padded = [len(one) for one in x.unbind()], x.to_padded_tensor(0.0)
+        missing = torch.arange(padded.shape[1], device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
+        y, weights = self(padded, padded, padded, missing, need_weights, average_attn_weights=average)
+        return torch.nested.as_nested_tensor([one[:n] for one, n in zip(y, lengths, strict=True)]), weights
 
     def _attended(self, q, k, v, mask, causal: bool, need_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attention of each head, q [n, heads, length, d], and its weights if they are asked for."""
@@ -181,7 +180,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
 
     def _shown(self, name: str) -> Tensor | None:
         layer = self._modules.get(PROJECTIONS[name])
-        return self._parameters.get(name) if layer is None else layer.weight
+        return self._projection(name) if layer is None else layer.weight
 
     @property
     def in_proj_weight(self) -> Tensor | None:

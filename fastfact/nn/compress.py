@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -77,11 +77,9 @@ def compress(
         raise ValueError("compress: must have either target_density or target_params")
     if target_density is not None and not 0 <= target_density <= 1:
         raise ValueError(f"compress(target_density={target_density}): must be between 0 and 1")
-    if epochs < 0 or not lr > 0:
-        raise ValueError(f"compress(epochs={epochs}, lr={lr}): must be at least 0, and above 0")
-    if not isinstance(epochs, int):
-        raise ValueError(f"compress(epochs={epochs!r}): must be an integer of at least 0")
-    if iter(data) is data:
+    if not isinstance(epochs, int) or epochs < 0 or not lr > 0:
+        raise ValueError(f"compress(epochs={epochs}, lr={lr}): must be an integer of at least 0, and above 0")
+    if isinstance(data, Iterator):
         raise ValueError(
             f"compress(data): is a {type(data).__name__}, which ends after one pass; must be a list or loader"
         )

@@ -1,6 +1,5 @@
 """Turn the layers of a model into factorized ones, and back."""
 
-import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -16,12 +15,15 @@ from fastfact.nn.attention import PROJECTIONS, FactorizedMultiheadAttention
 from fastfact.nn.layer import FactorizedLayer, hooked
 from fastfact.nn.layers import FactorizedConv1d, FactorizedConv2d, FactorizedLinear
 from fastfact.nn.specs import INITS, LowRank, Spec
+from fastfact.ops.common import address
 
 log = logging.getLogger("fastfact")
 
 _FACTORIZED = {nn.Conv1d: FactorizedConv1d, nn.Conv2d: FactorizedConv2d, nn.Linear: FactorizedLinear}
 _CONVOLUTIONS = nn.modules.conv._ConvNd
 _WEIGHTED = (_CONVOLUTIONS, nn.Linear, nn.Bilinear)
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+"""A linear layer whose weight is [in, out]."""
 _FORWARD = ("forward", "_conv_forward", "__call__", "__getattr__")
 UNSUPPORTED = ("error", "skip")
 when_factorized: list[Callable[[nn.Module], None]] = []
@@ -92,19 +94,20 @@ def factorize(
     if not isinstance(freeze, bool):
         raise TypeError(f"factorize(freeze={freeze!r}): must be True or False")
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    paths += [target.path for target in targets(model, duplicates=True)]
+    places = list(targets(model, duplicates=True))
+    paths += [target.path for target in places]
     skipped, chosen = _patterns("skip", skip, paths), None if only is None else _patterns("only", only, paths)
     whole = _trained(train, model, freeze)
     spec_of = _spec_of(spec, paths)
     before, tied, left = counted(model), tied_parameters(model), {}
     layers: dict[Target, FactorizedLayer] = {}
     same: dict[tuple[int, str], list[Target]] = {}
-    for target in targets(model, duplicates=True):
+    for target in places:
         same.setdefault((id(target.module), target.name), []).append(target)
-    for target in targets(model):
+    for target, *others in same.values():
         path, module = target.path, target.module
-        names = [one.path for one in same[id(module), target.name]]
-        of_weight = [*names, *(one.parameter for one in same[id(module), target.name])]
+        names = [path, *(other.path for other in others)]
+        of_weight = [*names, target.parameter, *(other.parameter for other in others)]
         why = None
         if pattern := _fitting(skipped, names):
             why = f"skip={pattern!r}"
@@ -173,7 +176,7 @@ def targets(model: nn.Module, duplicates: bool = False) -> Iterable[Target]:
     """The weights of `model` that belong to convolutions, linear layers and attention, convertible or not; with
     `duplicates` those of a module that stands in several places once for each."""
     for path, module in model.named_modules(remove_duplicate=not duplicates):
-        if isinstance(module, _WEIGHTED) or _kind(module) == "transformers.pytorch_utils.Conv1D":
+        if isinstance(module, _WEIGHTED) or _kind(module) == _CONV1D:
             yield Target(path, module)
         elif isinstance(module, nn.MultiheadAttention):
             for name, projection in PROJECTIONS.items():
@@ -208,6 +211,14 @@ def why_not(target: Target, tied: Mapping[int, str]) -> str | None:
     if own := sorted({*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}):
         return f"is a {kind} that has {', '.join(own)} besides, which would be lost"
     return None
+
+
+def size_of(target: Target) -> tuple[int, ...]:
+    """The size that the weight of a factorized layer in place of a target has."""
+    shape = tuple(getattr(target.module, target.name).shape)
+    if len(shape) == 2:
+        return shape[::-1] if _kind(target.module) == _CONV1D else shape
+    return (*shape[:2], 1, shape[2]) if len(shape) == 3 else shape
 
 
 def shell_of(target: Target, spec: Spec) -> FactorizedLayer:
@@ -248,8 +259,8 @@ def _plain(module: nn.Module) -> nn.Module:
         return module
     if name == "timm.layers.conv2d_same.Conv2dSame":
         return _same_padding(module)
-    if name == "transformers.pytorch_utils.Conv1D":
-        return _with_hooks_of(module, nn.Linear(module.nx, module.nf, device="meta"), module.weight.T)
+    if name == _CONV1D:
+        return _with_weight(module, nn.Linear(module.nx, module.nf, device="meta"), module.weight.T)
     raise ValueError("is not supported" if base is None else "has a forward of its own")
 
 
@@ -261,14 +272,14 @@ def _same_padding(module: nn.Conv2d) -> nn.Conv2d:
     padding = "same" if any(r % 2 for r in reach) else tuple(r // 2 for r in reach)
     shape = (module.in_channels, module.out_channels, module.kernel_size, 1, padding, module.dilation, module.groups)
     plain = nn.Conv2d(*shape, module.bias is not None, device="meta")
-    return _with_hooks_of(module, plain, module.weight)
+    return _with_weight(module, plain, module.weight)
 
 
-def _with_hooks_of(module: nn.Module, plain: nn.Module, weight: torch.Tensor) -> nn.Module:
-    """`plain` with `weight`, and the bias, hooks and mode of `module`."""
+def _with_weight(module: nn.Module, plain: nn.Module, weight: torch.Tensor) -> nn.Module:
+    """`plain` with `weight`, and the bias and mode of `module`."""
     plain.weight = nn.Parameter(weight.detach(), requires_grad=module.weight.requires_grad)
     plain.bias = module.bias
-    return hooked(plain, module)
+    return plain.train(module.training)
 
 
 def _bare(module: nn.Module) -> nn.Module:
@@ -286,10 +297,10 @@ def _back(layer: FactorizedLayer) -> nn.Module:
         return dense
     back = _bare(layer.origin[0])
     weight = dense.weight
-    if _kind(back) == "transformers.pytorch_utils.Conv1D":
+    if _kind(back) == _CONV1D:
         weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
     back.weight, back.bias = weight, dense.bias
-    return hooked(back, dense)
+    return back
 
 
 _MULTIPLIED = {
@@ -367,8 +378,8 @@ def _patterns(argument: str, patterns: Patterns, paths: list[str]) -> tuple[str,
     return patterns
 
 
-def _spec_of(spec: Specs, paths: list[str]) -> Callable[[str, nn.Module], Spec | None]:
-    """(paths of a module, which is one that stands there; module) → the spec, checked."""
+def _spec_of(spec: Specs, paths: list[str]) -> Callable[[list[str], nn.Module], Spec | None]:
+    """(all paths of a module, the module) → the spec, checked."""
     allowed = "must be ff.Rank1, ff.LowRank or ff.Hadamard"
     if isinstance(spec, Mapping):
         _patterns("spec", spec, paths)
@@ -437,29 +448,30 @@ def _fitting(patterns: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def tied_parameters(model: nn.Module) -> dict[int, str]:
-    """id → the paths of parameters that more than one module holds, or whose numbers are those of others, too."""
+    """id → the paths of parameters that more than one module holds, or whose memory others have, too."""
     paths: dict[int, set[str]] = {}
     seen: dict[int, set[int]] = {}
-    places: dict[int, list[tuple[int, int, int]]] = {}
+    parts: set[tuple[str, int, int, int]] = set()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in paths and (place := _place(parameter)):
-                places.setdefault(place[0], []).append((*place[1:], id(parameter)))
+            if _fills_memory(parameter):
+                begin = address(parameter)
+                parts.add((str(parameter.device), begin, begin + parameter.nbytes, id(parameter)))
             paths.setdefault(id(parameter), set()).add(f"{path}.{name}" if path else name)
             seen.setdefault(id(parameter), set()).add(id(module))
     tied = {key: ", ".join(sorted(paths[key])) for key, modules in seen.items() if len(modules) > 1}
-    for of_one in places.values():
-        of_one.sort()
-        for (_, end, key), (begin, _, other) in itertools.pairwise(of_one):
-            if begin < end:
-                tied |= dict.fromkeys((key, other), ", ".join(sorted(paths[key] | paths[other])))
+    farthest = ("", 0, 0, 0)
+    for part in sorted(parts):
+        if part[0] == farthest[0] and part[1] < farthest[2]:
+            both = (farthest[3], part[3])
+            tied |= dict.fromkeys(both, ", ".join(sorted(set().union(*(paths[key] for key in both)))))
+        farthest = max(farthest, part, key=lambda one: (one[0], one[2]))
     return tied
 
 
-def _place(parameter: nn.Parameter) -> tuple[int, int, int] | None:
-    """(memory, first byte in it, byte after the last) of a parameter that has numbers of its own."""
+def _fills_memory(parameter: nn.Parameter) -> bool:
+    """Whether the numbers of a parameter fill one stretch of memory, in whatever order."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
-        return None
-    size, begin = parameter.element_size(), parameter.storage_offset()
+        return False
     last = sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
-    return parameter.untyped_storage().data_ptr(), begin * size, (begin + last + 1) * size
+    return last + 1 == parameter.numel()

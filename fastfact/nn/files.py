@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fastfact.base import files
-from fastfact.nn.convert import Target, factorized_layers, put_in, shell_of, targets, tied_parameters, why_not
+from fastfact.nn.convert import Target, factorized_layers, put_in, shell_of, size_of, targets, tied_parameters, why_not
 from fastfact.nn.factors import INDEX
 from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.specs import Spec
@@ -150,9 +150,7 @@ def _shaped(model: nn.Module, layers: Mapping[str, Mapping], where: str, state: 
 
 def _check_factors(target: Target, spec: Spec, state: Mapping[str, Tensor]) -> None:
     """Raise ValueError where `state` has other factors of a layer than the spec says, before any is made."""
-    size = tuple(getattr(target.module, target.name).shape)
-    if len(size) == 3:
-        size = (*size[:2], 1, size[2])
+    size = size_of(target)
     spec.check(size)
     for factor, shape in spec.for_size(size).shapes(size).items():
         found = state.get(f"{target.path}.{factor}".removeprefix("."))

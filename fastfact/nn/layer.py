@@ -755,13 +755,12 @@ def hooked(new: nn.Module, module: nn.Module, shared: bool = False) -> nn.Module
     for name in HOOKS:
         value = module.__dict__[name]
         new.__dict__[name] = value if shared or not isinstance(value, dict) else value.copy()
-    if isinstance(module, FactorizedLayer):
-        # What makes a factor, of which a dense layer has none.
-        for key, hook in list(new._forward_pre_hooks.items()):
-            if isinstance(hook, MAKERS) and not isinstance(new, FactorizedLayer):
-                del new._forward_pre_hooks[key]
     if isinstance(new, FactorizedLayer):
         return new.train(module.training)
+    if isinstance(module, FactorizedLayer):
+        # A dense layer has no factors to be made.
+        for key in [key for key, hook in new._forward_pre_hooks.items() if isinstance(hook, MAKERS)]:
+            del new._forward_pre_hooks[key]
     new.training = module.training  # its modules keep their own
     return new
 

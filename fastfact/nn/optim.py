@@ -76,6 +76,7 @@ class ProxSGD(_OfSupports):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._forget_others()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if not torch.compiler.is_compiling() and self._step_at_once(group, params):
@@ -123,9 +124,8 @@ class ProxSGD(_OfSupports):
         momenta = []
         for param in params if group["momentum"] else ():
             state = self.state[param]
-            support = sparsity.support_version(param)
-            if "momentum_buffer" not in state or state["support"] != support:
-                state["support"] = support
+            if "momentum_buffer" not in state:
+                state["support"] = sparsity.support_version(param)
                 state["momentum_buffer"] = torch.zeros_like(param)
             momenta.append(state["momentum_buffer"])
         return momenta

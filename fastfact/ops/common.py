@@ -295,7 +295,7 @@ def check_index(op: str, index: Tensor, like: Tensor, size, serves: str) -> Tens
 
 def address(tensor: Tensor) -> int:
     """Where a tensor lies. `data_ptr` asks for memory to write to, for which what is copied on a write is copied."""
-    return torch._C._data_address(tensor)
+    return torch._C._data_address(tensor) + tensor.storage_offset() * tensor.element_size()
 
 
 def _check_ascending(op: str, index: Tensor, positions: Tensor, numel: int) -> None:

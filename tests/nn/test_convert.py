@@ -673,6 +673,16 @@ def test_weights_that_are_tied_by_their_memory_are_refused():
         ff.factorize(model, ff.Rank1())
     ff.factorize(model, ff.Rank1(), unsupported="skip")
     assert list(ff.factorized_layers(model)) == ["2"]
+    # A third part that lies in the first, and columns of one memory, which lie between each other.
+    whole = torch.randn(100)
+    model = nn.Sequential(*(nn.Linear(2, n, bias=False) for n in (50, 3, 4)))
+    for layer, begin in zip(model, (0, 10, 40), strict=True):
+        layer.weight.data = whole[begin : begin + layer.weight.numel()].view_as(layer.weight)
+    assert not ff.factorized_layers(ff.factorize(model, ff.Rank1(), unsupported="skip"))
+    columns = torch.randn(8, 8)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False))
+    model[0].weight, model[1].weight = (nn.Parameter(columns[:, k : k + 4]) for k in (0, 4))
+    assert len(ff.factorized_layers(ff.factorize(model, ff.Rank1()))) == 2
     # Parts of one memory are no ties.
     whole = torch.randn(64)
     model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False))

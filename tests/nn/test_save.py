@@ -212,3 +212,36 @@ def test_files_of_other_factors_are_refused_before_any_is_made(tmp_path):
         assert type(dense[0]) is nn.Linear
     with pytest.raises(FileNotFoundError, match="is no file"):
         ff.load_into(nn.Sequential(nn.Linear(8, 4)), tmp_path)
+
+
+class Conv1D(nn.Module):
+    """That of transformers, by whose name it is known: the weight is [in, out]."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+@pytest.mark.parametrize("spec", [ff.Rank1(), ff.LowRank(rank=2)])
+def test_a_turned_weight_comes_back(tmp_path, spec):
+    model, x = nn.Sequential(Conv1D(6, 4)), torch.randn(2, 4)
+    ff.save(ff.factorize(model, spec), tmp_path / "model.safetensors")
+    other = ff.load_into(nn.Sequential(Conv1D(6, 4)), tmp_path / "model.safetensors")
+    torch.testing.assert_close(other(x), model(x))
+
+
+def test_parts_of_one_memory_are_written_each(tmp_path):
+    model, whole = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), torch.randn(32)
+    model[0].weight.data, model[1].weight.data = whole[:16].view(4, 4), whole[16:].view(4, 4)
+    ff.save(model, tmp_path / "model.safetensors")
+    other = copy.deepcopy(model).requires_grad_(False)
+    other[0].weight.zero_(), other[1].weight.zero_()
+    ff.load_into(other, tmp_path / "model.safetensors")
+    assert torch.equal(other[0].weight, model[0].weight) and torch.equal(other[1].weight, model[1].weight)
