@@ -21,7 +21,6 @@ from fastfact.base import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES = {"north": "0-3", "east": "4-6", "south": "7-9"}
-OF_EAST = [4, 5, 6]
 
 FAULTY = """
 import os, time

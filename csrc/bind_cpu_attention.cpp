@@ -16,9 +16,12 @@ fastfact::Heads heads(const Tensor& t) {
   return {t.data_ptr(), step(axes - 1), step(axes), step(axes + 1), step(axes + 2)};
 }
 
+// A step of 0 between rows has another meaning to the kernel.
 Tensor with_dense_rows(const Tensor& t) {
   const int64_t last = t.dim() - 1;
-  return last < 0 || t.stride(last) == 1 || t.size(last) == 1 ? t : torch::stable::contiguous(t);
+  const bool dense = last < 1 || t.stride(last) == 1 || t.size(last) == 1;
+  const bool repeated = last > 0 && t.size(last - 1) > 1 && t.stride(last - 1) == 0;
+  return dense && !repeated ? t : torch::stable::contiguous(t);
 }
 
 fastfact::Attention describe(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,

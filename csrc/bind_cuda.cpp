@@ -151,7 +151,7 @@ HeldSupport support_of(const char* op, const Tensor& index_, int64_t n, void* st
   Tensor made = empty(index_, {clients, words}, ScalarType::Long);
   auto* data = static_cast<fastfact_cuda::SupportWord*>(made.mutable_data_ptr());
   check_error(op, fastfact_cuda::support(index.slices, index_.size(1), data, clients, n, stream));
-  return {made, {data, index.slices.client == 0 ? 0 : words}};
+  return {made, {data, index.slices.client == 0 ? 0 : words, static_cast<uint32_t>(index_.size(1))}};
 }
 
 // `mu` dense, or values on the support `index`.
@@ -368,10 +368,15 @@ void prox_sgd_step(std::vector<Tensor> params, std::vector<Tensor> grads, std::v
   std::map<int32_t, Tensor> devices;
   std::vector<Tensor> alive;
   std::vector<std::pair<Tensor, Tensor>> written_back;
+  std::optional<On> on;
+  int32_t current = -1;
   for (size_t j = 0; j < params.size(); ++j) {
     if (params[j].numel() == 0) continue;
     check_alike(op, params[j], {&grads[j]});
     Tensor param = params[j];
+    // What is copied on a write is copied when memory to write to is asked for, on the device that is current then.
+    const int32_t device = param.get_device_index();
+    if (std::exchange(current, device) != device) on.emplace(param);
     if (!fills_memory(param)) {
       param = torch::stable::contiguous(param);
       written_back.emplace_back(params[j], param);
@@ -389,7 +394,6 @@ void prox_sgd_step(std::vector<Tensor> params, std::vector<Tensor> grads, std::v
       alive.push_back(state);
     }
     alive.push_back(grad);
-    const int32_t device = param.get_device_index();
     groups[{device, type_of(param)}].push_back(group);
     devices.emplace(device, param);
   }

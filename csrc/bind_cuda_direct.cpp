@@ -139,7 +139,7 @@ struct HeldSupport {
     if (!given) {
       check_error("layer", fastfact_cuda::support(slices(index), index.numel(), data, 1, size_of(of).numel(), stream));
     }
-    support = {data, 0};
+    support = {data, 0, static_cast<uint32_t>(index.numel())};
   }
 
   static int64_t count_of(const Layer& of) { return fastfact_cuda::support_words(size_of(of).numel()); }
@@ -332,6 +332,8 @@ bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void*
   std::array<std::vector<fastfact_cuda::Group>, 4> of_type;
   if (!count) return true;
   const Tensor first = opaque(params[0]);
+  // What is held is copied when memory to write to is asked for, on the device that is current then.
+  const On on(first);
   for (int64_t n = 0; n < count; ++n) {
     Stepped of;
     if (!of.read(n, params, grads, momenta, l1)) return false;
@@ -341,7 +343,6 @@ bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void*
       of_type[*type].push_back({of.param.data, of.grad.data, of.momentum.data, of.param.numel, l1[n]});
     }
   }
-  const On on(first);
   for (int type = 0; type < 4; ++type) {
     if (of_type[type].empty()) continue;
     check_error("prox_sgd_step", fastfact_cuda::prox_sgd_step(

@@ -68,6 +68,7 @@ struct alignas(8) SupportWord {
 struct Support {
   const SupportWord* words;
   int64_t client;
+  uint32_t count;  // of each client's values: positions that are not ascending may count more
 };
 inline int64_t support_words(int64_t n) { return (n + 31) / 32; }
 // The support of ascending positions [count] of each client in a W of n elements.

@@ -109,12 +109,12 @@ Flat make_flat(int64_t layout, const Size& n) {
   return x;
 }
 
-// Whether `flat` is on a client's support, and the place of its value.
-__device__ __forceinline__ bool find(const SupportWord* words, uint32_t flat, uint32_t* place) {
+// Whether `flat` is on a client's support, and the place of its value, of so many.
+__device__ __forceinline__ bool find(const SupportWord* words, uint32_t count, uint32_t flat, uint32_t* place) {
   const SupportWord word = words[flat / 32];
   const uint32_t up_to = word.set << (31 - flat % 32);
   *place = word.start + __popc(up_to << 1);
-  return up_to >> 31;
+  return up_to >> 31 && *place < count;
 }
 
 template <typename T>
@@ -228,17 +228,17 @@ __global__ void __launch_bounds__(kThreads) rank1_weight_kernel(Weight<T> a) {
     add_factors<T, N, kRun>(sum, a, u, v, at, a.digits.of3);
     if constexpr (kSparse == kSupport) {
       const SupportWord word = words[p / 32];
-      const T* next = mu + word.start + __popc(word.set & ((1u << p % 32) - 1));
+      uint32_t next = word.start + __popc(word.set & ((1u << p % 32) - 1));
       const uint32_t set = word.set >> p % 32;
 #pragma unroll
       for (int l = 0; l < N; ++l) {
-        if (set >> l & 1) sum[l] += convert<A>(*next++);
+        if (set >> l & 1 && next < a.support.count) sum[l] += convert<A>(mu[next++]);
       }
     } else if constexpr (kSparse == kScattered) {
 #pragma unroll
       for (int l = 0; l < N; ++l) {
         uint32_t from;
-        if (find(words, at[l].flat, &from)) sum[l] += convert<A>(mu[from]);
+        if (find(words, a.support.count, at[l].flat, &from)) sum[l] += convert<A>(mu[from]);
       }
     }
     *reinterpret_cast<Pack<T, N>*>(a.out + client * a.n + p) = narrow<T>(sum);
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, 4) rank1_backward_kernel(Backward<T>
       tile[eu * ld + ev] = inside ? convert<A>(pack.x[l]) : A(0);
       if (kSupport && inside) {
         uint32_t at;
-        if (find(words, u_flat[eu] + v_flat[ev], &at)) a.dmu[client * a.dmu_client + at] = pack.x[l];
+        if (find(words, a.support.count, u_flat[eu] + v_flat[ev], &at)) a.dmu[client * a.dmu_client + at] = pack.x[l];
       }
       if (kReading == kAlongV) {
         ++ev;
@@ -565,7 +565,14 @@ int rank1_weight_backward(Type type, Slices grad, Slices u, Slices v, void* du, 
   });
 }
 
-const char* error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+const char* error_string(int error) {
+#ifndef FASTFACT_EMULATED
+  if (error == cudaErrorNoKernelImageForDevice) {
+    return "the library has no code for this GPU: it is compiled for compute capability 8.0 and newer";
+  }
+#endif
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+}
 
 #ifndef FASTFACT_EMULATED
 bool is_recorded(void* stream) {

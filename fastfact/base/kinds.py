@@ -48,10 +48,14 @@ def setting(
     return field(default=default, metadata=about)
 
 
-def like(settings: type, name: str, default: Any, **change: Any) -> Any:
-    """A field that is what `name` is in another dataclass, with a default of its own and these changes of metadata."""
-    about = next(item.metadata for item in fields(settings) if item.name == name)
-    return field(default=default, metadata={**about, **change})
+_SAME = object()
+
+
+def like(settings: type, name: str, default: Any = _SAME, **change: Any) -> Any:
+    """A field that is what `name` is in another dataclass, but for a default of its own and these changes of
+    metadata."""
+    item = next(item for item in fields(settings) if item.name == name)
+    return field(default=item.default if default is _SAME else default, metadata={**item.metadata, **change})
 
 
 def type_error(value: Any, kind: Any) -> str | None:

@@ -88,26 +88,28 @@ def provenance() -> dict[str, Any]:
     return {"hardware": hardware(), "versions": versions(), "commit": commit()}
 
 
-def facts() -> dict[str, object]:
-    """What times depend on: processor, instruction set, threads, PyTorch, the compiled library and what calls it."""
+def facts(device: str = "cpu") -> dict[str, object]:
+    """What times on a device ("cpu" or "cuda") depend on: processor, instruction set, threads, GPU, PyTorch, the
+    compiled library and what calls it."""
     import torch
 
-    return {**_lasting(), "threads": torch.get_num_threads()}
+    return {**_lasting(device), "threads": torch.get_num_threads()}
 
 
 @functools.cache
-def _lasting() -> dict[str, object]:
+def _lasting(device: str) -> dict[str, object]:
     import torch
 
     package = Path(__file__).parents[1]
-    library = max(package.glob("_cpu*.so"), default=None)
-    calling = sorted([*package.glob("ops/*.py"), *package.glob("nn/*.py")])
+    library = max(package.glob(f"_{device}*.so"), default=None)
+    places = ("ops", "nn", "kernels") if device == "cuda" else ("ops", "nn")
+    calling = sorted(path for place in places for path in package.glob(f"{place}/*.py"))
     return {
         "cpu": processor(),
         # Guests of several generations have one name, with AMX and without.
         "flags": _digest(_told_of_processor("flags")),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "torch": torch.__version__,
         "library": library and [library.stat().st_size, library.stat().st_mtime_ns],
         "calling": hashlib.blake2b(b"".join(path.read_bytes() for path in calling), digest_size=8).hexdigest(),
@@ -135,7 +137,7 @@ def directory() -> Path | None:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastfact"
 
 
-def remembered(question: object, measure: Callable[[], dict]) -> dict | None:
+def remembered(question: object, measure: Callable[[], dict], device: str = "cpu") -> dict | None:
     """What `measure()` answered the first time `question` came up on this machine.
 
     Both as JSON holds them. Of several processes that ask at once, the first one to finish decides. None where nothing
@@ -144,14 +146,14 @@ def remembered(question: object, measure: Callable[[], dict]) -> dict | None:
     folder = directory()
     if folder is None:
         return None
-    path = folder / f"{_digest(facts())}-{_digest(question)}.json"
+    path = folder / f"{_digest(facts(device))}-{_digest(question)}.json"
     for damaged in (False, True):
         try:
             if damaged or not path.exists():
                 # Ask before the work whether the result can be kept.
                 folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
-                content = {"machine": facts(), "question": question, "answer": measure()}
+                content = {"machine": facts(device), "question": question, "answer": measure()}
                 files.write(path, json.dumps(content).encode(), keep=not damaged)
             return dict(json.loads(path.read_text())["answer"])
         except OSError as error:

@@ -107,7 +107,7 @@ class FederationSettings:
     eps: float = setting(1e-8, "ε of Adam.", group="Local training", above=0)
     optimizer_states: str = setting(
         "dropped",
-        "Momenta of a client from one of its rounds to the next: dropped, or kept.",
+        "Optimizer state of a client between its rounds: dropped, or kept.",
         group="Local training",
         choices=("dropped", "kept"),
     )
@@ -140,7 +140,10 @@ class FederationSettings:
         (), "What else to measure on each client's test samples.", group="Evaluation", check=_metrics
     )
     precision: str = setting(
-        "full", "Products of local training: full, or bfloat16 by autocast.", group="Local training", choices=PRECISIONS
+        "full",
+        "Precision of local training: full, or bfloat16 by autocast.",
+        group="Local training",
+        choices=PRECISIONS,
     )
     wire: str = setting(
         "exact",
@@ -172,13 +175,13 @@ class FederationSettings:
     )
     rule: str = setting(
         "mean",
-        "How the server mixes uploads; all but mean bear hostile clients.",
+        "How the server mixes uploads; every rule but mean tolerates hostile clients.",
         group="Method and training",
         choices=RULES,
     )
     hostile: float = setting(
         0.2,
-        "Fraction of hostile clients that trimmed-mean and multi-krum bear.",
+        "Fraction of hostile clients that trimmed-mean and multi-krum tolerate.",
         group="Method and training",
         at_least=0,
         below=0.5,
@@ -251,45 +254,28 @@ class FederationSettings:
     )
 
 
-LATER = {
-    "rule": "mean",
-    "hostile": 0.2,
-    "clip": None,
-    "noise": 0.0,
-    "delta": None,
-    "optimizer": "sgd",
-    "beta2": 0.999,
-    "eps": 1e-8,
-    "optimizer_states": "dropped",
-    "schedule": "constant",
-    "schedule_rounds": 0,
-    "lr_warmup": 0.0,
-    "max_grad_norm": None,
-    "accumulate": 1,
-    "precision": "full",
-    "loss": "cross_entropy",
-    "metrics": (),
-    "speed": None,
-    "speed_spread": 0.0,
-    "bandwidth": None,
-    "bandwidth_spread": 0.0,
-    "deadline": None,
-    "buffer": 0,
-}
+DEFAULTS = {item.name: item.default for item in fields(FederationSettings)}
+CLOCK = ("speed", "speed_spread", "bandwidth", "bandwidth_spread", "deadline", "buffer")
+"""The settings of the simulated clock."""
+_LATER = (
+    *("rule", "hostile", "clip", "noise", "delta", "loss", "metrics", *CLOCK),
+    *("optimizer", "beta2", "eps", "optimizer_states", "schedule", "schedule_rounds", "lr_warmup", "max_grad_norm"),
+    *("accumulate", "precision"),
+)
+LATER = {name: DEFAULTS[name] for name in _LATER}
 """What config.json of an older run does not say, and what it was: it is said only where it is something else."""
 
 
 def check_federation(settings: Mapping[str, Any]) -> None:
     """Raise ValueError, naming it, for a setting of `Federation` that is not what it must be."""
+    settings = LATER | dict(settings)
     for item in fields(FederationSettings):
-        value = LATER[item.name] if item.name in LATER and item.name not in settings else settings[item.name]
+        value = settings[item.name]
         if rule := value_error(value, item):
             raise ValueError(f"Federation({item.name}={value!r}): must be {rule}")
-    told = {name: settings.get(name, LATER[name]) for name in ("speed", "bandwidth", "deadline", "buffer")}
-    for name in ("deadline", "buffer"):
-        if told[name] and told["speed"] is None and told["bandwidth"] is None:
-            raise ValueError(f"Federation({name}={told[name]!r}): needs a clock: speed, bandwidth or both")
-    if told["deadline"] and told["buffer"]:
-        raise ValueError(
-            f"Federation(deadline={told['deadline']!r}): asynchronous rounds (buffer={told['buffer']}) wait for nobody"
-        )
+    deadline, buffer = settings["deadline"], settings["buffer"]
+    for name, value in (("deadline", deadline), ("buffer", buffer)):
+        if value and settings["speed"] is None and settings["bandwidth"] is None:
+            raise ValueError(f"Federation({name}={value!r}): needs a clock: speed, bandwidth or both")
+    if deadline and buffer:
+        raise ValueError(f"Federation(deadline={deadline!r}): asynchronous rounds (buffer={buffer}) wait for nobody")

@@ -18,6 +18,8 @@ from fastfact.base import machine
 from fastfact.ops.backends import Backend, backends, mend
 
 RIGHT, ABSENT, WRONG = "right", "absent", "WRONG"
+OLDEST_GPU = 8, 0
+"""The compute capability from which on the kernels have code."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def _gpu(serving: Mapping[str, Backend]) -> list[Finding]:
             why = f"PyTorch has CUDA {torch.version.cuda} and sees no device"
             how = "nvidia-smi says whether the driver sees one" if shutil.which("nvidia-smi") else ""
         return [Finding("GPU", ABSENT, why, "everything runs on the CPU", how)]
-    found = [Finding("GPU", RIGHT, ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))))]
+    found = [_finding_of(number) for number in range(torch.cuda.device_count())]
     cuda, triton = serving["cuda"], serving["triton"]
     if cuda.available:
         found.append(Finding("CUDA kernels", RIGHT, cuda.detail))
@@ -130,6 +132,15 @@ def _gpu(serving: Mapping[str, Backend]) -> list[Finding]:
         cost = "what only Triton has runs by plain PyTorch"
         found.append(Finding("Triton kernels", ABSENT, triton.detail, cost, f"{sys.executable} -m pip install triton"))
     return found
+
+
+def _finding_of(number: int) -> Finding:
+    name, capability = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
+    if capability >= OLDEST_GPU:
+        return Finding("GPU", RIGHT, name)
+    found, needed = (".".join(map(str, pair)) for pair in (capability, OLDEST_GPU))
+    cost = f"the kernels need {needed}: layers fail on it"
+    return Finding("GPU", WRONG, f"{name} has compute capability {found}", cost, "take another, or device='cpu'")
 
 
 def _memory_of_choices() -> Finding:

@@ -1,5 +1,6 @@
 """The configuration of a run: what a command line and a TOML file say, checked. Imports PyTorch only to check names."""
 
+import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,6 +16,8 @@ SIMULATION = "simulation"
 AUGMENT = {"none": {}, "flip": {"flip": True}, "full": {"crop": True, "flip": True, "jitter": True}}
 WHERE = ("data_dir", "device", "store", "memory_limit", "track")
 """Where data and clients lie and train, and who is told: nothing that decides numbers, but for rounding."""
+PATHS = ("data_dir", "init_from", "store")
+"""Absolute in a `Config`: a run may go on in another working directory."""
 
 
 def _methods() -> tuple[str, ...]:
@@ -52,8 +55,13 @@ def _trackers() -> tuple[str, ...]:
     return (AUTO, NONE, *Callback.BY_NAME)
 
 
+def digits(text: str) -> bool:
+    """Whether `int` can read it: `str.isdigit` is true of "²" too."""
+    return text.isascii() and text.isdecimal()
+
+
 def _cohort(value: str) -> str | None:
-    right = value in ("auto", "threads") or (value.isdigit() and int(value) > 0)
+    right = value in ("auto", "threads") or (digits(value) and int(value) > 0)
     return None if right else "auto, threads or a number of at least 1"
 
 
@@ -64,6 +72,15 @@ def _metrics(value: str) -> str | None:
 
 def _folder(value: str) -> str | None:
     return None if Path(value).is_dir() else "a folder, and there is none"
+
+
+def _device(value: str) -> str | None:
+    right = value in ("cpu", "cuda") or (value.startswith("cuda:") and digits(value.removeprefix("cuda:")))
+    return None if right else "cpu, cuda or cuda:1"
+
+
+def _file(value: str) -> str | None:
+    return None if Path(value).is_file() else "a file, and there is none"
 
 
 @dataclass(frozen=True)
@@ -91,13 +108,13 @@ class Config:
     epochs: int = like(FederationSettings, "epochs", 2)
     batch_size: int = like(FederationSettings, "batch_size", 32)
     lr: float = like(FederationSettings, "lr", 0.01)
-    momentum: float = like(FederationSettings, "momentum", 0.9)
-    weight_decay: float = like(FederationSettings, "weight_decay", 1e-6)
-    optimizer: str = like(FederationSettings, "optimizer", "sgd")
-    beta2: float = like(FederationSettings, "beta2", 0.999)
-    eps: float = like(FederationSettings, "eps", 1e-8)
-    optimizer_states: str = like(FederationSettings, "optimizer_states", "dropped")
-    schedule: str = like(FederationSettings, "schedule", "constant")
+    momentum: float = like(FederationSettings, "momentum")
+    weight_decay: float = like(FederationSettings, "weight_decay")
+    optimizer: str = like(FederationSettings, "optimizer")
+    beta2: float = like(FederationSettings, "beta2")
+    eps: float = like(FederationSettings, "eps")
+    optimizer_states: str = like(FederationSettings, "optimizer_states")
+    schedule: str = like(FederationSettings, "schedule")
     schedule_rounds: int | None = setting(
         None,
         "Rounds over which the learning rate goes from its warm-up to its end; 0: anew in each round, over its steps"
@@ -105,10 +122,10 @@ class Config:
         group="Local training",
         at_least=0,
     )
-    lr_warmup: float = like(FederationSettings, "lr_warmup", 0.0)
-    max_grad_norm: float | None = like(FederationSettings, "max_grad_norm", None)
-    accumulate: int = like(FederationSettings, "accumulate", 1)
-    precision: str = like(FederationSettings, "precision", "full")
+    lr_warmup: float = like(FederationSettings, "lr_warmup")
+    max_grad_norm: float | None = like(FederationSettings, "max_grad_norm")
+    accumulate: int = like(FederationSettings, "accumulate")
+    precision: str = like(FederationSettings, "precision")
     l1: float | None = setting(
         None,
         "λ, the L1 penalty on μ of factorized layers [default: the method's].",
@@ -142,24 +159,27 @@ class Config:
         group="Method and training",
         at_least=0,
     )
-    wire: str = like(FederationSettings, "wire", "exact")
-    participation: float = like(FederationSettings, "participation", 1.0)
-    rule: str = like(FederationSettings, "rule", "mean")
-    hostile: float = like(FederationSettings, "hostile", 0.2)
-    clip: str | None = like(FederationSettings, "clip", None)
-    max_norm: str = like(FederationSettings, "max_norm", "1000x")
-    noise: float = like(FederationSettings, "noise", 0.0)
-    delta: float | None = like(FederationSettings, "delta", None)
-    speed: float | None = like(FederationSettings, "speed", None)
-    speed_spread: float = like(FederationSettings, "speed_spread", 0.0)
-    bandwidth: float | None = like(FederationSettings, "bandwidth", None)
-    bandwidth_spread: float = like(FederationSettings, "bandwidth_spread", 0.0)
-    deadline: float | None = like(FederationSettings, "deadline", None)
-    buffer: int = like(FederationSettings, "buffer", 0)
+    wire: str = like(FederationSettings, "wire")
+    participation: float = like(FederationSettings, "participation")
+    rule: str = like(FederationSettings, "rule")
+    hostile: float = like(FederationSettings, "hostile")
+    clip: str | None = like(FederationSettings, "clip")
+    max_norm: str = like(FederationSettings, "max_norm")
+    noise: float = like(FederationSettings, "noise")
+    delta: float | None = like(FederationSettings, "delta")
+    speed: float | None = like(FederationSettings, "speed")
+    speed_spread: float = like(FederationSettings, "speed_spread")
+    bandwidth: float | None = like(FederationSettings, "bandwidth")
+    bandwidth_spread: float = like(FederationSettings, "bandwidth_spread")
+    deadline: float | None = like(FederationSettings, "deadline")
+    buffer: int = like(FederationSettings, "buffer")
     model: str = setting("resnet9", "Network, see `fastfact info`.", group="Network", choices=_models)
     width: float = setting(0.25, "Width multiplier of the network.", group="Network", above=0)
     init_from: str | None = setting(
-        None, "Pretrained weights to start from, a safetensors file [default: random weights].", group="Network"
+        None,
+        "Pretrained weights to start from, a safetensors file [default: random weights].",
+        group="Network",
+        check=_file,
     )
     alpha: float = setting(
         0.5, "Concentration of the Dirichlet partition (non-IID scenarios).", group="Data and clients", above=0
@@ -193,15 +213,16 @@ class Config:
         group="Data and clients",
         choices=tuple(AUGMENT),
     )
-    cohort: str = like(FederationSettings, "cohort", "auto", check=_cohort)
+    cohort: str = like(FederationSettings, "cohort", check=_cohort)
     device: str | None = setting(
         None,
         "Where to train: cpu, cuda, or cuda:1 [default: cpu; under torchrun each process its own GPU, if any].",
         group="Machine",
+        check=_device,
     )
-    store: str = like(FederationSettings, "store", "memory")
-    store_values: str = like(FederationSettings, "store_values", "exact")
-    memory_limit: float | None = like(FederationSettings, "memory_limit", None)
+    store: str = like(FederationSettings, "store")
+    store_values: str = like(FederationSettings, "store_values")
+    memory_limit: float | None = like(FederationSettings, "memory_limit")
     seed: int = setting(
         0,
         "Seed of the partition, the initial weights and the training; compare counts up from it.",
@@ -222,7 +243,7 @@ class Config:
         at_least=0,
     )
     only: str = setting("", "Of the clients of the scenario only these, counted from 1: 1,3.", group="Data and clients")
-    loss: str = like(FederationSettings, "loss", "cross_entropy", choices=LOSSES)
+    loss: str = like(FederationSettings, "loss", choices=LOSSES)
     metrics: str = like(
         FederationSettings,
         "metrics",
@@ -248,10 +269,12 @@ class Config:
             value = getattr(self, item.name)
             if isinstance(value, int) and not isinstance(value, bool) and item.type in (float, float | None):
                 object.__setattr__(self, item.name, value := float(value))
-            elif item.name == "cohort" and type(value) is int:
+            elif item.name in ("cohort", "clip", "max_norm") and type(value) in (int, float):
                 object.__setattr__(self, item.name, value := str(value))
             if rule := value_error(value, item):
                 raise ValueError(f"{item.name}={value!r}, must be {rule.removesuffix(' or None')}")
+            if item.name in PATHS and value != item.default:
+                object.__setattr__(self, item.name, os.path.abspath(value))
         for name in ("target_density", "regrow_every") if self.warmup is None else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}={getattr(self, name)}: needs warmup")
@@ -271,9 +294,12 @@ class Config:
     def client_subset(self) -> list[int]:
         """The places of the clients of `only`, from 0; empty for all."""
         numbers = [part.strip() for part in self.only.split(",") if part.strip()]
-        if not all(part.isdigit() and 1 <= int(part) <= self.clients for part in numbers):
+        if not all(digits(part) and 1 <= int(part) <= self.clients for part in numbers):
             raise ValueError(f"only={self.only!r}, must be numbers of clients, 1 … {self.clients}, separated by commas")
-        return [int(part) - 1 for part in numbers]
+        chosen = [int(part) - 1 for part in numbers]
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"only={self.only!r}, must name each client once")
+        return chosen
 
     def recorders(self) -> tuple[str, ...]:
         """The names in `record`."""
@@ -302,10 +328,10 @@ def parse_setting(text: str) -> tuple[str, str, Any]:
         return method, key, value.strip()
 
 
-def read_file(path: Path, also: Sequence[str] = ()) -> dict[str, Any]:
+def read_file(path: Path, also: Sequence[str] = (), but: Sequence[str] = ()) -> dict[str, Any]:
     """The TOML configuration in `path`, keys with underscores.
 
-    Raises ValueError for keys that are neither fields of `Config` nor in `also`.
+    Raises ValueError for keys that are neither fields of `Config` nor in `also`, and for those in `but`.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -313,19 +339,30 @@ def read_file(path: Path, also: Sequence[str] = ()) -> dict[str, Any]:
         raise ValueError(f"config={str(path)!r}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config={str(path)!r}: {error}") from None
-    content = {key.replace("-", "_"): value for key, value in content.items()}
-    known = [*(item.name for item in fields(Config)), *also]
+    names = [key.replace("-", "_") for key in content]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{path}: {twice} stands there twice, once with hyphens; must stand there once")
+    content = dict(zip(names, content.values(), strict=True))
+    if refused := [name for name in names if name in but]:
+        raise ValueError(f"{path}: {refused[0]}={content[refused[0]]!r} is for fastfact run, a comparison has none")
+    known = [*(item.name for item in fields(Config) if item.name not in but), *also]
     if unknown := [key for key in content if key not in known]:
         raise ValueError(f"{path}: unknown key {', '.join(unknown)}; known are {', '.join(known)}")
     return content
 
 
 def with_settings(config: Config, texts: Sequence[str], names: Sequence[str] | None = None) -> Config:
-    """`config` with the --set texts added; KEY without METHOD is for every method in `names`, or the one configured."""
+    """`config` with the --set texts added; KEY without METHOD is for every method in `names`, or the one configured.
+
+    Raises ValueError for another METHOD than these: a file of several commands may have it, a command line means it.
+    """
     settings = {method: dict(values) for method, values in config.settings.items()}
+    names = names or (config.method,)
     for text in texts:
         method, key, value = parse_setting(text)
-        for target in (method,) if method else names or (config.method,):
+        if method and method not in names:
+            raise ValueError(f"--set {text!r}: {method} is not trained here, must be one of {', '.join(names)}")
+        for target in (method,) if method else names:
             settings.setdefault(target, {})[key] = value
     return replace(config, settings=settings)
 

@@ -47,7 +47,7 @@ class Trained(Protocol):
 
 
 def density(fed: Trained) -> dict[str, list[float]]:
-    """Layer path → the fraction of nonzeros of its μ for each client; empty for a model without μ."""
+    """See `Federation.density`."""
     here, counts = fed.here, {name: [] for name in fed.sparse}
     for begin in range(here.start, here.stop, 64):
         state = fed.states.load(range(begin, min(begin + 64, here.stop)), names=fed.sparse)
@@ -70,12 +70,7 @@ def densities(
 
 
 def similarity(fed: Trained, name: str | None = None, layer: int | None = None) -> Tensor:
-    """Cosine of one tensor between all pairs of clients, float64 [K, K] (Factorized-FL eq. 4, Figure 7).
-
-    name: "u", "v", "mu", "weight" …, by default "v" or "weight", or where there is neither the layer's first tensor.
-    layer: 1 … L, by default L − 1, the layer before the classifier (L in a model of one layer), or where all of that is
-    frozen the last one before it that is not, else L. Raises ValueError if that layer has no such tensor.
-    """
+    """See `Federation.similarity`."""
     layers = max(info.layers for info in fed.infos.values())
     if layer is None:
         own = {info.layer for info in fed.infos.values() if not info.norm}
@@ -111,7 +106,7 @@ def separation(similarity: Tensor, groups: Sequence[int]) -> dict[str, float]:
 
 
 def key_vectors(fed: Trained) -> Tensor:
-    """What the method compares of each client as one vector, [K, d]; d is 0 for a method without similarity."""
+    """See `Federation.key_vectors`."""
     exchange = fed.exchange
     held = exchange.keyed(fed.states.load(fed.here, names=None if exchange.measured else exchange.keys))
     state = fed.of_all({name: held[name] for name in exchange.keys})
@@ -119,8 +114,7 @@ def key_vectors(fed: Trained) -> Tensor:
 
 
 def mixing_matrix(fed: Trained) -> Tensor:
-    """The weights `Strategy.weights` gives the next download, float64 [K, K]; a client that did not report last is a
-    row and a column of zeros. Methods that mix by other means (see `Strategy.mix`) may not use it."""
+    """See `Federation.mixing_matrix`."""
     matrix = torch.zeros(len(fed), len(fed), dtype=torch.float64)
     if fed.shared and fed.progress.reported is not None:
         at = torch.tensor(fed.progress.reported.clients)
@@ -129,7 +123,6 @@ def mixing_matrix(fed: Trained) -> Tensor:
 
 
 def encode(fed: Trained, x: Tensor | Mapping[str, Tensor], client: int | None = None) -> Tensor:
-    """What the classifier of each client (or of one) gets to see of x [n, …] (of samples of several entries, these by
-    name), in eval mode: [K or 1, n, d]."""
+    """See `Federation.encode`."""
     rows = range(len(fed)) if client is None else [client]
     return fed.exchange.encoder(fed.states.load(rows), x.to(fed.device) if isinstance(x, Tensor) else x)

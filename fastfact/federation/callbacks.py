@@ -30,7 +30,7 @@ class Callback:
     """A receiver of results: `fed.fit(rounds, callbacks=[…])`. Of these methods override what you need.
 
     `fed` is the `Federation`, between two rounds, and not to be changed; rows are those of `History`. Of several
-    processes the first alone calls them: there they must not ask `fed` for what all processes answer together.
+    processes only the first calls them: they must not call what all processes have to call, as `fed.similarity`.
 
     A subclass with a name, `class Mine(Callback, name="mine")`, is what `fastfact run --track mine` makes, of the run's
     directory: `Mine(DIR)`.

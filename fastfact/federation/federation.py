@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fastfact.base.kinds import type_error
-from fastfact.base.settings import LATER, FederationSettings
+from fastfact.base.settings import DEFAULTS, LATER
 from fastfact.data.client import Client
 from fastfact.federation import analysis, newcomers, setup
 from fastfact.federation.callbacks import Callback
@@ -59,7 +59,7 @@ from fastfact.nn.schedule import Schedule
 
 log = logging.getLogger("fastfact")
 
-MAX_NORM = FederationSettings.max_norm
+MAX_NORM = DEFAULTS["max_norm"]
 BLOCK_BYTES = 1 << 28
 """At most about so many bytes of a round's clients' states are in memory at once (the uploads come on top)."""
 
@@ -105,9 +105,9 @@ class Federation(Local):
         "auto" may choose differently where it makes little difference.
     memory_limit: GiB of memory this process may take, by estimate; fewer clients are then loaded at once.
     store: where the clients' states are between rounds: "memory", or a directory for them. There each round is saved
-        when it ends, whole or not at all, and memory holds only clients at work; see `federation.states`.
-    store_values: the numbers of a state between rounds: "exact", or "bfloat16" for those that train; μ is a bitmap and
-        its nonzeros in any case where the store is a directory, the model float32 or the values are bfloat16.
+        when it ends, whole or not at all, and memory holds only clients at work.
+    store_values: the numbers of a state between rounds: "exact", or "bfloat16" for those that train. μ is stored as a
+        bitmap and its nonzeros where the store is a directory, where the model is float32, and with "bfloat16".
     l1: λ, in place of the method's own.
     wire: the numbers on the wire: "exact", "bfloat16" or "int8"; the server computes with what arrives.
     sparsity: periods are rounds. After those of the warm-up, μ of every layer is pruned to the target density and
@@ -140,7 +140,7 @@ class Federation(Local):
         their staleness, those with an optimizer at the server take what each client changed, others mix them as they
         are.
     source: anything JSON can hold that says where the clients came from; kept in config.json as it is.
-    group: the processes that share the clients, see `federation.group`. Each makes the federation with the same
+    group: the processes that share the clients, see `Group`. Each makes the federation with the same
         arguments and calls the same methods in the same order. `states`, `models`, `mixed` and `encode` know only the
         training of its own clients (`here`), all else is everybody's.
 
@@ -205,43 +205,12 @@ class Federation(Local):
         if noise and max_norm == MAX_NORM:
             # A multiple of the median depends on everybody's data, and `clip` bounds what one client can do.
             max_norm = None
-        made = {
-            "epochs": epochs,
-            "batch_size": batch_size,
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "optimizer": optimizer,
-            "beta2": beta2,
-            "eps": eps,
-            "optimizer_states": optimizer_states,
-            "schedule": schedule,
-            "schedule_rounds": schedule_rounds,
-            "lr_warmup": lr_warmup,
-            "max_grad_norm": max_grad_norm,
-            "accumulate": accumulate,
-            "precision": precision,
-            "loss": loss,
+        given = locals()
+        made = {name: given[name] for name in DEFAULTS} | {
             "metrics": tuple(metrics) if isinstance(metrics, list) else metrics,
-            "participation": participation,
-            "seed": seed,
-            "cohort": cohort,
-            "memory_limit": memory_limit,
             "store": str(store) if isinstance(store, Path) else store,
-            "store_values": store_values,
-            "wire": wire,
-            "rule": rule,
-            "hostile": hostile,
-            "clip": clip,
-            "max_norm": max_norm,
-            "noise": noise,
-            "delta": delta,
             "speed": list(speed) if isinstance(speed, tuple) else speed,
-            "speed_spread": speed_spread,
             "bandwidth": list(bandwidth) if isinstance(bandwidth, tuple) else bandwidth,
-            "bandwidth_spread": bandwidth_spread,
-            "deadline": deadline,
-            "buffer": buffer,
             "sparsity": dataclasses.asdict(sparsity) if isinstance(sparsity, Schedule) else sparsity,
         }
         super().__init__(method, settings, made, l1=l1, augment=augment, graphs=graphs, group=group)
@@ -470,7 +439,7 @@ class Federation(Local):
     def select(self, round: int) -> list[int]:
         """The clients that take part in a round, ascending. Where rounds are asynchronous, those that begin in it, and
         it must not be later than the next."""
-        if not self.settings.get("buffer"):
+        if not self.settings["buffer"]:
             return self._select(len(self), round)
         if round > self.round + 1:
             raise ValueError(f"select(round={round}): depends on the rounds before, must be at most {self.round + 1}")
@@ -495,7 +464,7 @@ class Federation(Local):
         """What a round takes the clients, whose downloads are in `ledger`, by the simulated clock."""
         down, up = ledger.by_client("down"), ledger.by_client("up")
         batch, phases = self.settings["batch_size"], self.method.active_phases(self.settings["epochs"], adapts=False)
-        batch *= self.settings.get("accumulate", 1)
+        batch *= self.settings["accumulate"]
         found = {}
         for row, k in enumerate(clients):
             n = self._samples_of(k)
@@ -557,7 +526,7 @@ class Federation(Local):
         exchange.measure(round, clients, work, done.ledger, self._x_of)
         if downloads is None and self.shared:
             exchange.first_download(round, clients, work, done.ledger)
-        seconds, too_late, deadline = {}, {}, self.settings.get("deadline")
+        seconds, too_late, deadline = {}, {}, self.settings["deadline"]
 
         def late(trained: ClientRound) -> dict[int, str]:
             if self.clock:
@@ -599,9 +568,9 @@ class Federation(Local):
 
     def _timed(self, round: int, rows: list[dict], report: Uploads) -> Uploads:
         """Who has reported when a round ends, of those in `report` that trained in it; `rows` of all get its `time`."""
-        now, buffer = self.history.time(), self.settings.get("buffer")
+        now, buffer = self.history.time(), self.settings["buffer"]
         if not buffer:
-            deadline = self.settings.get("deadline") or math.inf
+            deadline = self.settings["deadline"] or math.inf
             now += max(min(row["duration"], deadline) for row in rows)
         else:
             known = {k: fields for k, *fields in (self.reported.waiting if self.reported else ())}
@@ -738,23 +707,31 @@ class Federation(Local):
         return newcomers.join(self, clients, how, epochs)
 
     def density(self) -> dict[str, list[float]]:
-        """See `analysis.density`."""
+        """Layer path → the fraction of nonzeros of its μ for each client; empty for a model without μ."""
         return analysis.density(self)
 
     def similarity(self, name: str | None = None, layer: int | None = None) -> Tensor:
-        """See `analysis.similarity`."""
+        """Cosine of one tensor between all pairs of clients, float64 [K, K] (Factorized-FL eq. 4, Figure 7).
+
+        name: "u", "v", "mu", "weight" …, by default "v" or "weight", or where there is neither the layer's first
+        tensor. layer: 1 … L, by default L − 1, the layer before the classifier (L in a model of one layer), or where
+        all of that is frozen the last one before it that is not, else L. Raises ValueError if that layer has no such
+        tensor.
+        """
         return analysis.similarity(self, name, layer)
 
     def key_vectors(self) -> Tensor:
-        """See `analysis.key_vectors`."""
+        """What the method compares of each client as one vector, [K, d]; d is 0 for a method without similarity."""
         return analysis.key_vectors(self)
 
     def mixing_matrix(self) -> Tensor:
-        """See `analysis.mixing_matrix`."""
+        """The weights `Strategy.weights` gives the next download, float64 [K, K]; a client that did not report last is
+        a row and a column of zeros. Methods that mix by other means (see `Strategy.mix`) may not use it."""
         return analysis.mixing_matrix(self)
 
     def encode(self, x: Tensor | Mapping[str, Tensor], client: int | None = None) -> Tensor:
-        """See `analysis.encode`."""
+        """The input of each client's classifier (or of one client's) for x [n, …] (of samples of several entries, these
+        by name), in eval mode: [K or 1, n, d]."""
         return analysis.encode(self, x, client)
 
     def accuracies(self, state: State) -> list[float | None]:
@@ -842,7 +819,6 @@ class Federation(Local):
                 settings[name] = given or _found(directory, name, settings[name])
         used = config["augment"]
         augment = augment or (resolve({"factory": used}) if used else None)
-        settings["sparsity"] = settings.get("sparsity")
         fed = cls(
             model,
             clients,

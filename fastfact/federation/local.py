@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastfact.base.settings import LATER
+from fastfact.base.settings import DEFAULTS, LATER
 from fastfact.data.client import Client
 from fastfact.federation import analysis, setup
 from fastfact.federation.client import compact as sparse
@@ -48,26 +48,15 @@ log = logging.getLogger("fastfact")
 
 MIXED = ("rule", "hostile", "clip", "max_norm", "noise", "buffer")
 """The settings that say how the server mixes."""
-TRAINING = (
-    "optimizer",
-    "beta2",
-    "eps",
-    "optimizer_states",
-    "schedule",
-    "schedule_rounds",
-    "lr_warmup",
-    "max_grad_norm",
-    "accumulate",
-    "precision",
-)
-"""The settings that say how clients train, which configurations of before do not have."""
+TRAINING = {item.name for item in dataclasses.fields(Settings)} & set(DEFAULTS)
+"""Those that say how clients train."""
 
 
 class Local:
     """What `Federation` is of on one machine, and what each machine has of a federation over several: made from the
     same model, method and settings it is the same everywhere. The arguments are those of `Federation`.
 
-    settings: of the federation, by name. name: what errors call it.
+    settings: of the federation, by name; those of `LATER` may be missing.
     """
 
     def __init__(
@@ -89,6 +78,7 @@ class Local:
             raise ValueError(
                 f"Federation(settings={method_settings!r}): {method.name} is an object and has its settings"
             )
+        settings = {"sparsity": None} | LATER | settings
         check_settings(settings)
         if augment is not None and not callable(augment):
             raise ValueError(f"Federation(augment={augment!r}): must be a function (x, generator) → x, or None")
@@ -199,7 +189,7 @@ class Local:
             encoder,
             self.settings["wire"],
             self.settings["seed"],
-            **{name: self.settings.get(name, LATER.get(name)) for name in MIXED},
+            **{name: self.settings[name] for name in MIXED},
             once=list(once),
         )
 
@@ -209,10 +199,10 @@ class Local:
         extra = self.method.extra(state)
         if clash := sorted(set(extra) & set(self.infos)):
             raise ValueError(f"{self.method.name}: extra tensor {clash[0]} has the name of a tensor of the model")
-        given = gives_start(self.method, self.settings["wire"], self.settings.get("buffer", 0))
+        given = gives_start(self.method, self.settings["wire"], self.settings["buffer"])
         if self.settings["clip"] is not None or given:
             extra |= {START + name: state[name].clone() for name in bounded(self.method, self.infos)}
-        if self.settings.get("optimizer_states") == "kept":
+        if self.settings["optimizer_states"] == "kept":
             params = {name: state[name] for name, info in self.infos.items() if not info.buffer}
             kept = self.trainer.settings.update.start(params)
             extra |= {KEPT + name: tensor for name, tensor in kept.items()}
@@ -243,31 +233,26 @@ class Local:
         return self._make_trainer(self.template)
 
     def _make_trainer(self, template: nn.Module) -> train.Trainer:
-        s, l1 = self.settings, 0.0 if self.method.l1_method == "evaluation" else self.method.l1
+        l1 = 0.0 if self.method.l1_method == "evaluation" else self.method.l1
         return train.Trainer(
             template,
             self.infos,
             Settings(
-                batch_size=s["batch_size"],
-                lr=s["lr"],
-                momentum=s["momentum"],
-                weight_decay=s["weight_decay"],
                 l1=l1 if self.schedule is None else self.schedule.penalty(1, l1),
                 proximal=self.method.l1_method == "proximal",
                 penalized=frozenset(self.sparse),
                 augment=self.augment,
-                seed=s["seed"],
                 draws=self._draws,
                 graphs=self.graphs,
                 task=self.task,
-                **{name: s.get(name, LATER.get(name)) for name in TRAINING},
+                **{name: self.settings[name] for name in TRAINING},
             ),
         )
 
     @functools.cached_property
     def schedule(self) -> Schedule | None:
         """When μ becomes sparse, see `sparsity`."""
-        recorded = self.settings.get("sparsity")
+        recorded = self.settings["sparsity"]
         return None if recorded is None else Schedule(**recorded)
 
     def _executor_of(self, round: int) -> Executor:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def channels_last_of(template: nn.Module, data: Placement) -> nn.Module | None:
         return None
     model = copy.deepcopy(template).to(memory_format=torch.channels_last)
     try:
-        output_of(CLASSES, model, channels_last(x))
+        output_of(CLASSES, model, channels_last(x.clone()))
     except RuntimeError:
         log.info("the model does not run in channels_last")
         return None
@@ -73,28 +74,28 @@ def task_for(template: nn.Module, data: Placement, settings: Mapping[str, Any]) 
     """Run the model on a sample: it must take the clients' x and give what the loss wants for their y. Returns the task
     of a federation of these settings, and the number of classes, None where y are no classes."""
     (x, y), batch_size = (part[:2] for part in data[data.first].train), settings["batch_size"]
-    plain = Task(entries=data.entries)
+    plain, given = Task(entries=data.entries), x.clone()
+    unwritten = given._version
     try:
-        output = output_of(plain, template, x)
+        output = output_of(plain, template, given)
     except Exception as error:
         samples = f"{x.dtype} {list(x.shape[1:])}" if data.entries is None else f"of {data.entries}"
         raise ValueError(f"Federation(model=): does not take samples {samples}: {error}") from error
     if not isinstance(output, Tensor) or not output.dim() or len(output) != len(x):
         got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"Federation(model=): gives {got} for {len(x)} samples, must give outputs [n, …]")
-    task = task_of(
-        settings.get("loss", "cross_entropy"), metrics_of(settings.get("metrics", ())), output, y, data.entries
-    )
+    task = task_of(settings["loss"], metrics_of(settings["metrics"]), output, y, data.entries)
+    task = replace(task, copies=given._version > unwritten)
     alone = [k for k, client in data.placed.items() if batch_size == 1 or len(client.train[1]) == 1]
     if alone:
         try:
-            output_of(plain, template, data[alone[0]].train[0][:1], train=True)
+            output_of(plain, template, data[alone[0]].train[0][:1].clone(), train=True)
         except ValueError as error:
             one = f"batch_size={batch_size}" if batch_size == 1 else f"client {alone[0]} has a single training sample"
             raise ValueError(f"Federation: {one}, and the model cannot train on one sample: {error}") from error
     elif data.lazy:
         try:
-            output_of(plain, template, x[:1], train=True)
+            output_of(plain, template, x[:1].clone(), train=True)
         except ValueError as error:
             data.alone = error
     classes = {"cross_entropy": 1, "next_token": -1}.get(str(task.name))
@@ -111,14 +112,14 @@ def check_task(task: Task, method: Strategy) -> None:
 
 
 def output_of(task: Task, model: nn.Module, x: Tensor, train: bool = False) -> Tensor:
-    """What a copy of `model` makes of x; neither the model nor the global generator notices."""
+    """What a copy of `model` makes of x, which it may write to; neither the model nor the global generator notices."""
     with torch.no_grad(), seeded(0, 0, 0, "probe", x.device):
         return task.output(copy.deepcopy(model).train(train), x)
 
 
 def draws_of(template: nn.Module, data: Placement) -> str:
     """Where a training forward draws random numbers from, see `step.Settings.draws`."""
-    x, model = data[data.first].train[0][:2], copy.deepcopy(template).train()
+    x, model = data[data.first].train[0][:2].clone(), copy.deepcopy(template).train()
     if len(x) < 2:
         x = x.repeat_interleave(2, 0)
     with torch.no_grad(), seeded(0, 0, 0, "probe", x.device), Streams([torch.Generator()]) as streams:
@@ -175,13 +176,13 @@ def check_noise(exchange: Exchange, settings: Mapping[str, Any]) -> None:
         require(not info.statistic, f"{name} is a running statistic; {statistic}")
         require(info.dtype.is_floating_point, f"{name} is {info.dtype}, must be of a floating-point type")
     mu = [name for name in exchange.sparse if name in exchange.shared]
-    require(not (mu and settings.get("sparsity")), f"{', '.join(mu[:1])} is pruned by each client, must not be shared")
+    require(not (mu and settings["sparsity"]), f"{', '.join(mu[:1])} is pruned by each client, must not be shared")
     privacy.accountant()
 
 
 def check_buffer(exchange: Exchange, settings: Mapping[str, Any], clients: int, at_work: int) -> None:
     """Raise ValueError for asynchronous rounds that cannot be."""
-    method, buffer = exchange.method, settings.get("buffer")
+    method, buffer = exchange.method, settings["buffer"]
     if not buffer:
         return
 

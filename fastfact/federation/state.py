@@ -37,10 +37,10 @@ def index_of(rows: Sequence[int]) -> slice | list[int]:
     return slice(rows[0], rows[-1] + 1) if together else rows
 
 
-def take(state: State, rows: Sequence[int], out: State | None = None) -> State:
-    """A copy of some rows, into `out` (of that many rows) if given."""
+def take(state: State, rows: Sequence[int]) -> State:
+    """A copy of some rows."""
     rows, some = list(rows), index_of(rows)
-    out = out or {name: like_rows(tensor, len(rows)) for name, tensor in state.items()}
+    out = {name: like_rows(tensor, len(rows)) for name, tensor in state.items()}
     for name, tensor in state.items():
         out[name].copy_(tensor[some])
     return out

@@ -1,7 +1,6 @@
 """The server's side: who takes part, what each downloads, and what comes of the uploads."""
 
 import contextlib
-import inspect
 import json
 import logging
 import math
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 from fastfact.base import files
 from fastfact.base.kinds import type_error
-from fastfact.base.settings import LATER, FederationSettings
-from fastfact.federation import Federation, setup
+from fastfact.base.settings import CLOCK, DEFAULTS
+from fastfact.federation import setup
 from fastfact.federation.history import History
 from fastfact.federation.local import Local
 from fastfact.federation.progress import Progress
@@ -35,16 +34,11 @@ from fastfact.flower.packet import Packet, RefusedError, table_of
 
 log = logging.getLogger("fastfact")
 
-CLOCK = ("speed", "speed_spread", "bandwidth", "bandwidth_spread", "deadline", "buffer")
 FIXED: dict[str, Any] = {"cohort": 1, "memory_limit": None, "store": "memory", "noise": 0.0, "delta": None}
-FIXED |= {name: LATER[name] for name in CLOCK}
+FIXED |= {name: DEFAULTS[name] for name in CLOCK}
 """What each machine says for itself; noise, which repeats with the seed, that all clients are told here; and the
 simulated clock, where there are real ones."""
-SETTINGS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(Federation).parameters.items()
-    if name in {*FederationSettings.__dataclass_fields__, "sparsity"} - set(FIXED)
-}
+SETTINGS = {name: default for name, default in DEFAULTS.items() if name not in FIXED} | {"sparsity": None}
 """The settings of `Federation` that all machines share, with its defaults."""
 SAVED = "server.safetensors"
 

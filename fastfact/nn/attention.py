@@ -11,6 +11,7 @@ from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.layers import FactorizedLinear
 from fastfact.nn.specs import LowRank
 from fastfact.ops import attention
+from fastfact.ops.common import as_leaf
 
 PROJECTIONS = {
     "in_proj_weight": "in_proj",
@@ -65,6 +66,9 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As `nn.MultiheadAttention.forward`."""
+        if type(query) is torch.fx.Proxy:
+            given = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return as_leaf(self, query, query, key, value, *given)
         if query.is_nested:
             if not (query is key is value) or self.training or key_padding_mask is not None or attn_mask is not None:
                 return super().forward(

@@ -249,7 +249,7 @@ def _find(question: str, work: Work, sides) -> str:
 
     found = None
     with contextlib.suppress(_NotNow):
-        found = machine.remembered(question, measure)
+        found = machine.remembered(question, measure, work.device)
     if found is None or found.get("path") not in PATHS:
         return rule(work)
     log.debug("%s: %s", question, found)
@@ -313,8 +313,7 @@ class Timed:
         self.seconds, self._usual = 0.0, others
         self._others = torch.ones(max(FAR, others), dtype=torch.uint8, device="cpu")
         self._image = torch.ones(1, 1, 64, 64, dtype=torch.float32, device="cpu")
-        self._gpu = torch.cuda.is_initialized()
-        self.clock = time.perf_counter if self._gpu or torch.get_num_threads() > 1 else time.thread_time
+        self.clock = time.perf_counter if torch.get_num_threads() > 1 else time.thread_time
 
     def of(self, side: "Side") -> float:
         """Seconds of a run."""
@@ -333,9 +332,9 @@ class Timed:
             if others is None:
                 self._operate()
             just_written.detach().sum()
-        began = self._now()
+        began = self._now(just_written.device)
         yield
-        self.seconds += self._now() - began
+        self.seconds += self._now(just_written.device) - began
 
     @torch.no_grad()
     def _operate(self) -> None:
@@ -348,10 +347,11 @@ class Timed:
             z = F.gelu(F.layer_norm(row, row.shape[1:]))
             torch.cat([z.softmax(1), z])
 
-    def _now(self) -> float:
-        if self._gpu:
-            torch.cuda.synchronize()
-        return self.clock()
+    def _now(self, device: torch.device) -> float:
+        if device.type != "cuda":
+            return self.clock()
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
 
 
 Side = Callable[[Timed], object]
@@ -396,7 +396,10 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
     for path, side in sides.items():
         try:
             first[path] = timed.of(side)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
+            # On a GPU a path may fail as it is compiled, with errors of the compiler.
+            if path == PATHS[0] and not isinstance(error, RuntimeError | ValueError):
+                raise
             log.debug("%s cannot be taken: %s", path, error)
     # The first run of a path also prepares, and another program may be in the way: it counts only where it was long.
     far = max(8 * min(first.values(), default=0), SHORT)

@@ -73,10 +73,9 @@ def factorize(
     spec. generator: for the random draws. unsupported: what to do about a layer that cannot be converted (transposed
     and 3-d convolutions, lazy layers, subclasses with a forward of their own, a weight that is tied to another
     parameter or is no parameter): "error", or "skip" it.
-    freeze: keep what the model is as it is, and train adapters of it: of all parameters only the factors of factorized
-    layers ask for a gradient, but for σ of `ff.LowRank` and μ of `ff.Rank1` (`Spec.dense`). train: what trains as a
-    whole besides, patterns of modules or of parameters ("head", "*.norm*", "*.bias"); layers whose weight they name
-    stay dense.
+    freeze: train adapters alone: no parameter requires a gradient but the factors of factorized layers, of which σ of
+    `ff.LowRank` and μ of `ff.Rank1` (`Spec.dense`) stay frozen, too. train: what trains as well, patterns of modules or
+    of parameters ("head", "*.norm*", "*.bias"); layers whose weight they name stay dense.
 
     What was converted, what was left out and why, and the numbers and bytes before and after are logged at level INFO;
     `ff.summary(model)` tells the same of any model. A warning names the layers whose factors, μ aside, hold as many

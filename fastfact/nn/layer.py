@@ -21,6 +21,8 @@ from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN, dispatches, loaded
 from fastfact.ops.common import (
+    address,
+    as_leaf,
     autocast,
     autocasts,
     capturing,
@@ -34,7 +36,7 @@ from fastfact.ops.weights import PIXELS, Applied, Convolution, How, applied, app
 PATHS = ("auto", "reconstruct", "factored")
 PACKED = 0.5
 """The density of a dense μ below which its nonzeros are packed for evaluation, so that it can be factored."""
-ANSWERS = 32
+ANSWERS = 256
 """Inputs of so many kinds a layer remembers its path for."""
 OF_WEIGHT = ("reconstruct", "product")
 """The paths that make W."""
@@ -51,10 +53,10 @@ class FactorizedLayer(Factors):
     path: "reconstruct" makes W and calls the dense layer; "factored" computes from u, v and compact μ without W
     (`Rank1` with layout "spatial" or "kernel", or of a linear layer; padding other than by zeros, alike on both
     sides of an axis, is added to the input first); "auto" takes the one that was faster for inputs such as the one at
-    hand when it was measured (`nn.choice`). The factored one can be where μ is compact or the spec has none, and in
-    evaluation on the CPU where μ is mostly zeros: these are left out.
-    Of a dense μ "auto" may take it on the CPU, for linear layers and convolutions that are depthwise, 1×1 (layout
-    "kernel") or of few pixels.
+    hand when it was measured (`nn.choice`). "factored" is there where μ is compact or the spec has none, and in
+    evaluation on the CPU also where a dense μ is mostly zeros, which are then skipped. With any other dense μ "auto"
+    may take it on the CPU, for linear layers and convolutions that are depthwise, 1×1 (layout "kernel") or of few
+    pixels.
     "factored" of `LowRank` (linear layers, and convolutions in layout "separable") takes σ and B A apart: "auto" takes
     it where σ takes no gradient and that costs less (`LowRank.is_thin`), of a σ that does in training on the CPU where
     it was measured to be faster, always where the adapter has dropout, and not in evaluation on the CPU, where W is
@@ -85,7 +87,7 @@ class FactorizedLayer(Factors):
     paths = PATHS
     _pads = False
     """Whether `_padded` makes of an input what the layer computes with."""
-    _words: tuple[Tensor, int, Tensor] | None = None
+    _words: tuple[Tensor, tuple[int, int, int], Tensor] | None = None
     """The positions of compact μ on a GPU, their version, and what `sparsity.words` made of them."""
     _how: str | None = None
     """What the layer is for torch.compile, in evaluation; None where a graph of it has to do."""
@@ -96,8 +98,8 @@ class FactorizedLayer(Factors):
 
     @property
     def weight(self) -> Tensor:
-        """W in PyTorch's order, made from the factors at each access; differentiable. Where evaluation keeps W, it is
-        that one, copied on a write, from the second access on.
+        """W in PyTorch's order, made from the factors at each access; differentiable. Where evaluation keeps W, the
+        second access and all later ones share its memory, and a write to the result copies it first.
 
         It is no place to write to: an assignment raises AttributeError, an in-place operation on it RuntimeError.
         """
@@ -128,6 +130,8 @@ class FactorizedLayer(Factors):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, on the path that is asked for, or chosen."""
+        if type(x) is torch.fx.Proxy:
+            return as_leaf(self, x, x)
         return self._of_padded(self._padded(x) if self._pads else x)
 
     def _of_padded(self, x: Tensor) -> Tensor:
@@ -175,14 +179,18 @@ class FactorizedLayer(Factors):
         if not torch.compiler.is_compiling() and capturing(x):
             self._drop()
             self._cache.note_recording()
+            self._hold_positions(None)
         if not self.training and weight_cache.allowed():
             return self._evaluate(x)
         if (y := self._by_twin(x, FactorizedLayer.forward)) is not None:
             return y
         tensors, bias = self._tensors(), self.bias
         path = self._path(x, tensors, None)
-        if torch.is_grad_enabled():
-            self._note_node(path, x, tensors, bias)
+        if torch.is_grad_enabled() and self._note_node(path, x, tensors, bias):
+            # An activation checkpoint asks that the next call save what this one does.
+            y = direct.serve(self._nodes, x, self.training, self._noted)
+            if y is not None:
+                return y
         return self._compute(path, x, tensors, bias, None)
 
     def _by_twin(self, x: Tensor, of: Callable[["FactorizedLayer", Tensor], Any]) -> Any:
@@ -274,7 +282,7 @@ class FactorizedLayer(Factors):
         # Those that watch other numbers will not serve again.
         nodes = direct.Nodes(self._nodes if watch is None else self._nodes.of(watch))
         if len(nodes) >= ANSWERS:
-            nodes.clear()
+            del nodes[next(iter(nodes))]
         nodes[asked] = direct.Node(tuple(facts), shape, watch, *call)
         self._nodes = nodes
         return True
@@ -304,16 +312,27 @@ class FactorizedLayer(Factors):
         index = tensors.get(INDEX)
         if index is None or index.device.type != direct.OTHER or index.is_inference():
             return None
-        made = self._words
-        if made is None or made[0] is not index or made[1] != index._version:
+        made, now = self._words, (index._version, address(index), len(index))
+        if made is None or made[0] is not index or made[1] != now:
             if not choice.can_measure():
                 return None  # what is recorded now has no numbers yet
             words = sparsity.words(index, torch.Size(self.size).numel())
+            if made is not None and self._cache.recorded and words.device == made[2].device:
+                words = made[2].copy_(words)  # which the CUDA graph reads where they are
             if words.is_cuda:
                 # they may serve on another stream next
                 torch.cuda.current_stream(words.device).synchronize()
-            self._words = made = index, index._version, words
+            self._words = made = index, now, words
         return made[2]
+
+    def forget_words(self) -> None:
+        """Have what the CUDA kernels read made anew, after `mu_index.data` was set, which leaves no trace."""
+        if self._words is not None:
+            self._words, self._nodes = None, direct.Nodes()
+
+    def _hold_positions(self, index):
+        cache = self.__dict__.get("_cache")
+        super()._hold_positions(None if cache is not None and cache.recorded else index)
 
     def _evaluate(self, x: Tensor) -> Tensor:
         """The forward where what is made from the factors may be kept, and no node serves."""
@@ -358,8 +377,9 @@ class FactorizedLayer(Factors):
         return kept.value((form, self.spec, self.size), lambda: of(made()))
 
     def _remember(self, asked: tuple, answer: str) -> None:
-        answers = self._answers if len(self._answers) < ANSWERS else {}
-        answers[asked] = answer
+        answers = self._answers | {asked: answer}
+        if len(answers) > ANSWERS:
+            del answers[next(iter(answers))]
         self._answers = answers
 
     def _forget(self) -> None:
@@ -521,13 +541,14 @@ class FactorizedLayer(Factors):
         leaves = [t for t in (inputs, *own.values(), own_bias) if t is not None and t.requires_grad]
         watched = None
         if not (trained or self.training) and weight_cache.allowed():
-            watched = weight_cache.watch(tensors.values(), others=1)
+            watched = weight_cache.watch(list(tensors.values()), others=1)
 
         @functools.cache
         def call(path: str) -> Callable[[Tensor], Tensor | None]:
             if watched and path in OF_WEIGHT:
                 # What is made for a measurement is not kept.
-                return self._kept_call(path, inputs, own, own_bias, weight_cache.Kept(list(own.values()), 0, {}))
+                of = weight_cache.Kept(list(own.values()), watched if x.is_cuda else 0, {})
+                return self._kept_call(path, inputs, own, own_bias, of)
             one = self._call(path, inputs, own, own_bias)
             return one or (lambda x: self._compute(path, x, own, own_bias, kept))
 

@@ -18,7 +18,7 @@ from fastfact.nn.layer import PATHS, FactorizedLayer, cast, converted, densified
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
-from fastfact.ops.common import address, is_channels_last, is_mapped, recording, transforming
+from fastfact.ops.common import address, as_leaf, is_channels_last, is_mapped, recording, transforming
 from fastfact.ops.weights import Convolution, are_rows
 
 NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
@@ -64,7 +64,7 @@ class FactorizedConv2d(FactorizedLayer):
         *,
         spec: Spec | None = None,
     ):
-        conv = nn.Conv2d(
+        conv = self._dense(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device="meta"
         )
         self._setup(conv, Rank1() if spec is None else spec, None, device, dtype)
@@ -306,8 +306,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _convolve(self, x: Tensor, fused: bool, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
         """The factored or the fused path, on x with its batch axis."""
-        how = {name: self._pair(name) for name in ("stride", "padding", "dilation")} | {"groups": self.groups}
-        spec, parts = self.spec, rank1_parts(tensors)
+        how, spec, parts = self._convolution()._asdict(), self.spec, rank1_parts(tensors)
         if not fused:
             if spec.layout == "kernel":
                 return ops.separable_conv2d(x, *parts, bias, size=self.size, **how)
@@ -336,8 +335,7 @@ class FactorizedConv2d(FactorizedLayer):
         """A convolution with σ, and the two of B and A: a kh×1 and a 1×kw one, through r channels."""
         spec, (o, i, kh, kw) = self.spec, self.size
         image = x if x.dim() == 4 else x.unsqueeze(0)
-        how = {name: self._pair(name) for name in ("stride", "padding", "dilation")}
-        how["groups"] = self.groups
+        how = self._convolution()._asdict()
         seen = self._seen(image)
         down, across = tensors["B"].mT.unflatten(-1, (i, kh)), (spec.scaling * tensors["A"]).unflatten(-1, (o, kw))
         adapter = ops.separable_conv2d(image if seen is None else seen, down, across, size=self.size, **how)
@@ -377,28 +375,6 @@ class FactorizedConv1d(FactorizedConv2d):
     Arguments as for `nn.Conv1d`, plus `spec` (default `ff.Rank1()`). Input [n, in, length] or [in, length].
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int],
-        stride: int | tuple[int] = 1,
-        padding: str | int | tuple[int] = 0,
-        dilation: int | tuple[int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: str = "zeros",
-        device=None,
-        dtype=None,
-        *,
-        spec: Spec | None = None,
-    ):
-        conv = nn.Conv1d(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device="meta"
-        )
-        self._setup(conv, Rank1() if spec is None else spec, None, device, dtype)
-        self.reset_parameters()
-
     _dense = nn.Conv1d
 
     def _take_format(self, like):
@@ -426,6 +402,8 @@ class FactorizedConv1d(FactorizedConv2d):
         return super()._dense_side(x.squeeze(-2), trained)
 
     def forward(self, x: Tensor) -> Tensor:
+        if type(x) is torch.fx.Proxy:
+            return as_leaf(self, x, x)
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
 
     def _padded(self, x):

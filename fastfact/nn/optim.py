@@ -213,8 +213,9 @@ class ProxAdamW(_OfSupports, torch.optim.AdamW):
     def _metric(group, state) -> Tensor:
         """√v̂ + eps, what the step of each element is divided by."""
         second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+        # A number on the CPU divides without being waited for on its way to a GPU.
         correction = 1 - group["betas"][1] ** state["step"].double()
-        return (second / correction.to(second)).sqrt_().add_(group["eps"])
+        return (second / correction).sqrt_().add_(group["eps"])
 
 
 def _without_hooks(step):

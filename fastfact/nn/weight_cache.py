@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN, loaded
-from fastfact.ops.common import capturing, transforming
+from fastfact.ops.common import capturing, has_tangents, transforming
 
 AXES = 8
 """The most axes of a tensor that a `Watch` is of."""
@@ -48,7 +48,7 @@ def allowed(casting: bool = False) -> bool:
         return False
     if torch._C._is_any_autocast_enabled() and not casting:
         return False
-    return loaded("cpu") and not capturing()
+    return loaded("cpu") and not (capturing() or has_tangents())
 
 
 def hold(tensor: Tensor, others: int = 0) -> object | None:
@@ -138,10 +138,11 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._kept: Kept | None = None
-        self._recorded = False
+        self.recorded = False
+        """Whether a CUDA graph reads the factors where they lie."""
         self._watch: direct.Watch | None = None
         self._last: tuple[Hashable, direct.Watch, object] | None = None
-        self._asked: tuple[int, Hashable] | None = None
+        self._asked: tuple[object, Hashable] | None = None
         self._moves = 0
 
     def clear(self) -> None:
@@ -151,7 +152,7 @@ class WeightCache:
 
     def read_anew(self) -> None:
         """Let what is kept serve only once the factors were read again."""
-        self._watch = self._last = None
+        self._watch = self._last = self._asked = None
         self._moves = 0
         if self._kept is not None and isinstance(self._kept.digest, direct.Watch):
             self._kept = None
@@ -159,7 +160,7 @@ class WeightCache:
     def note_recording(self) -> None:
         """The factors are recorded into a CUDA graph, which reads them, or writes to them, where they lie now."""
         self.clear()
-        self._recorded = True
+        self.recorded = True
 
     def __len__(self) -> int:
         return self._kept is not None and len(self._kept.values)
@@ -189,7 +190,7 @@ class WeightCache:
 
     def _of_gpu(self, factors: Sequence[Tensor]) -> Kept | None:
         kept = self._kept
-        if self._recorded or self._moves > MOVES:
+        if self.recorded or self._moves > MOVES:
             return None
         if kept is not None and _same(kept.factors, factors) and isinstance(kept.digest, direct.Watch):
             if direct.still(kept.digest):
@@ -230,8 +231,9 @@ class WeightCache:
             return last[2]
         if (kept := self.of(factors)) is None:
             return None
-        if again and key not in kept.values and self._asked != (kept.digest, key):
-            self._asked = kept.digest, key
+        asked = kept.digest.noted if isinstance(kept.digest, direct.Watch) else kept.digest, key
+        if again and key not in kept.values and self._asked != asked:
+            self._asked = asked
             return None
         value = kept.value(key, make)
         if found := self.watch(kept):

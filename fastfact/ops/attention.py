@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastfact.ops.backends import PRODUCTS_ARE_SLOW, implementation, kernel_serves
-from fastfact.ops.common import recording, transforming
+from fastfact.ops.common import has_tangents, recording, transforming
 
 OP, BACKWARD = "attention", "attention_backward"
 SHORT = 1 << (17 if PRODUCTS_ARE_SLOW else 14)
@@ -68,7 +68,7 @@ def attention(
     the mask; kept for the backward pass are the arguments, what is returned and [n, h, l] numbers. Where queries, keys
     and values are together all of one tensor, it is that which is differentiated, and its gradient is written at once.
     """
-    if torch.compiler.is_compiling() or recording():
+    if torch.compiler.is_compiling() or recording() or has_tangents():
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
     if mask is not None:
         if mask.dtype == torch.bool:
@@ -192,8 +192,8 @@ def _backward(how: _How, grad, mask, out, sums, *tensors) -> tuple[Tensor, ...]:
 
 def _with_dense_rows(like: Tensor) -> Tensor:
     """An empty tensor in the memory format of another, if that has the last axis dense."""
-    dense = like.stride(-1) == 1
-    return torch.empty_like(like, memory_format=torch.preserve_format if dense else torch.contiguous_format)
+    made = torch.empty_like(like)  # rows that overlap are laid out in another order
+    return made if made.stride(-1) == 1 else torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _without_clients(how: _How, *tensors: Tensor | None) -> list[Tensor | None]:

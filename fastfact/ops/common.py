@@ -5,6 +5,7 @@ import operator
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastfact.base.formats import FLOATING, one_channel_last
@@ -44,8 +45,16 @@ def unfold(batch: int, clients: bool, needs: int, out: tuple[Tensor, ...]) -> tu
 
 
 def transforming() -> bool:
-    """Whether torch.compile, torch.jit.trace or a transform of torch.func is at work."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+    """Whether torch.compile, torch.jit.trace, a transform of torch.func or forward-mode AD is at work."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+        return True
+    return has_tangents()
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have tangents: of `torch.autograd.forward_ad`, or of `torch.func.jvp` and what is made of
+    it."""
+    return forward_ad._current_level >= 0
 
 
 def recording() -> bool:
@@ -80,6 +89,13 @@ def is_mapped(tensor: Tensor) -> bool:
     return False
 
 
+def as_leaf(module: torch.nn.Module, proxy: torch.fx.Proxy, *args, **kwargs) -> torch.fx.Proxy:
+    """The call of `module` in a graph that `torch.fx` traces, which has modules of `torch.nn` as they are, and looks
+    into all others."""
+    tracer = proxy.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
+
+
 def is_channels_last(x: Tensor) -> bool:
     """Whether images [n, c, h, w] lie channels_last in memory, and not contiguous as well, or one of both by
     `formats.one_channel_last`.
@@ -101,9 +117,12 @@ def is_channels_last(x: Tensor) -> bool:
 
 def must_be_plain() -> bool:
     """Whether an op must be made of plain PyTorch: torch.compile loses the gradient of an autograd.Function inside
-    torch.func.grad (and fuses plain PyTorch there), and a recorded graph has to run without this package.
+    torch.func.grad (and fuses plain PyTorch there), a recorded graph has to run without this package, and only plain
+    PyTorch carries tangents along.
     """
-    return recording() or (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active())
+    if torch.compiler.is_compiling():
+        return recording() or torch._C._are_functorch_transforms_active()
+    return recording() or has_tangents()
 
 
 def whole(op: str, name: str, value, least: int, most: int = LARGEST) -> int:

@@ -399,7 +399,7 @@ def separable_conv2d(
         op, "kernel", x, u, v, values, index, bias, size, stride, padding, dilation, groups
     )
     if size[2:] == (1, 1) and groups == 1 and not x.is_cuda:
-        last = formats.is_channels_last(x if clients else x.unsqueeze(0))
+        last = not is_mapped(x) and formats.is_channels_last(x if clients else x.unsqueeze(0))
         y = _of_pixels(x, u.squeeze(-1), v.squeeze(-1), values, index, bias, size[:2], stride, padding)
         return y if last else y.contiguous()
     (sy, sx), (py, px), (dy, dx) = stride, padding, dilation

@@ -251,16 +251,16 @@ def layer(x, sigma, a, b, bias=None, *, scaling: float = 1.0, seen=None) -> Tens
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _takes_sigma(x: Tensor, sigma: Tensor) -> bool:
+def _takes_sigma(x: Tensor, sigma: Tensor, a: Tensor) -> bool:
     """Whether σ can be the dense μ of a factored layer that the CPU library computes."""
-    if x.dim() != 2 or sigma.dim() != 2 or transforming() or must_be_plain():
+    if x.dim() != 2 or sigma.dim() != 2 or transforming() or must_be_plain() or not (sigma.numel() and len(a)):
         return False
     return conv.multiplies_tiles(x.dtype) and library_serves(conv.LAYER, x)
 
 
 def _linear(x, seen, sigma, a, b, bias, scaling: float) -> Tensor:
     """The layer for x and seen [(k,) n, i]."""
-    if sigma.requires_grad and seen is None and _takes_sigma(x, sigma):
+    if sigma.requires_grad and seen is None and _takes_sigma(x, sigma, a):
         return conv.factored_linear(x, a, scaling * b.mT, sigma, None, bias, size=tuple(sigma.shape))
     if sigma.requires_grad or must_be_plain():
         return _plain(x, x if seen is None else seen, sigma, a, b, bias, scaling)

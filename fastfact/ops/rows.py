@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastfact.base.formats import FLOATING
 from fastfact.ops.backends import implementation, library_serves
-from fastfact.ops.common import check_range, check_size, check_tensor, sequence, transforming
+from fastfact.ops.common import check_range, check_size, check_tensor, must_be_plain, sequence, transforming
 
 aten = torch.ops.aten
 FEW = 32
@@ -28,6 +29,7 @@ class GatheredBatch(TorchDispatchMode):
         super().__init__()
         self.samples, self.index = list(samples), index
         self.x = implementation("gather_rows")(self.samples, index)
+        self._unwritten = self.x._version
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -49,6 +51,7 @@ class GatheredBatch(TorchDispatchMode):
             and tensor.shape[:2] == self.index.shape
             and tensor.numel() == self.x.numel() > 0
             and tensor.is_contiguous()
+            and self.x._version == self._unwritten
         )
 
 
@@ -84,12 +87,19 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(inputs[1], output[1])
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _) -> tuple[Tensor, None]:
-        return grad * ctx.saved_tensors[0], None
+    def backward(ctx, grad: Tensor | None, of_gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        labels, gradient = ctx.saved_tensors
+        found = None if grad is None else grad * gradient
+        if of_gradient is not None:  # where the gradient itself is differentiated
+            n, ones = len(labels), torch.ones_like(gradient[:, :1])
+            p = (n * gradient).scatter_add(1, labels[:, None], ones)
+            second = p * (of_gradient - (p * of_gradient).sum(1, keepdim=True)) / n
+            found = second if found is None else found + second
+        return found, None
 
     @staticmethod
     def vmap(info, in_dims, logits: Tensor, labels: Tensor):
@@ -103,8 +113,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean of −log softmax(logits)[label] over logits [b, c] and labels int64 [b], all of them 0 … c − 1.
 
-    `F.cross_entropy` under `vmap` is thirty operations, this one and its gradient two. The second derivative is not
-    there. Raises ValueError for shapes or dtypes that do not fit and, on the CPU, for a label out of range.
+    `F.cross_entropy` under `vmap` is thirty operations, this one and its gradient two. Raises ValueError for shapes or
+    dtypes that do not fit and, on the CPU, for a label out of range.
     """
     op = "cross_entropy"
     check_tensor(op, "logits", logits, FLOATING)
@@ -115,4 +125,6 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         )
     if labels.is_cpu and not library_serves("softmax_loss", labels) and not transforming():
         check_range(op, "labels", labels, logits.shape[1])
+    if must_be_plain():
+        return F.cross_entropy(logits, labels)
     return _CrossEntropy.apply(logits, labels)[0]

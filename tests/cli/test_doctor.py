@@ -60,11 +60,14 @@ def test_a_gpu_without_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a device")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     absent = Backend(False, "not built: no fastfact/_cuda*.so beside the package")
     there = {"cpu": Backend(True, "_cpu.so"), "cuda": absent, "triton": Backend(False, "No module named 'triton'")}
     monkeypatch.setattr(doctor, "backends", lambda: there)
     assert found("GPU").detail == "a device" and found("CUDA kernels").state == doctor.WRONG
     assert found("Triton kernels").mend.endswith("pip install triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert found("GPU").state == doctor.WRONG and found("GPU").detail == "a device has compute capability 7.5"
 
 
 def test_choices_that_cannot_be_kept(monkeypatch, tmp_path):

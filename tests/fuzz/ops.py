@@ -388,7 +388,6 @@ def spoiled_tensor(draw, t: Tensor):
     return ways[draw(st.sampled_from(sorted(ways)))]()
 
 
-SHIFTS = st.sampled_from([-1, 100, 2**31, 2**32, -(2**32)])
 ODD = st.sampled_from(
     [
         *(None, 0, -1, 1, 2, 3, 7, 2**15, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, -(2**63), 0.5, 1.5),

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -469,6 +470,128 @@ def test_tangents_of_forward_mode_are_not_lost(make):
             dual = ad.make_dual(x, torch.ones_like(x))
             expected = ad.unpack_dual(layer.to_dense()(dual)).tangent
             torch.testing.assert_close(ad.unpack_dual(layer(dual)).tangent, expected)
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_forward_mode_derivatives(make, form, train, grad):
+    """By x and by the factors; once W is kept and served, too."""
+    layer = form(make).train(train)
+    x = sample(layer)
+    tangents = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
+    numbers = {name: p.detach() for name, p in layer.named_parameters()}
+    dx = torch.randn_like(x)
+
+    def reference(x, numbers):
+        fixed = {name: t for name, t in layer._tensors().items() if name not in numbers}
+        w = layer.spec.weight({**fixed, **numbers}, layer.size, None)
+        if layer.size[2:]:
+            return F.conv2d(x, w, numbers["bias"], padding=1)
+        return F.linear(x, w, numbers["bias"])
+
+    def ours(x, numbers):
+        return torch.func.functional_call(layer, numbers, (x,))
+
+    with ff.use_backend("reference"):
+        wanted = torch.func.jvp(reference, (x, numbers), (dx, tangents))
+    with torch.set_grad_enabled(grad):
+        layer(x), layer(x)
+        for found in (
+            torch.func.jvp(ours, (x, numbers), (dx, tangents)),
+            linearized(ours, (x, numbers), (dx, tangents)),
+        ):
+            for got, expected in zip(found, wanted, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+        jacobian = torch.func.jacfwd(layer)(x)
+        torch.testing.assert_close(jacobian, torch.func.jacrev(layer)(x), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(layer(x), wanted[0])
+
+
+def linearized(function, primals, tangents):
+    out, of = torch.func.linearize(function, *primals)
+    return out, of(*tangents)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 1, 3, 4), (4,)], ids=str)
+def test_an_activation_checkpoint_of_the_first_step(form, shape):
+    """The call is done again in the backward pass, and has to save tensors of the same shapes."""
+    layer = form(linear).float()
+    x = torch.randn(shape, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    found = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    wanted = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("network", ["resnet18", "vit_b_16", "conv1d"])
+@pytest.mark.parametrize("train", [True, False])
+def test_graphs_of_torch_fx_have_the_layers_as_they_are(network, train):
+    if network == "resnet18":
+        model, x = torchvision.models.resnet18(num_classes=5), torch.randn(2, 3, 40, 40)
+    elif network == "conv1d":
+        model, x = (
+            nn.Sequential(nn.Conv1d(3, 4, 3, padding=1, padding_mode="circular"), nn.ReLU()),
+            torch.randn(2, 3, 7),
+        )
+    else:
+        model = torchvision.models.VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=5)
+        x = torch.randn(2, 3, 16, 16)
+    model = ff.factorize(model, ff.Rank1(rank=2), init="svd").train(train)
+    for layer in ff.factorized_layers(model).values():
+        layer.compact(0.2)
+    if network == "vit_b_16":
+        from torchvision.models.feature_extraction import create_feature_extractor
+
+        last = "encoder.layers.encoder_layer_1"
+        traced = create_feature_extractor(model, [last]).train(train)
+        seen = []
+        model.get_submodule(last).register_forward_hook(lambda module, x, y: seen.append(y))
+        model(x)
+        torch.testing.assert_close(traced(x)[last], seen[0])
+        return
+    traced = torch.fx.symbolic_trace(copy.deepcopy(model))
+    called = {node.target for node in traced.graph.nodes if node.op == "call_module"}
+    assert called >= set(ff.factorized_layers(model))
+    torch.testing.assert_close(traced(x), model(x))
+
+
+def test_models_of_an_ensemble_by_vmap():
+    """A 1×1 convolution of pixels, as `torch.func.stack_module_state` and `vmap` compute it."""
+    x = torch.randn(3, 2, 4, 5, 5)
+    for spec, density in ((ff.Rank1("kernel", 2, sparse=False), None), (ff.Rank1("kernel", 2), 0.3)):
+        layers = [ff.nn.FactorizedConv2d(4, 6, 1, spec=spec).eval() for _ in range(3)]
+        for layer in layers:
+            if density:
+                nn.init.normal_(layer.mu)
+                layer.compact(density)
+            layer.path = "factored"
+        params, buffers = torch.func.stack_module_state(layers)
+
+        def of(params, buffers, x, layer=layers[0]):
+            return torch.func.functional_call(layer, (params, buffers), (x,))
+
+        for dims, given in ((0, x), (None, x[0])):
+            found = torch.vmap(of, in_dims=(0, 0, dims))(params, buffers, given)
+            wanted = torch.stack([layer(x[k] if dims == 0 else x[0]) for k, layer in enumerate(layers)])
+            torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(torch.vmap(layers[0])(x), torch.stack([layers[0](one) for one in x]))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_layer_knows_many_kinds_of_input(train):
+    """Sequences of a hundred lengths in turn: each is served as it was the first time."""
+    layer = linear(density=0.4).float().train(train)
+    with torch.set_grad_enabled(train):
+        for turn in range(2):
+            for length in range(1, 101):
+                layer(torch.randn(2, length, 4))
+            if turn == 0:
+                before, layer._forward = dict(layer._nodes), None
+        assert len(before) == 100
 
 
 def test_hooks_of_every_kind_go_along_and_their_handles_remove_them():

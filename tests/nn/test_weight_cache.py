@@ -5,15 +5,18 @@ import ctypes
 import io
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import fastfact as ff
-from fastfact.nn import choice, layers
+from fastfact.nn import choice, layers, weight_cache
+from fastfact.nn import layer as layer_module
 from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.weight_cache import MOVES, WeightCache, hold
+from fastfact.ops import common
 
 
 class Twice(nn.Module):
@@ -925,6 +928,44 @@ def test_a_weight_that_is_read_again_is_kept_and_nobody_writes_to_it(made):
     assert not len(layer._cache)
     with torch.enable_grad():
         assert layer.weight.requires_grad
+
+
+def as_on_a_gpu(monkeypatch):
+    """Numbers are not read: what is kept serves while the factors are held."""
+    monkeypatch.setattr(weight_cache, "_on_cpu", lambda tensors: False)
+    monkeypatch.setattr(weight_cache, "_on_gpu", lambda tensors: True)
+    monkeypatch.setattr(weight_cache, "LEAST", 1)
+    monkeypatch.setattr(weight_cache.direct, "hold", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+
+
+@torch.no_grad()
+def test_a_weight_that_is_read_on_a_gpu_is_kept_until_eval(monkeypatch, made):
+    as_on_a_gpu(monkeypatch)
+    layer = ff.nn.FactorizedLinear(64, 48).eval()
+    for turn in range(3):
+        for kept in (False, True, True):
+            layer.weight  # noqa: B018
+            assert bool(len(layer._cache)) == kept, turn
+        layer.eval()
+    assert len(made) == 6
+
+
+@torch.no_grad()
+def test_what_a_cuda_graph_reads_stays_where_it_is(monkeypatch):
+    """Once a layer was recorded, a checkpoint of the same positions is loaded into the memory of before."""
+    as_on_a_gpu(monkeypatch)
+    layer = ff.nn.FactorizedLinear(64, 48)
+    nn.init.normal_(layer.mu)
+    layer.compact(0.1).eval()
+    saved = copy.deepcopy(layer.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_module, "capturing", lambda x: True)
+        layer(torch.randn(3, 64))
+    before = [common.address(t) for t in layer.state_dict().values()]
+    layer(torch.randn(3, 64))
+    layer.load_state_dict(saved)
+    assert [common.address(t) for t in layer.state_dict().values()] == before
 
 
 def test_an_operation_that_was_under_way_is_seen_once_it_ends():

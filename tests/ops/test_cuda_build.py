@@ -19,8 +19,12 @@ from torch.utils import cpp_extension
 import fastfact as ff
 from fastfact import ops
 from fastfact.base.formats import SEPARABLE, VALUE_TYPES
+from fastfact.federation.client.step import Settings
+from fastfact.federation.client.train import Trainer
+from fastfact.federation.tensors import describe
 from fastfact.nn import sparsity
 from fastfact.ops import backends, direct, weights
+from fastfact.ops.common import address
 
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[2]
@@ -246,6 +250,42 @@ def test_evaluation_under_autocast_as_one_call_emulated(on_emulated, monkeypatch
             found, dense = layer(x), layer.to_dense()(x)
             assert found.dtype == torch.bfloat16 and not torch.equal(found, expected)
             torch.testing.assert_close(found, dense, rtol=2e-2, atol=2e-2 * dense.abs().max().item())
+
+
+@pytest.mark.parametrize("counts", [(115, 115), (115, 28)], ids=["as many", "fewer"])
+def test_a_layer_of_many_clients_emulated(on_emulated, counts):
+    """Clients of a federation that train one after another: the tensors of one model are pointed at each one's state,
+    whose positions of μ are others."""
+    layer = drawn(ff.nn.FactorizedConv2d(8, 8, 3, padding=1), 0.2)
+    trainer, x = Trainer(layer, describe(layer, None), Settings(4, 0.1, 0.0, 0.0)), torch.randn(2, 8, 6, 6)
+    for count in counts:
+        state = {name: torch.randn(1, *tensor.shape) for name, tensor in trainer.tensors.items()}
+        state["mu"] = torch.randn(1, count)
+        state["mu_index"] = torch.randperm(8 * 8 * 9)[None, :count].sort().values.to(torch.int32)
+        trainer.bind(state, 0)
+        for _ in range(2):
+            y = layer(x)
+            with ff.use_backend("reference"):
+                w = layer.spec.weight(layer._tensors(), layer.size, False)
+            expected = torch.nn.functional.conv2d(x, w, layer.bias, padding=1)
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+            (found,) = torch.autograd.grad(y.square().sum(), [layer.mu])
+            (wanted,) = torch.autograd.grad(expected.square().sum(), [layer.mu])
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_no_more_values_are_read_or_written_than_there_are_emulated(on_emulated):
+    """Whatever the positions are, which nobody looks at on a GPU."""
+    layer = drawn(ff.nn.FactorizedConv2d(8, 8, 3, padding=1), 0.2)
+    layer._support(layer._tensors())
+    words = layer._words[2]
+    values = torch.full((len(layer.mu),), torch.nan)
+    layer.set_support(values[:5].zero_(), layer.mu_index[:5].clone())
+    layer._words = layer.mu_index, (layer.mu_index._version, address(layer.mu_index), 5), words
+    layer.mu.data = values[:5]
+    y = layer(torch.randn(2, 8, 6, 6))
+    assert y.isfinite().all()
+    assert torch.autograd.grad(y.sum(), [layer.mu])[0].shape == (5,)
 
 
 def reference_weight(layer, rounded):

@@ -125,6 +125,16 @@ def test_more_axes_no_rows_and_no_bias():
     assert ops.lowrank_linear(x[:0], parts["sigma"], parts["a"], parts["b"]).shape == (0, 3, OUT)
 
 
+@pytest.mark.parametrize("size", [(3, 4, 0), (3, 0, 2), (0, 4, 2)], ids=str)
+def test_sizes_of_nothing_with_a_trained_sigma(size):
+    outputs, inputs, rank = size
+    x, b = torch.randn(2, inputs), torch.randn(outputs, rank)
+    sigma, a = torch.randn(outputs, inputs, requires_grad=True), torch.randn(rank, inputs)
+    y = ops.lowrank_linear(x, sigma, a, b)
+    torch.testing.assert_close(y, x @ (sigma + b @ a).T)
+    assert torch.autograd.grad(y.sum(), sigma)[0].shape == sigma.shape
+
+
 def test_twice_differentiable():
     parts = leaves(tensors(), ("sigma",))
     names = [name for name in parts if name != "sigma"]

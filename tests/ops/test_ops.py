@@ -226,6 +226,29 @@ def test_opcheck_of_rows_and_the_loss():
     torch.library.opcheck(raw.rows_softmax_loss.default, (samples, index, weight, bias, index))
 
 
+def test_cross_entropy_is_twice_differentiable():
+    x, w, labels = torch.randn(3, 4).double(), torch.randn(5, 4).double(), torch.tensor([0, 3, 2])
+    entropies = ops.cross_entropy, torch.nn.functional.cross_entropy
+
+    def penalty(entropy, w, x=x):
+        (of_x,) = torch.autograd.grad(entropy(x @ w.T, labels), x, create_graph=True)
+        return of_x.square().sum() + entropy(x @ w.T, labels)
+
+    x.requires_grad_()
+    w.requires_grad_()
+    found, wanted = (torch.autograd.grad(penalty(entropy, w), w)[0] for entropy in entropies)
+    torch.testing.assert_close(found, wanted)
+    plain = x.detach()
+    found, wanted = (
+        torch.func.grad(lambda x, e=entropy: torch.func.grad(lambda x: e(x, labels) ** 2)(x).pow(2).sum())(plain)
+        for entropy in entropies
+    )
+    torch.testing.assert_close(found, wanted)
+    many = torch.randn(6, 3, 4).double()
+    hessians = [torch.func.vmap(torch.func.hessian(lambda x, e=entropy: e(x, labels)))(many) for entropy in entropies]
+    torch.testing.assert_close(*hessians)
+
+
 def test_cross_entropy_of_many():
     logits, labels = torch.randn(3, 6, 5, dtype=D), torch.randint(5, (3, 6))
     cross_entropy = torch.nn.functional.cross_entropy

@@ -82,6 +82,38 @@ def test_as_pytorch(shape, layout):
         assert found.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("which", [*"qkvg", "all"])
+@pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("depth", [8, 24, 4])
+def test_rows_that_are_one_row_of_memory(which, dtype, depth):
+    """As the gradient of a sum over the queries is."""
+    sizes = {"q": 6, "k": 40, "v": 40, "g": 6}
+    q, k, v, g = (
+        torch.randn(2, 3, 1 if which in (name, "all") else size, depth, dtype=dtype).expand(2, 3, size, depth)
+        for name, size in sizes.items()
+    )
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    theirs = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        wanted = F.scaled_dot_product_attention(*theirs)
+    found = attention(q, k, v)
+    close = {F64: 1e-11, F32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    of = torch.autograd.grad(found, (q, k, v), g), torch.autograd.grad(wanted, theirs, g.double())
+    for one, other in zip((found, *of[0]), (wanted, *of[1]), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=close, atol=close)
+
+
+def test_rows_that_overlap():
+    numbers = torch.randn(1, 1, 14, dtype=F64, requires_grad=True)
+    windows = numbers.unfold(2, 8, 1)
+    found = attention(windows, windows, windows)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        wanted = F.scaled_dot_product_attention(windows, windows, windows)
+    torch.testing.assert_close(found, wanted)
+    of = [torch.autograd.grad(y.square().sum(), numbers)[0] for y in (found, wanted)]
+    torch.testing.assert_close(*of)
+
+
 @pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel_and_reference(shape, dtype):

@@ -184,15 +184,13 @@ LONG_STEP = 0.05
 the model that is frozen: they share its products, too."""
 
 
-def choose(
-    trainers: dict[str, Trainer], data: dict[str, Samples], clients: int, most: int | None = None
-) -> ExecutionPlan:
+def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int) -> ExecutionPlan:
     """The fastest plan for this model, by a measurement of a few steps; what `rule` says where nothing is measured.
 
     It is made once on a machine (`machine.remembered`), so that a run that is repeated takes the same plan.
 
     trainers, data: for each of `ONE` and `BATCHED` (threads run as `ONE` does, but for the cores) the model and the
-    samples of one client in the memory format that plan would have. most: the largest cohort memory allows.
+    samples of one client in the memory format that plan would have.
     """
     expected = rule(trainers[ONE], data[ONE])
     if clients == 1 or trainers[ONE].device.type != "cpu":
@@ -206,42 +204,41 @@ def choose(
         "tensors": [[name, list(t.shape), str(t.dtype)] for name, t in tensors_of(trainers[ONE].model).items()],
         "batch": [min(settings.batch_size, len(y)), *x.shape[1:]],
         "clients": min(clients, 64),
-        "most": most,
         "draws": settings.draws,
         "recorded": settings.graphs,
     }
     if (settings.optimizer, settings.precision) != ("sgd", "full"):
         question["optimizer"] = [settings.optimizer, settings.precision]
-    found = machine.remembered(question, lambda: asdict(_fastest(trainers, data, clients, most, expected)))
+    found = machine.remembered(question, lambda: asdict(_fastest(trainers, data, clients, expected)))
     chosen = ExecutionPlan(**found) if found else expected
     log.info("cohort=auto: %s", chosen)
     return chosen
 
 
-def _fastest(trainers, data, clients: int, most: int | None, expected: ExecutionPlan) -> ExecutionPlan:
+def _fastest(trainers, data, clients: int, expected: ExecutionPlan) -> ExecutionPlan:
     plans = {ExecutionPlan(ONE), expected}
     if cores() > 1 and trainers[ONE].settings.draws != "globally":
         plans.add(ExecutionPlan(THREADS))
     times = {}
     for plan in sorted(plans, key=lambda plan: plan.how == BATCHED):
-        times[plan] = _measure(trainers, data, plan, clients, most)
+        times[plan] = _measure(trainers, data, plan, clients)
     short = times[ExecutionPlan(ONE)] < LONG_STEP or frozen(trainers[ONE].model)
     if short and not any(plan.how == BATCHED for plan in times):
-        plan = ExecutionPlan(BATCHED, min(16, clients, most or 16))
-        times[plan] = _measure(trainers, data, plan, clients, most)
+        plan = ExecutionPlan(BATCHED, min(16, clients))
+        times[plan] = _measure(trainers, data, plan, clients)
     log.info("a step of a client: %s", ", ".join(f"{plan} {1e3 * seconds:.1f} ms" for plan, seconds in times.items()))
     best = min(times, key=times.get)
     return best if times[best] * SURE < times[expected] else expected
 
 
-def _measure(trainers, data, plan: ExecutionPlan, clients: int, most: int | None) -> float:
+def _measure(trainers, data, plan: ExecutionPlan, clients: int) -> float:
     """Seconds a client for a step, infinite where the model cannot train that way."""
     trainer = trainers[BATCHED if plan.how == BATCHED else ONE].copy()
     x, y = data[BATCHED if plan.how == BATCHED else ONE]
     trainer.steps.patience = 0
     n = min(trainer.settings.batch_size, len(y))
     together = plan.cohort if plan.how == BATCHED else cores()
-    together = max(1, min(together, clients, most or together))
+    together = max(1, min(together, clients))
     executor = Executor(trainer, plan)
     work = stack(tensors_of(trainer.model), together)
     samples, phases = [(x[:n], y[:n])] * together, [Phase(1)]

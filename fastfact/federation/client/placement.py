@@ -12,7 +12,7 @@ from fastfact.federation.state import generator_for
 
 
 class Placed(NamedTuple):
-    """One client's samples, see `Data`."""
+    """One client's samples, see `Placement`."""
 
     train: Samples
     held_out: Samples

@@ -175,7 +175,8 @@ class Steps:
         it."""
         if not self.settings.scheduled or (len(set(rates)) == 1 and not self._has_cuda_graphs):
             return rates[0]
-        return torch.tensor(rates, dtype=torch.float64).to(self.device)
+        pinned = self.device.type == "cuda"
+        return torch.tensor(rates, dtype=torch.float64, pin_memory=pinned).to(self.device, non_blocking=True)
 
     def places(self, state: State, kept: State) -> tuple[State, State]:
         """Where `state` and what the optimizer has `kept` of it [k, …] train: copies at addresses that stay from cohort
@@ -233,6 +234,7 @@ class Step:
         self.kept = {key: tensor for key, tensor in kept.items() if key.partition("/")[2] in set(names)}
         self.settings, self.infos = steps.settings.of([phase]), steps.infos
         self.device, self.buffers = steps.device, steps.buffers
+        self._index: tuple[list[int], Tensor] | None = None
         self.k = len(next(iter(state.values())))
         frozen = [name for name in steps.params if name not in names]
         self.common = {name for name in frozen if torch.equal(state[name], state[name][:1].expand_as(state[name]))}
@@ -260,6 +262,16 @@ class Step:
         self.gradients: Callable[..., Sequence[Tensor]] = gradients
         """(batch, the tensors of `groups`) → the losses [k] and the gradients of what trains."""
 
+    def index(self, rows: list[int]) -> Tensor:
+        """The rows on the device, mostly those of the step before: a GPU waits for what comes from here."""
+        if self._index is None or self._index[0] != rows:
+            self._index = list(rows), torch.tensor(rows, device=self.device)
+        return self._index[1]
+
+    def of(self, rows: list[int], tensor: Tensor) -> Tensor:
+        """The tensor itself if all rows are asked for (to be stepped in place), else a copy of some."""
+        return tensor if len(rows) == len(tensor) else tensor[self.index(rows)]
+
     def shuffle(self, data: Sequence[Samples], order: Tensor) -> None:
         """Set out one epoch: the samples of every client in its `order`, int64 [k, longest]; the tail of shorter ones
         is unused."""
@@ -275,7 +287,7 @@ class Step:
 
     def batch(self, rows: list[int], begin: int, end: int, augmentations: Sequence[torch.Generator | None]) -> list:
         """The batch [begin, end) of the epoch of some rows, as `gradients` takes it."""
-        x, y = _rows(self.xs, rows)[:, begin:end], _rows(self.ys, rows)[:, begin:end]
+        x, y = self.of(rows, self.xs)[:, begin:end], self.of(rows, self.ys)[:, begin:end]
         if self.settings.augment is not None:
             x = torch.stack([self.settings.augment(b, augmentations[row]) for b, row in zip(x, rows, strict=True)])
         return [x, y]
@@ -283,19 +295,19 @@ class Step:
     def __call__(self, rows: list[int], batch: Sequence[Tensor], lr: float | Tensor, part: Part) -> Tensor:
         """The losses of the rows; they, and what the optimizer keeps of them, move. lr: see `Optimizer.step_`."""
         state = self.state
-        params = {name: _rows(state[name], rows) for name in self.names}
-        rest = {name: state[name][0] if name in self.common else _rows(state[name], rows) for name in self.rest}
-        kept = {key: _rows(tensor, rows) for key, tensor in self.kept.items()}
-        start = {name: _rows(tensor, rows) for name, tensor in self.start.items()}
+        params = {name: self.of(rows, state[name]) for name in self.names}
+        rest = {name: state[name][0] if name in self.common else self.of(rows, state[name]) for name in self.rest}
+        kept = {key: self.of(rows, tensor) for key, tensor in self.kept.items()}
+        start = {name: self.of(rows, tensor) for name, tensor in self.start.items()}
         losses, *grads = self.gradients(*batch, *params.values(), *rest.values(), *start.values())
         self.settings.move_(params, grads, kept, lr, part)
         # Rows that were copied out go back: parameters, what is kept, and the buffers the forward moved.
         if len(rows) < self.k:
             for name, tensor in {**params, **rest}.items():
                 if name in params or self.infos[name].buffer:
-                    state[name][rows] = tensor
+                    state[name][self.index(rows)] = tensor
             for key, tensor in kept.items():
-                self.kept[key][rows] = tensor
+                self.kept[key][self.index(rows)] = tensor
         return losses
 
 
@@ -321,7 +333,7 @@ class GatheredStep(Step):
 
     def batch(self, rows: list[int], begin: int, end: int, augmentations: Sequence[torch.Generator | None]) -> list:
         batch = [self.data[row][part] for part in (0, 1) for row in rows]
-        return [*batch, _rows(self.order, rows)[:, begin:end]]
+        return [*batch, self.of(rows, self.order)[:, begin:end]]
 
 
 class ReplayedStep:
@@ -350,7 +362,7 @@ class ReplayedStep:
             places = [tensor.clone() for tensor in read]
             rates = places[-1] if isinstance(lr, Tensor) else lr
             step = functools.partial(self.step, rows, places[: len(batch)], rates, part)
-            self.captured[shape] = places, *cuda_graph(step)
+            self.captured[shape] = places, *cuda_graph(step, self.step.device)
         places, replay, losses = self.captured[shape]
         for place, tensor in zip(places, read, strict=True):
             place.copy_(tensor)
@@ -358,20 +370,17 @@ class ReplayedStep:
         return losses
 
 
-def cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def cuda_graph(step: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
     """(replay, losses): `step` as a CUDA graph, which leaves its result in `losses` each time; nothing runs yet."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool()):
-        losses = step()
+    with torch.cuda.device(device):
+        graph, (pool, stream) = torch.cuda.CUDAGraph(), _capture_on(torch.cuda.current_device())
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            losses = step()
     return graph.replay, losses
 
 
 @functools.cache
-def _pool() -> tuple[int, int]:
-    """The memory that all graphs work in: they run one after the other, and nothing is read of one but its losses."""
-    return torch.cuda.graph_pool_handle()
-
-
-def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    """The tensor itself if all rows are asked for (to be stepped in place), else a copy of some."""
-    return tensor if len(rows) == len(tensor) else tensor[rows]
+def _capture_on(device: int) -> tuple[tuple[int, int], torch.cuda.Stream]:
+    """(pool, stream) of the graphs on a device. They work in the same memory: they run one after the other, and nothing
+    is read of one but its losses."""
+    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)

@@ -95,7 +95,8 @@ class Task:
 
     loss: the mean over a batch. name: of a loss that has one. plain: as it stands. hits: (how many, of how many)
     targets are met, for the accuracy; None where there is none. metrics: what else is measured, by name. entries: what
-    the model takes by name, where a sample is of several (see `fastfact.data.Client`).
+    the model takes by name, where a sample is of several (see `fastfact.data.Client`). copies: whether the model writes
+    to its input, so that it is given a copy.
     """
 
     loss: Function = F.cross_entropy
@@ -104,12 +105,14 @@ class Task:
     hits: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = _hits
     entries: Entries | None = None
     metrics: Mapping[str, Function] = field(default_factory=dict)
+    copies: bool = False
 
     def output(
         self, model: nn.Module, x: Any, tensors: State | None = None, options: Mapping[str, Any] | None = None
     ) -> Tensor:
         """What the model makes of a batch, with `tensors` in place of its own of those names. Of what has `logits`, as
         the models of transformers give, these."""
+        x = x.clone() if self.copies else x
         inputs, options = (x,), dict(options or {})
         if self.entries is not None:
             inputs, options = (), {**self.entries.unpacked(x), **options}

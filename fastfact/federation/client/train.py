@@ -27,6 +27,8 @@ from fastfact.federation.client.task import CLASSES, Task
 from fastfact.federation.client.together import Together
 from fastfact.federation.state import State, evenly, generator_for, seed_for, seeded
 from fastfact.federation.tensors import TensorInfo, copy_of, tensors_of
+from fastfact.nn.convert import factorized_layers
+from fastfact.nn.factors import INDEX
 
 log = logging.getLogger("fastfact")
 
@@ -44,6 +46,7 @@ class Trainer:
         """Whether PyTorch's generator of the process may be set: not while other threads train."""
         self._orders: list[torch.Generator] = []
         self._counts_together = True
+        self.compact = [layer for layer in factorized_layers(model).values() if INDEX in layer._buffers]
         self.steps = Steps(model, infos, settings)
 
     def copy(self) -> "Trainer":
@@ -54,6 +57,8 @@ class Trainer:
         """Point the template at one row: its tensors alias the state from here on."""
         for name, tensor in self.tensors.items():
             tensor.data = state[name][row]
+        for layer in self.compact:
+            layer.forget_words()
 
     def trained(self, phase: Phase) -> list[str]:
         """The names of the tensors that train in a phase."""

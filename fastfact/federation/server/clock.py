@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -29,10 +29,9 @@ class Clock:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Clock | None":
         """That of a federation's settings, None where it has none."""
-        if settings.get("speed") is None and settings.get("bandwidth") is None:
+        if settings["speed"] is None and settings["bandwidth"] is None:
             return None
-        spreads = (settings.get(name, 0.0) for name in ("speed_spread", "bandwidth_spread"))
-        return cls(settings.get("speed"), settings.get("bandwidth"), *spreads, settings["seed"])
+        return cls(**{item.name: settings[item.name] for item in fields(cls)})
 
     def check(self, clients: int) -> None:
         """Raise ValueError for lists that are not of so many clients."""

@@ -30,7 +30,7 @@ AFTER_MIX = ("none", "support", "threshold")
 class Uploads:
     """What the server has of the clients that reported in a round: m clients, everything stacked in this order.
 
-    Without `state` it says who reported; what they uploaded is what they hold.
+    Without `state` it says who reported; their uploads are then what the clients themselves hold.
     """
 
     round: int
@@ -64,7 +64,7 @@ class Uploads:
     seed: int = 0
     """The federation's, for random draws: see `state.generator_for`."""
     here: range = range(0)
-    """The places in `clients` of those that this process serves (see `federation.group`); one process serves all."""
+    """The places in `clients` of those that this process serves (see `Group`); one process serves all."""
 
     @classmethod
     def joined(cls, parts: Sequence["Uploads"]) -> "Uploads":

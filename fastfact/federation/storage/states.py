@@ -17,6 +17,7 @@ import json
 import sqlite3
 import threading
 import urllib.parse
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,10 @@ class States(Protocol):
 
     initial: State
     """The state of one client at the start, [1, …]."""
+
+    @property
+    def state(self) -> State:
+        """All clients, [k, …]: a copy."""
 
     def __len__(self) -> int: ...
 
@@ -254,14 +259,17 @@ class Codec:
             out[name][row].copy_(tensor)
 
 
-class PackedStates:
-    """States as records, see `Codec`, in memory; `Database` has them in a file."""
+class Records(ABC):
+    """States as records, see `Codec`."""
 
-    def __init__(self, initial: State, k: int, codec: Codec):
-        self.initial, self.k, self.codec = initial, k, codec
-        self.records: dict[int, tuple[bytes, int]] = {}
-        self.pending: dict[int, tuple[bytes, int]] = {}
-        self.buffer: State | None = None
+    initial: State
+    k: int
+    codec: Codec
+    buffer: State | None = None
+
+    @abstractmethod
+    def _read(self, clients: Sequence[int]) -> dict[int, bytes]:
+        """The records of those that have one."""
 
     def __len__(self) -> int:
         return self.k
@@ -272,7 +280,7 @@ class PackedStates:
         return self.load(clients, names=names)
 
     def reserve(self, n: int) -> None:
-        pass
+        return
 
     def work(self, clients: Sequence[int], but: Collection[str] = ()) -> State:
         self.buffer = again(self.buffer, self.initial, len(clients))
@@ -292,6 +300,15 @@ class PackedStates:
                 for name in names:
                     out[name][row].copy_(self.initial[name][0])
         return out
+
+
+class PackedStates(Records):
+    """Records in memory."""
+
+    def __init__(self, initial: State, k: int, codec: Codec):
+        self.initial, self.k, self.codec = initial, k, codec
+        self.records: dict[int, tuple[bytes, int]] = {}
+        self.pending: dict[int, tuple[bytes, int]] = {}
 
     def _read(self, clients: Sequence[int]) -> dict[int, bytes]:
         return {client: self.records[client][0] for client in clients if client in self.records}
@@ -368,7 +385,7 @@ def _digest(client: int, record: bytes, nonzeros: int) -> bytes:
     return hasher.digest()
 
 
-class Database:
+class Database(Records):
     """The records in a SQLite file of a directory, read ahead on a thread of its own.
 
     A record has a digest that holds its client too, and the sum of the digests is kept with what the server knows: a
@@ -402,13 +419,6 @@ class Database:
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self.coming: tuple[list[int], Future] | None = None
-        self.buffer: State | None = None
-
-    def __len__(self) -> int:
-        return self.k
-
-    state, load, read = PackedStates.state, PackedStates.load, PackedStates.read
-    work, reserve = PackedStates.work, PackedStates.reserve
 
     def _create(self, about: dict[str, Any]) -> None:
         with files.locked(self.path.parent), self._transaction():

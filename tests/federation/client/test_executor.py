@@ -139,7 +139,7 @@ def test_an_interrupted_round_with_every_plan(make, same, cohort):
 def test_auto_takes_the_fastest_but_near_a_tie_what_the_rule_says(make, monkeypatch, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     times = {}
-    monkeypatch.setattr(executor, "_measure", lambda trainers, data, plan, clients, most: times[plan.how])
+    monkeypatch.setattr(executor, "_measure", lambda trainers, data, plan, clients: times[plan.how])
     for one, threads, batched, expected in [
         (1e-3, 9e-4, 8e-4, BATCHED),
         (1e-3, 6e-4, 1e-3, THREADS),

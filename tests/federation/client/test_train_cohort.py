@@ -11,7 +11,7 @@ from fastfact.federation.client.phase import Phase
 def recorder(seen):
     """Stands in for CUDA graphs: nothing runs when a step is recorded; a replay runs it on the recorded batch."""
 
-    def record(step):
+    def record(step, device):
         losses = torch.full((3,), torch.nan, dtype=torch.float64)
         seen.append("recorded")
 
