@@ -20,10 +20,8 @@ std::tuple<Tensor, Tensor, Tensor> compact_weight_backward(Tensor grad, Tensor u
                                                            int64_t layout, int64_t needs);
 
 Tensor factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
-                       OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups);
-Tensor repeated_factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values,
-                                OptionalTensor index, OptionalTensor bias, Shape size, Shape stride, Shape padding,
-                                Shape dilation, int64_t groups);
+                       OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups,
+                       bool repeated);
 std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad, Tensor x, OptionalTensor u,
                                                                     OptionalTensor v, OptionalTensor values,
                                                                     OptionalTensor index, Shape size, Shape stride,

@@ -346,20 +346,12 @@ struct Pixels {
 namespace fastfact::ops {
 
 Tensor factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values, OptionalTensor index,
-                       OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups) {
+                       OptionalTensor bias, Shape size, Shape stride, Shape padding, Shape dilation, int64_t groups,
+                       bool repeated) {
   if (Pixels::serves(x, u, size, padding, groups)) {
     return Pixels(x, size, stride).forward(x, u, v, values, index, bias);
   }
-  return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, false);
-}
-
-Tensor repeated_factored_conv2d(Tensor x, OptionalTensor u, OptionalTensor v, OptionalTensor values,
-                                OptionalTensor index, OptionalTensor bias, Shape size, Shape stride, Shape padding,
-                                Shape dilation, int64_t groups) {
-  if (Pixels::serves(x, u, size, padding, groups)) {
-    return Pixels(x, size, stride).forward(x, u, v, values, index, bias);
-  }
-  return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, true);
+  return convolve(x, u, v, values, index, bias, size, stride, padding, dilation, groups, repeated);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> factored_conv2d_backward(Tensor grad, Tensor x_, OptionalTensor u_,
@@ -470,7 +462,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> factored_linear_backward(Tensor grad,
 
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("factored_conv2d", TORCH_BOX(&factored_conv2d));
-  m.impl("repeated_factored_conv2d", TORCH_BOX(&repeated_factored_conv2d));
   m.impl("factored_conv2d_backward", TORCH_BOX(&factored_conv2d_backward));
   m.impl("factored_linear", TORCH_BOX(&factored_linear));
   m.impl("factored_linear_backward", TORCH_BOX(&factored_linear_backward));

@@ -260,10 +260,9 @@ bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x_,
       const Tensor y = factored_linear(rows_of(of, x), u, v, values, index, bias, size);
       give(x.dim() == 2 ? y : as_rows_of(x, y), out);
     } else {
-      const auto convolve = repeated ? repeated_factored_conv2d : factored_conv2d;
       const Shape stride(of.stride, of.stride + 2), padding(of.padding, of.padding + 2),
           dilation(of.dilation, of.dilation + 2);
-      give(convolve(x, u, v, values, index, bias, size, stride, padding, dilation, of.groups), out);
+      give(factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, of.groups, repeated), out);
     }
   });
 }

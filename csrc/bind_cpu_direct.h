@@ -13,7 +13,7 @@ bool layer(AtenTensorHandle out[2], const Layer& of, void* x, void* bias, void* 
 bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* w, void* index,
                     void* u, void* v);
 
-// out: y of the factored layer. repeated: see `repeated_factored_conv2d`.
+// out: y of the factored layer. repeated: see `factored_conv2d`.
 bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x, void* u, void* v, void* values,
               void* index, void* bias);
 

@@ -31,7 +31,7 @@ from fastfact.ops.common import (
     recording,
     transforming,
 )
-from fastfact.ops.weights import PIXELS, Applied, Convolution, How, applied, apply_weight, call_of, pixels
+from fastfact.ops.weights import PIXELS, Convolution, LayerPlan, WeightOp, apply_weight, call_of, pixels, plan_layer
 
 PATHS = ("auto", "reconstruct", "factored")
 PACKED = 0.5
@@ -177,7 +177,7 @@ class FactorizedLayer(Factors):
     def _forward(self, x: Tensor) -> Tensor:
         """The forward where no node serves."""
         if not torch.compiler.is_compiling() and capturing(x):
-            self._drop()
+            self._clear_caches()
             self._cache.note_recording()
             self._hold_positions(None)
         if not self.training and weight_cache.allowed():
@@ -186,7 +186,7 @@ class FactorizedLayer(Factors):
             return y
         tensors, bias = self._tensors(), self.bias
         path = self._path(x, tensors, None)
-        if torch.is_grad_enabled() and self._note_node(path, x, tensors, bias):
+        if torch.is_grad_enabled() and self._let_node_serve(path, x, tensors, bias):
             # An activation checkpoint asks that the next call save what this one does.
             y = direct.serve(self._nodes, x, self.training, self._noted)
             if y is not None:
@@ -215,7 +215,7 @@ class FactorizedLayer(Factors):
         finally:
             torch.set_autocast_enabled(kind, True)
         if call and (kept := self._cache.of(own)) and (watch := self._cache.watch(kept)):
-            self._note(x, self._tensors(), self.bias, watch, call)
+            self._let_serve(x, self._tensors(), self.bias, watch, call)
         return found
 
     def _call_for(self, x: Tensor, dtype: torch.dtype) -> direct.Call | None:
@@ -245,7 +245,7 @@ class FactorizedLayer(Factors):
         twin.__dict__["_pads"] = False  # what it is given is padded
         return twin
 
-    def _note_node(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
+    def _let_node_serve(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
         """Let one call serve inputs such as x from now on, if the layer on this path can be one; whether it can."""
         if transforming() or not choice.can_measure():
             return False
@@ -253,9 +253,9 @@ class FactorizedLayer(Factors):
         # What is no leaf would keep the graph it comes from.
         if call is None or not all(t is None or t.is_leaf for t in (*tensors.values(), bias)):
             return False
-        return self._note(x, tensors, bias, None, call)
+        return self._let_serve(x, tensors, bias, None, call)
 
-    def _note(
+    def _let_serve(
         self,
         x: Tensor,
         tensors: dict[str, Tensor],
@@ -294,12 +294,12 @@ class FactorizedLayer(Factors):
         how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
         if any(part is not None and all(part is not t for t in tensors.values()) for part in parts):
             return None
-        return call_of(self._applied(path, how, x, tensors), bias, *parts)
+        return call_of(self._plan(path, how, x, tensors), bias, *parts)
 
-    def _applied(self, path: str, how: How, x: Tensor, tensors: dict[str, Tensor]) -> Applied:
+    def _plan(self, path: str, how: WeightOp, x: Tensor, tensors: dict[str, Tensor]) -> LayerPlan:
         """The layer on this path as one node."""
         settings = self._convolution() if path == "reconstruct" else PIXELS
-        return applied(settings, how, self.size, self._cast(x), self._support(tensors))
+        return plan_layer(settings, how, self.size, self._cast(x), self._support(tensors))
 
     @staticmethod
     def _cast(x: Tensor) -> torch.dtype | None:
@@ -341,16 +341,16 @@ class FactorizedLayer(Factors):
         if form in self._answers:
             return self._compute(self._answers[form], x, tensors, bias, None)
         kept = self._cache.of(list(tensors.values()))
-        of_layer, (tensors, packed) = tensors, self._packed(tensors, kept)
+        of_layer, (tensors, packed) = tensors, self._sparse_for_evaluation(tensors, kept)
         path = self._path(x, tensors, packed)
         if not choice.can_measure():
             return self._compute(path, x, tensors, bias, kept)
         if path not in OF_WEIGHT and packed is None:
-            if not self._note_node(path, x, tensors, bias):
+            if not self._let_node_serve(path, x, tensors, bias):
                 self._remember(form, path)  # whatever the numbers are
         elif kept is not None and (call := self._kept_call(path, x, tensors, bias, kept)):
             if watch := self._cache.watch(kept):
-                self._note(x, of_layer, bias, watch, call)
+                self._let_serve(x, of_layer, bias, watch, call)
             if direct.serves(x) and (y := call(x)) is not None:
                 return y
         return self._compute(path, x, tensors, bias, kept)
@@ -394,13 +394,13 @@ class FactorizedLayer(Factors):
         tensors = self._tensors()
         if self.training or not weight_cache.allowed():
             return tensors, None
-        return self._packed(tensors, self._cache.of(list(tensors.values())))
+        return self._sparse_for_evaluation(tensors, self._cache.of(list(tensors.values())))
 
     def _path(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
         path = self.path
         if path == "auto":
             return self._choose(x, tensors, kept)
-        if path != "factored" and self._drops():
+        if path != "factored" and self._dropout_active():
             raise ValueError(f"path={path!r}: in training {self.spec} has dropout, which only the factored path has")
         if path != "reconstruct" and (why_not := self._why_not(path, tensors)):
             raise ValueError(f"path={path!r}: {why_not}")
@@ -410,17 +410,17 @@ class FactorizedLayer(Factors):
         """The path that the forward takes for x: "reconstruct", "factored", "fused" or "product"."""
         x = self._padded(x)
         found = self._by_twin(x, FactorizedLayer.path_for)
-        return found or self._path(self._brought(x), *self._operands())
+        return found or self._path(self._in_format(x), *self._operands())
 
     def _padded(self, x: Tensor) -> Tensor:
         """x, with what the layer pads it with where it `_pads`."""
         return x
 
-    def _brought(self, x: Tensor) -> Tensor:
+    def _in_format(self, x: Tensor) -> Tensor:
         """x in the form in which the layer computes with it."""
         return x
 
-    def _packed(
+    def _sparse_for_evaluation(
         self, tensors: dict[str, Tensor], kept: weight_cache.Kept | None
     ) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
         """The factors for evaluation, with compact μ where it is dense but mostly zeros, and what is kept for them if
@@ -428,7 +428,7 @@ class FactorizedLayer(Factors):
         mu = tensors.get("mu")
         if self.path != "auto" or mu is None or mu.dim() == 1 or not mu.is_cpu or not self._has_factored_form():
             return tensors, None
-        packed = kept and kept.value("packed", lambda: _pack(mu))
+        packed = kept and kept.value("packed", lambda: _nonzeros(mu))
         return ({**tensors, "mu": packed[0], INDEX: packed[1]} if packed else tensors), kept
 
     def _weight_for(
@@ -473,7 +473,7 @@ class FactorizedLayer(Factors):
                 self._remember(asked, path)
         return path
 
-    def _drops(self) -> bool:
+    def _dropout_active(self) -> bool:
         """Whether the input of the adapter loses numbers now."""
         return self.training and getattr(self.spec, "dropout", 0) > 0
 
@@ -481,7 +481,7 @@ class FactorizedLayer(Factors):
         """Whether "auto" takes σ and B A of `LowRank` apart."""
         if self._why_not("factored", tensors) is not None:
             return False
-        if self._drops():
+        if self._dropout_active():
             return True
         sigma, traced = tensors["sigma"], torch.compiler.is_compiling() or recording()
         if sigma.requires_grad or (not traced and is_mapped(sigma)):
@@ -490,9 +490,9 @@ class FactorizedLayer(Factors):
             return False
         return self.spec.is_thin(self.size, None if traced else self._rows(x))
 
-    def _seen(self, x: Tensor) -> Tensor | None:
+    def _adapter_input(self, x: Tensor) -> Tensor | None:
         """What the adapter sees of x, None for x itself."""
-        return F.dropout(x, self.spec.dropout) if self._drops() else None
+        return F.dropout(x, self.spec.dropout) if self._dropout_active() else None
 
     def _rows(self, x: Tensor) -> float:
         """How many vectors the weight is multiplied with for x: rows, or pixels of the output."""
@@ -503,7 +503,7 @@ class FactorizedLayer(Factors):
         if len(paths) == 1:
             return paths[0]
         path = choice.choose(
-            self.work(x, tensors, trained), lambda: self._sides(paths, x, tensors, bias, kept, trained)
+            self.work(x, tensors, trained), lambda: self._timed_paths(paths, x, tensors, bias, kept, trained)
         )
         # The rule, and a table given by hand, know the work and not which paths there are for it.
         return path if path in paths else paths[0]
@@ -531,7 +531,7 @@ class FactorizedLayer(Factors):
         """Whether the factored path computes as much as the dense layer, because v has the size of W."""
         return False
 
-    def _sides(self, paths, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept, trained: bool):
+    def _timed_paths(self, paths, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept, trained: bool):
         """path → a function that runs it, for `choice`: with a gradient of its own where one is asked for."""
 
         def alone(t: Tensor | None) -> Tensor | None:
@@ -571,13 +571,13 @@ class FactorizedLayer(Factors):
         They are timed now, whatever is remembered.
         """
         mode, dense_side = self.training, self._dense_side(x, training)
-        x = self._brought(self._padded(x.detach())).requires_grad_(x.requires_grad)
+        x = self._in_format(self._padded(x.detach())).requires_grad_(x.requires_grad)
         try:
             self.train(training)
             with torch.set_grad_enabled(training):
                 tensors, kept = self._operands()
                 paths, chosen = self._candidates(x, tensors), self._path(x, tensors, kept)
-                sides = self._sides(paths, x, tensors, self.bias, kept, training)
+                sides = self._timed_paths(paths, x, tensors, self.bias, kept, training)
                 return choice.times({"dense": dense_side, **sides}), chosen
         finally:
             self.train(mode)
@@ -622,7 +622,7 @@ class FactorizedLayer(Factors):
         channels_last = is_channels_last(x)
         if self._is_one_node(x, tensors, bias):
             how, *parts = self.spec.op(tensors, self.size, self._format_of(channels_last, tensors))
-            return apply_weight(self._applied(path, how, x, tensors), x, bias, *parts)
+            return apply_weight(self._plan(path, how, x, tensors), x, bias, *parts)
         weight = self._weight_for(channels_last, tensors, kept)
         return pixels(x, weight, bias) if path == "product" else self._dense_forward(x, weight, bias)
 
@@ -687,7 +687,7 @@ class FactorizedLayer(Factors):
     def train(self, mode: bool = True) -> "FactorizedLayer":
         """As for any module; a kept weight is dropped where the mode changes, else its factors are read anew."""
         if mode != self.training:
-            self._drop()
+            self._clear_caches()
         else:
             self._cache.read_anew()
             self._nodes = self._nodes.of(None)
@@ -704,7 +704,7 @@ class FactorizedLayer(Factors):
         if how != self._how:
             self._how = how
 
-    def _drop(self) -> None:
+    def _clear_caches(self) -> None:
         """Drop what is kept of the factors."""
         self._cache.clear()
         self._nodes = self._nodes.of(None)
@@ -759,7 +759,7 @@ def dtype_of(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if autocasts(kind) else x.dtype
 
 
-def _pack(mu: Tensor) -> tuple[Tensor, Tensor] | None:
+def _nonzeros(mu: Tensor) -> tuple[Tensor, Tensor] | None:
     """μ in compact form; None where it is not mostly zeros."""
     return sparsity.gather(mu) if torch.count_nonzero(mu).item() <= PACKED * mu.numel() else None
 

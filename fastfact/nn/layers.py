@@ -336,7 +336,7 @@ class FactorizedConv2d(FactorizedLayer):
         spec, (o, i, kh, kw) = self.spec, self.size
         image = x if x.dim() == 4 else x.unsqueeze(0)
         how = self._convolution()._asdict()
-        seen = self._seen(image)
+        seen = self._adapter_input(image)
         down, across = tensors["B"].mT.unflatten(-1, (i, kh)), (spec.scaling * tensors["A"]).unflatten(-1, (o, kw))
         adapter = ops.separable_conv2d(image if seen is None else seen, down, across, size=self.size, **how)
         y = F.conv2d(image, tensors["sigma"], bias, **how) + adapter
@@ -352,7 +352,7 @@ class FactorizedConv2d(FactorizedLayer):
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(x, weight, bias, *self._convolution())
 
-    def _brought(self, x):
+    def _in_format(self, x):
         if not self.channels_last or x.dim() != 4 or torch._C._are_functorch_transforms_active():
             return x
         last = x.contiguous(memory_format=torch.channels_last)
@@ -361,7 +361,7 @@ class FactorizedConv2d(FactorizedLayer):
         return last
 
     def _forward(self, x):
-        last = self._brought(x)
+        last = self._in_format(x)
         return super()._forward(x) if last is x else self._of_padded(last)
 
     def extra_repr(self) -> str:
@@ -559,7 +559,7 @@ class FactorizedLinear(FactorizedLayer):
         (a, b), sigma = self.spec.parts(tensors, self.size), tensors["sigma"]
         if outputs is not None:
             sigma, b = sigma[outputs], b[outputs]
-        return ops.lowrank.layer(x, sigma, a, b, bias, scaling=self.spec.scaling, seen=self._seen(x))
+        return ops.lowrank.layer(x, sigma, a, b, bias, scaling=self.spec.scaling, seen=self._adapter_input(x))
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, spec={self.spec}"

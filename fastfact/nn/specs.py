@@ -15,7 +15,7 @@ from torch import Tensor
 from fastfact import ops
 from fastfact.base.formats import LAYOUTS, lowrank_shape, rank1_shapes
 from fastfact.base.kinds import check_kinds
-from fastfact.ops.weights import How, follows_channels_last, weight
+from fastfact.ops.weights import WeightOp, follows_channels_last, weight
 
 Size = tuple[int, ...]
 INITS = ("random", "svd")
@@ -244,10 +244,10 @@ class Rank1(Spec):
         mu, code = factors.get("mu"), LAYOUTS[self._op_layout(size)]
         if (index := factors.get("mu_index")) is not None:
             u, v = factors["u"], factors["v"]
-            return How("compact_weight", False, (code,), bool(channels_last)), None, u, v, mu, index
+            return WeightOp("compact_weight", False, (code,), bool(channels_last)), None, u, v, mu, index
         if channels_last is None:
             channels_last = follows_channels_last(mu)
-        return How("rank1_weight", False, (code,), channels_last), mu, factors["u"], factors["v"]
+        return WeightOp("rank1_weight", False, (code,), channels_last), mu, factors["u"], factors["v"]
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ class LowRank(Spec):
         sigma, settings = factors["sigma"], (LAYOUTS[self.layout_of(size)], size, float(self.scaling))
         if channels_last is None:
             channels_last = follows_channels_last(sigma)
-        return How("lowrank_weight", False, settings, channels_last), sigma, factors["A"], factors["B"]
+        return WeightOp("lowrank_weight", False, settings, channels_last), sigma, factors["A"], factors["B"]
 
 
 @dataclass(frozen=True)
@@ -410,5 +410,5 @@ class Hadamard(Spec):
                 torch.einsum("rskl,is->iklr", factors[core], y).flatten(0, 2).to(y.dtype)
                 for core, y in (("t1", y1), ("t2", y2))
             )
-        how = How("hadamard_weight", False, (size, self.personalized), bool(channels_last))
+        how = WeightOp("hadamard_weight", False, (size, self.personalized), bool(channels_last))
         return how, None, x1, y1, x2, y2

@@ -272,7 +272,7 @@ def apply_factors(plan: direct.Plan, x, u, v, values, index, bias, repeated: boo
         return direct.apply(plan, x, u, v, values, index, bias)
     y = direct.factored(plan.settings, repeated, x, u, v, values, index, bias) if direct.serves(x) else None
     if y is None:
-        return implementation(f"repeated_{op}" if repeated else op)(x, u, v, values, index, bias, *settings)
+        return implementation(op)(x, u, v, values, index, bias, *settings, *((True,) if repeated else ()))
     return y
 
 
@@ -313,7 +313,7 @@ def factored_conv2d(
         OP, "spatial", x, u, v, values, index, bias, size, stride, padding, dilation, groups
     )
     if flag(OP, "repeated", repeated) and values is not None and not transforming() and not torch.is_grad_enabled():
-        return call(implementation(f"repeated_{OP}"), clients, (x, u, v, values, index, bias), size, *how)
+        return call(implementation(OP), clients, (x, u, v, values, index, bias), size, *how, True)
     return _apply(OP, clients, (size, *how), x, u, v, values, index, bias)
 
 

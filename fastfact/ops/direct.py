@@ -158,7 +158,7 @@ def layer(of: bytes, x: Tensor, bias, mu, index, u: Tensor, v: Tensor) -> tuple[
 
 
 def factored(of: bytes, repeated: bool, x: Tensor, u, v, values, index, bias) -> Tensor | None:
-    """`factored_conv2d` or `factored_linear` (`repeated_factored_conv2d`)."""
+    """`factored_conv2d` or `factored_linear`; repeated: of the former."""
 
 
 def dense(of: bytes, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -554,7 +554,7 @@ def fused_conv2d_dw(
 
 
 @op(
-    lambda x, u, v, values, index, bias, size, stride, padding, dilation, groups: _fake_conv2d(
+    lambda x, u, v, values, index, bias, size, stride, padding, dilation, groups, repeated=False: _fake_conv2d(
         x, size, stride, padding, dilation
     ),
     kernels=("cpu", "triton"),
@@ -572,9 +572,11 @@ def factored_conv2d(
     padding: list[int],
     dilation: list[int],
     groups: int,
+    repeated: bool = False,
 ) -> Tensor:
     """`fused_conv2d`, values being μ where there is no index. In the spatial layout; in layout "kernel" where the
-    kernel is 1×1, there are no groups and u is [k, r, i, 1]."""
+    kernel is 1×1, there are no groups and u is [k, r, i, 1]. repeated: v and μ come again: compiled kernels keep both
+    as they read them."""
     layout = _factored_layout(u, size)
     return fused_conv2d(x, u, v, values, index, bias, layout, size, False, stride, padding, dilation, groups)
 
@@ -582,30 +584,6 @@ def factored_conv2d(
 def _factored_layout(u: Tensor | None, size: list[int]) -> int:
     of_pixels = u is not None and tuple(size[1:]) == (u.shape[2], 1, 1) and size[1] > 1
     return KERNEL if of_pixels else SPATIAL
-
-
-@op(
-    lambda x, u, v, values, index, bias, size, stride, padding, dilation, groups: _fake_conv2d(
-        x, size, stride, padding, dilation
-    ),
-    kernels=("cpu",),
-    one_client=True,
-)
-def repeated_factored_conv2d(
-    x: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    values: Tensor | None,
-    index: Tensor | None,
-    bias: Tensor | None,
-    size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
-    """`factored_conv2d`, of v and μ that come again: compiled kernels keep both as they read them."""
-    return factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups)
 
 
 def _fake_factored_conv2d_backward(grad, x, u, v, values, index, *settings):

@@ -34,7 +34,7 @@ from fastfact.ops.common import (
 )
 
 
-class How(NamedTuple):
+class WeightOp(NamedTuple):
     """A weight op and what it is asked for besides tensors; `clients`: whether these have the client axis."""
 
     op: str
@@ -147,7 +147,7 @@ class _WeightBackward(torch.autograd.Function):
         return unfold(info.batch_size, how.clients, needs, out)
 
 
-def weight(how: How, dense, f1, f2, f3=None, f4=None) -> Tensor:
+def weight(how: WeightOp, dense, f1, f2, f3=None, f4=None) -> Tensor:
     """A weight op without the checks of its public function, for layers, whose factors fit by construction."""
     if not transforming():
         if not torch.is_grad_enabled():
@@ -201,7 +201,7 @@ def pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _of_rows(x, _rows(x), weight.flatten(1).t(), bias)
 
 
-def _applied(x, weight, bias, settings: Convolution | str | None):
+def _dense_layer(x, weight, bias, settings: Convolution | str | None):
     if settings is None:
         return F.linear(x, weight, bias)
     if settings == PIXELS:
@@ -209,33 +209,33 @@ def _applied(x, weight, bias, settings: Convolution | str | None):
     return F.conv2d(x, weight, bias, *settings)
 
 
-class Applied(NamedTuple):
+class LayerPlan(NamedTuple):
     """A convolution (`PIXELS`: as `pixels`) or, without settings, linear layer with the weight that `how` makes."""
 
     settings: Convolution | str | None
-    how: How
+    how: WeightOp
     plan: direct.Plan | None
 
 
-def applied(
+def plan_layer(
     settings: Convolution | str | None,
-    how: How,
+    how: WeightOp,
     size: tuple[int, ...],
     cast: torch.dtype | None = None,
     support: Tensor | None = None,
-) -> Applied:
-    """`Applied` for a weight of `size`. cast: see `direct.settings`, support: `direct.Plan`; of the ops of `Rank1`."""
+) -> LayerPlan:
+    """The plan for a weight of `size`. cast: see `direct.settings`, support: `direct.Plan`; of the ops of `Rank1`."""
     plan = None
     if how.op in ("rank1_weight", "compact_weight") and not how.clients:
         kind = direct.LINEAR if settings is None else direct.PIXELS if settings == PIXELS else direct.CONVOLUTION
         own = settings if isinstance(settings, Convolution) else ()
         numbers = direct.settings(kind, how.settings[0], how.channels_last, size, own, cast)
         plan = direct.Plan(numbers, True, _Made, (settings, how), support)
-    return Applied(settings, how, plan)
+    return LayerPlan(settings, how, plan)
 
 
 def _layer_gradients(settings, grad, x, made, bias, needed):
-    """The gradients of x, W and the bias, of those that are `needed`, of `_applied`."""
+    """The gradients of x, W and the bias, of those that are `needed`, of `_dense_layer`."""
     nx, nw, nb = needed
     if settings is None:
         dx = grad.matmul(made) if nx else None
@@ -258,22 +258,22 @@ def _differentiable(y, inputs, needed, grad):
     return tuple(next(found) if need else None for need in needed)
 
 
-class _Applied(torch.autograd.Function):
-    """`Applied` as one node: a second one, of PyTorch's own, takes as long as a small layer computes."""
+class _PlannedLayer(torch.autograd.Function):
+    """`LayerPlan` as one node: a second one, of PyTorch's own, takes as long as a small layer computes."""
 
     @staticmethod
     def forward(ctx, of, x, bias, dense, f1, f2, f3, f4):
         made = _forward(of.how, dense, f1, f2, f3, f4)
         ctx.of = of
         ctx.save_for_backward(x, made, bias, dense, f1, f2, f3, f4)
-        return _applied(x, made, bias, of.settings)
+        return _dense_layer(x, made, bias, of.settings)
 
     @staticmethod
     def backward(ctx, grad):
         x, made, bias, dense, *factors = ctx.saved_tensors
         of, (_, nx, nb, *of_weight) = ctx.of, ctx.needs_input_grad
         if torch.is_grad_enabled():
-            y = _applied(x, _EagerWeight.apply(of.how, dense, *factors), bias, of.settings)
+            y = _dense_layer(x, _EagerWeight.apply(of.how, dense, *factors), bias, of.settings)
             return None, *_differentiable(y, (x, bias, dense, *factors), ctx.needs_input_grad[1:], grad)
         dx, dw, db = _layer_gradients(of.settings, grad, x, made, bias, (nx, any(of_weight), nb))
         return None, dx, db, *_gradients(of.how, of_weight, dw, factors)
@@ -285,7 +285,7 @@ def _parts(u, v, mu, index):
 
 
 class _Made:
-    """`Applied` of u, v and μ by the ops, for `direct.Plan`."""
+    """`LayerPlan` of u, v and μ by the ops, for `direct.Plan`."""
 
     @staticmethod
     def forward(ctx, plan, x, u, v, mu, index, bias):
@@ -293,7 +293,7 @@ class _Made:
         made = _forward(how, *_parts(u, v, mu, index))
         ctx.plan = plan
         ctx.save_for_backward(x, u, v, mu, index, bias, made)
-        return _applied(x, made, bias, settings)
+        return _dense_layer(x, made, bias, settings)
 
     @staticmethod
     def backward(ctx, grad, saved):
@@ -303,7 +303,7 @@ class _Made:
         if torch.is_grad_enabled():
             casts = any(t is not None and t.dtype != grad.dtype for t in (x, u, bias))
             with torch.autocast(x.device.type, grad.dtype) if casts else contextlib.nullcontext():
-                y = _applied(x, _EagerWeight.apply(how, dense, *factors), bias, settings)
+                y = _dense_layer(x, _EagerWeight.apply(how, dense, *factors), bias, settings)
             return None, *_differentiable(y, saved[:6], ctx.needs_input_grad[1:], grad)
         # Under autocast the layer was computed in another type. Those of x and the bias are cast by autograd.
         x, made = x.to(grad.dtype), made.to(grad.dtype)
@@ -316,18 +316,18 @@ class _Made:
         return None, dx, du, dv, dmu, None, db
 
 
-def call_of(of: Applied, bias, dense, f1, f2, f3=None, f4=None) -> direct.Call:
+def call_of(of: LayerPlan, bias, dense, f1, f2, f3=None, f4=None) -> direct.Call:
     """A layer with the weight that a weight op makes of these tensors, and this bias, as one node of the graph. Nothing
     may transform, nor cast but as `of` says, all tensors must be plain, of one type, on one device."""
     if of.plan is None:
-        return direct.Call(_Applied.apply, (of, None, bias, dense, f1, f2, f3, f4), 1)
+        return direct.Call(_PlannedLayer.apply, (of, None, bias, dense, f1, f2, f3, f4), 1)
     return direct.call(of.plan, f1, f2, dense if f4 is None else f3, f4, bias)
 
 
-def apply_weight(of: Applied, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:
+def apply_weight(of: LayerPlan, x, bias, dense, f1, f2, f3=None, f4=None) -> Tensor:
     """`call_of` for x, for layers in training that no node serves."""
     if of.plan is None:
-        return _Applied.apply(of, x, bias, dense, f1, f2, f3, f4)
+        return _PlannedLayer.apply(of, x, bias, dense, f1, f2, f3, f4)
     return direct.apply(of.plan, x, f1, f2, dense if f4 is None else f3, f4, bias)
 
 
@@ -388,11 +388,11 @@ def rank1_weight(
     check_size(op, (*u.shape[:clients], *size))
     check(op, "mu", mu, size if index is None else index.shape[clients:], clients, u)
     if index is not None:
-        how = How("compact_weight", clients, (code,), bool(channels_last))
+        how = WeightOp("compact_weight", clients, (code,), bool(channels_last))
         return weight(how, None, u, v, mu, check_index(op, index, u, size, how.op))
     if channels_last is None:
         channels_last = follows_channels_last(mu)
-    return weight(How(op, clients, (code,), channels_last), mu, u, v)
+    return weight(WeightOp(op, clients, (code,), channels_last), mu, u, v)
 
 
 def lowrank_weight(
@@ -427,7 +427,7 @@ def lowrank_weight(
     check(op, "sigma", sigma, size, clients, a)
     if channels_last is None:
         channels_last = follows_channels_last(sigma)
-    return weight(How(op, clients, (code, size, scaling), channels_last), sigma, a, b)
+    return weight(WeightOp(op, clients, (code, size, scaling), channels_last), sigma, a, b)
 
 
 def hadamard_weight(
@@ -457,4 +457,4 @@ def hadamard_weight(
     check(op, "x2", x2, (size[0], x2.shape[-1]), clients, x1)
     check(op, "y2", y2, (columns, x2.shape[-1]), clients, x1)
     settings = size, flag(op, "personalized", personalized)
-    return weight(How(op, clients, settings, flag(op, "channels_last", channels_last)), None, x1, y1, x2, y2)
+    return weight(WeightOp(op, clients, settings, flag(op, "channels_last", channels_last)), None, x1, y1, x2, y2)

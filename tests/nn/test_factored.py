@@ -439,9 +439,9 @@ def test_opcheck(channels_last, clients):
     settings = (size, (2, 2), (1, 1), (1, 1), 1)
     factors = (t["u"], t["v"], t["values"], t["index"])
     y = torch.ops.fastfact.factored_conv2d(t["x"], *factors, t["bias"], *settings)
-    torch.library.opcheck(torch.ops.fastfact.factored_conv2d.default, (t["x"], *factors, t["bias"], *settings))
-    repeated = (t["x"], *factors, t["bias"], *settings)
-    torch.library.opcheck(torch.ops.fastfact.repeated_factored_conv2d.default, repeated)
+    for repeated in (False, True):
+        arguments = t["x"], *factors, t["bias"], *settings, repeated
+        torch.library.opcheck(torch.ops.fastfact.factored_conv2d.default, arguments)
     mu = draw(4, size, 8, 8, 1, 1.0, torch.float32, clients=clients)["values"].view(*clients, *size)
     if channels_last:
         mu = formats.to_format(mu, True) if clients else mu.to(memory_format=torch.channels_last)

@@ -226,6 +226,19 @@ def test_opcheck_of_rows_and_the_loss():
     torch.library.opcheck(raw.rows_softmax_loss.default, (samples, index, weight, bias, index))
 
 
+def test_a_batch_that_the_model_writes_to_is_no_longer_rows_of_the_samples():
+    samples, index = [torch.randn(9, 6) for _ in range(3)], torch.randint(9, (3, 4))
+    weight = torch.randn(3, 5, 6)
+
+    def loss(w, x):
+        return torch.nn.functional.linear(x.mul_(2), w).square().sum()
+
+    with ops.GatheredBatch(samples, index) as batch:
+        found = torch.func.vmap(torch.func.grad_and_value(loss))(weight, batch.x)
+    batches = torch.stack([some[rows] for some, rows in zip(samples, index, strict=True)])
+    torch.testing.assert_close(found, torch.func.vmap(torch.func.grad_and_value(loss))(weight, batches))
+
+
 def test_cross_entropy_is_twice_differentiable():
     x, w, labels = torch.randn(3, 4).double(), torch.randn(5, 4).double(), torch.tensor([0, 3, 2])
     entropies = ops.cross_entropy, torch.nn.functional.cross_entropy
