@@ -6,6 +6,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from fastfact.nn.layer import FactorizedLayer
 from fastfact.nn.layers import FactorizedLinear
@@ -66,7 +67,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As `nn.MultiheadAttention.forward`."""
-        if type(query) is torch.fx.Proxy:
+        if type(query) is Proxy:
             given = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             return as_leaf(self, query, query, key, value, *given)
         if query.is_nested:

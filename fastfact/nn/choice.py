@@ -240,11 +240,12 @@ def _find(question: str, work: Work, sides) -> str:
         _measured_elsewhere += elsewhere * (time.perf_counter() - began)
         counted = {path: _counted(work, path, took) for path, took in seconds.items()}
         path = min(counted, key=counted.get, default=None)
-        if path in PATHS[1:] and PATHS[0] in seconds and (doubt := _doubt(work, seconds[path] / seconds[PATHS[0]])):
+        made = seconds.get("reconstruct")
+        if path not in (None, "reconstruct") and made and (doubt := _doubt(work, seconds[path] / made)):
             others, least = doubt
-            again = repeated({one: runs[one] for one in (PATHS[0], path)}, others)
-            if _counted(work, PATHS[0], again[PATHS[0]]) < least * _counted(work, path, again[path]):
-                path = PATHS[0]
+            again = repeated({one: runs[one] for one in ("reconstruct", path)}, others)
+            if _counted(work, "reconstruct", again["reconstruct"]) < least * _counted(work, path, again[path]):
+                path = "reconstruct"
         return {"path": path, "seconds": seconds}
 
     found = None
@@ -273,8 +274,8 @@ def _doubt(work: Work, share: float) -> tuple[int, float] | None:
 def _counted(work: Work, path: str, seconds: float) -> float:
     """What a time is taken for."""
     if work.step == "evaluation" and work.kind != "linear":
-        return seconds + COLD if path == PATHS[0] else seconds
-    return seconds if path == PATHS[0] else seconds * MARGIN
+        return seconds + COLD if path == "reconstruct" else seconds
+    return seconds if path == "reconstruct" else seconds * MARGIN
 
 
 @functools.cache
@@ -398,7 +399,7 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
             first[path] = timed.of(side)
         except Exception as error:
             # On a GPU a path may fail as it is compiled, with errors of the compiler.
-            if path == PATHS[0] and not isinstance(error, RuntimeError | ValueError):
+            if path == "reconstruct" and not isinstance(error, RuntimeError | ValueError):
                 raise
             log.debug("%s cannot be taken: %s", path, error)
     # The first run of a path also prepares, and another program may be in the way: it counts only where it was long.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -130,7 +131,7 @@ class FactorizedLayer(Factors):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, on the path that is asked for, or chosen."""
-        if type(x) is torch.fx.Proxy:
+        if type(x) is Proxy:
             return as_leaf(self, x, x)
         return self._of_padded(self._padded(x) if self._pads else x)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from fastfact import ops
 from fastfact.nn import choice, compiled, weight_cache
@@ -402,7 +403,7 @@ class FactorizedConv1d(FactorizedConv2d):
         return super()._dense_side(x.squeeze(-2), trained)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is torch.fx.Proxy:
+        if type(x) is Proxy:
             return as_leaf(self, x, x)
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
 
