@@ -109,7 +109,7 @@ def _lasting(device: str) -> dict[str, object]:
         # Guests of several generations have one name, with AMX and without.
         "flags": _digest(_told_of_processor("flags")),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "library": library and [library.stat().st_size, library.stat().st_mtime_ns],
         "calling": hashlib.blake2b(b"".join(path.read_bytes() for path in calling), digest_size=8).hexdigest(),

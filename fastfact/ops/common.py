@@ -80,7 +80,10 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether `vmap` maps over `tensor`: inside, each client has its own."""
+    """Whether `vmap` maps over `tensor`: inside, each client has its own. Under torch.compile, which cannot trace the
+    question, False."""
+    if torch.compiler.is_compiling():
+        return False
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
