@@ -627,8 +627,8 @@ def _zero_weight(like: Tensor, size, channels_last: bool) -> Tensor:
     return empty_weight(like, tuple(size), channels_last).zero_()
 
 
-def factored_conv2d(x, u, v, values, index, bias, size, *settings) -> Tensor:
-    return fused_conv2d(x, u, v, values, index, bias, SPATIAL, size, False, *settings)
+def factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, groups, repeated=False) -> Tensor:
+    return fused_conv2d(x, u, v, values, index, bias, SPATIAL, size, False, stride, padding, dilation, groups)
 
 
 def factored_conv2d_backward(

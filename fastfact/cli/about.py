@@ -1,10 +1,12 @@
 """What `fastfact info` tells of the package: versions, hardware, backends and all that has a name."""
 
+from pathlib import Path
 from typing import Any
 
 from fastfact import data, methods, models
 from fastfact.base.machine import commit, hardware, versions
-from fastfact.experiment import probes
+from fastfact.experiment import probes, report
+from fastfact.experiment.compare import Comparison
 from fastfact.federation.server.strategy import STRATEGIES
 from fastfact.ops.backends import backends
 
@@ -22,6 +24,14 @@ def package() -> dict[str, dict[str, Any]]:
         "methods": {name: _summary(STRATEGIES[name]) for name in methods.names()},
         "recorders": {name: recorder.summary for name, recorder in probes.RECORDERS.items()},
     }
+
+
+def comparison(directory: Path) -> dict[str, Any]:
+    """What a comparison compares, and how far it is."""
+    of = Comparison.read(directory)
+    cells = [directory / report.CELLS / name for name in of.cells()]
+    done = sum((cell / report.RESULT).is_file() for cell in cells)
+    return {"comparison of": ", ".join(of.methods), "seeds": of.seeds, "finished": f"{done} of {len(cells)} runs"}
 
 
 def _summary(thing: Any) -> str:

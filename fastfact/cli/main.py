@@ -7,7 +7,7 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,20 @@ import typer
 from rich.markup import escape
 
 from fastfact.base import VERSION, plugins
-from fastfact.cli.terminal import Display, Json, Out, console, jobs_of, outcome, show, table_of, tables_of, write_json
+from fastfact.base.kinds import type_error
+from fastfact.cli.terminal import (
+    Display,
+    Json,
+    Out,
+    console,
+    draw,
+    jobs_of,
+    outcome,
+    show,
+    table_of,
+    tables_of,
+    write_json,
+)
 from fastfact.experiment.config import Config, read_file, with_settings
 
 app = typer.Typer(
@@ -29,6 +42,9 @@ app = typer.Typer(
 HELP = {item.name: escape(item.metadata["help"]) for item in fields(Config)}
 
 TRAIN, RESULTS, PAPERS, MACHINE = "Train", "Results", "Methods and papers", "This machine"
+
+OF_RUN = ("method", "store", "store_values", "memory_limit")
+"""What a comparison is not configured by: its cells have methods of their own, and keep their clients in memory."""
 
 bench = typer.Typer(
     help="Measure layers, networks and federations on this machine.",
@@ -109,14 +125,39 @@ def _with_config(*without: str) -> Callable:
     return decorate
 
 
-def _merge(given: dict[str, Any], *also: str, begun: Mapping[str, Any] | None = None) -> tuple[Config, dict[str, Any]]:
-    """The configuration from defaults, what it was begun with, file and command line (the last wins), and the values of
-    the keys in `also`."""
+def _merge(given: dict[str, Any], begun: Mapping[str, Any] | None = None) -> Config:
+    """The configuration from defaults, what it was begun with, file and command line (the last wins)."""
+    values, settings = _values(given)
+    return with_settings(Config(**{**(begun or {}), **values}), settings)
+
+
+def _merge_compared(given: dict[str, Any]) -> tuple[Config, tuple[str, ...], int]:
+    """The same of a comparison, its methods and its number of seeds."""
+    values, settings = _values(given, ("methods", "seeds"), OF_RUN)
+    if "methods" not in values:
+        raise ValueError("methods: name one or more, separated by commas")
+    methods, seeds = _methods_of(values.pop("methods")), values.pop("seeds", 3)
+    if rule := type_error(seeds, int):
+        raise ValueError(f"seeds={seeds!r}, must be {rule}")
+    return with_settings(Config(**values), settings, methods), methods, seeds
+
+
+def _values(given: dict[str, Any], *keys: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What file and command line say (the last wins), and the texts of --set; keys: see `read_file`."""
     file, settings = given.pop("config"), given.pop("set") or []
-    values = {**(begun or {}), **(read_file(file, also) if file else {})}
-    values |= {name: value for name, value in given.items() if value is not None}
-    extra = {name: values.pop(name) for name in also if name in values}
-    return with_settings(Config(**values), settings, extra.get("methods")), extra
+    values = read_file(file, *keys) if file else {}
+    return values | {name: value for name, value in given.items() if value is not None}, settings
+
+
+def _methods_of(value: Any) -> tuple[str, ...]:
+    """The names of a list or of a string, whose commas part them; all are all there are."""
+    from fastfact.methods import names as known
+
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list) or any(type_error(part, str) for part in parts):
+        raise ValueError(f"methods={value!r}, must be names of methods, as a list or separated by commas, or all")
+    names = tuple(filter(None, (part.strip() for part in parts)))
+    return tuple(known()) if names == ("all",) else names
 
 
 @app.command(
@@ -149,8 +190,7 @@ def run(
     if (where := directory or out) is None:
         raise ValueError("out: name the directory for the results, --out DIR")
     begun = experiment.options(where, any(value is not None for value in given.values())) if resume else {}
-    config, _ = _merge(given, begun=begun)
-    _train(config, where, resume, json_file)
+    _train(_merge(given, begun), where, resume, json_file)
 
 
 def _train(config: Config, out: Path, resume: bool, json_file: Path | None) -> None:
@@ -177,15 +217,16 @@ def _train(config: Config, out: Path, resume: bool, json_file: Path | None) -> N
         _stop.told = experiment.stopped(config, out)
         raise
     if group.rank == 0:
-        rows = show(out, report.read(out))
+        rows = show(cells := report.read(out))
         write_json(json_file, {"config": result["config"], "table": rows})
+        draw(out, cells)
 
 
 @app.command(
     epilog="Example: fastfact compare --methods factorized-fl-beta,fedavg --seeds 3 --out runs/first",
     rich_help_panel=TRAIN,
 )
-@_with_config("method", "store", "store_values", "memory_limit")
+@_with_config(*OF_RUN)
 def compare(
     out: Out,
     methods: Annotated[str | None, typer.Option(help="Methods, separated by commas, or all.")] = None,
@@ -203,17 +244,11 @@ def compare(
     """
     from fastfact.experiment.compare import Comparison
     from fastfact.federation.server.processes import in_torchrun
-    from fastfact.methods import names as known
 
     if in_torchrun():
         raise ValueError("compare: spreads its cells over processes itself (--jobs), run it without torchrun")
-    given["methods"] = methods.split(",") if methods else None
-    given["seeds"] = seeds
-    config, extra = _merge(given, "methods", "seeds")
-    if "methods" not in extra:
-        raise ValueError("methods: name one or more, separated by commas")
-    names = known() if list(extra["methods"]) == ["all"] else extra["methods"]
-    _compare(Comparison(config, tuple(names), extra.get("seeds", 3)), out, jobs, json_file)
+    comparison = Comparison(*_merge_compared(given | {"methods": methods, "seeds": seeds}))
+    _compare(comparison, out, jobs, json_file)
 
 
 def _compare(comparison: Any, out: Path, jobs: str, json_file: Path | None) -> None:
@@ -227,8 +262,9 @@ def _compare(comparison: Any, out: Path, jobs: str, json_file: Path | None) -> N
     with Display({name: cell.rounds for name, cell in cells.items()}) as display:
         failed = comparison.run(out, workers, display.event)
     if len(failed) < len(cells):
-        rows = show(out, report.read(out))
+        rows = show(done := report.read(out))
         write_json(json_file, {"config": comparison.describe(), "table": rows, "failed": failed})
+        draw(out, done)
     if failed:
         typer.echo(f"fastfact: {len(failed)} of {len(cells)} cells failed; the same command runs them again", err=True)
         raise typer.Exit(1)
@@ -301,11 +337,12 @@ def report_command(
             raise ValueError(f"{directory}: is a file of a benchmark, --{given[0]} is for what run or compare left")
         rows = report.read_layers(directory)
         table_of([row for row in rows if row["shape"].startswith("all")], f"{directory}: geometric means")
+        write_json(json_file, {"rows": rows})
         picture = plots.plot_ratio(rows, directory.with_suffix(".png"))
         console.print(f"picture: {picture}", markup=False, soft_wrap=True)
         return
     cells = report.read(directory)
-    rows = show(directory, cells)
+    rows = show(cells)
     if html is not None:
         console.print(f"page: {page.write(cells, html)}", markup=False, soft_wrap=True)
     if csv is not None:
@@ -314,12 +351,13 @@ def report_command(
         latex.parent.mkdir(parents=True, exist_ok=True)
         files.write(latex, report.latex(rows).encode())
     write_json(json_file, {"table": rows})
+    draw(directory, cells)
 
 
 @app.command(epilog="Example: fastfact info --plan resnet18 --density 0.1", rich_help_panel=MACHINE)
 def info(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="A run, or a store of clients: what it holds.")
+        Path | None, typer.Argument(metavar="DIR", help="A run, a comparison or a store of clients: what it holds.")
     ] = None,
     plan: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Which compute path each layer of a network or run takes.")
@@ -348,8 +386,14 @@ def info(
     import torch
 
     from fastfact.cli import about, paths
+    from fastfact.experiment import report
     from fastfact.federation.storage import checkpoint
 
+    for name, value in (("density", density), ("batch", batch), ("input", shape)):
+        if plan is None and value is not None:
+            raise ValueError(f"{name}={value!r}: is for --plan MODEL, which is missing")
+    if plan is not None and directory is not None:
+        raise ValueError(f"plan={plan!r}: not beside {directory}; --plan {directory} is the plan of a run")
     if plan is not None:
         model, sample, usual = paths.subject(plan, density, shape)
         rows = paths.plan(model, sample, batch or usual)
@@ -359,7 +403,12 @@ def info(
         table_of(paths.totals(rows), "all layers: milliseconds; where a path is not there, W is made")
         write_json(json_file, {"threads": torch.get_num_threads(), "layers": rows})
         return
-    parts = about.package() if directory is None else {str(directory): checkpoint.about(directory)}
+    if directory is None:
+        parts = about.package()
+    elif (directory / report.COMPARISON).is_file():
+        parts = {str(directory): about.comparison(directory)}
+    else:
+        parts = {str(directory): checkpoint.about(directory)}
     tables_of(parts)
     write_json(json_file, parts)
 

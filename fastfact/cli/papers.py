@@ -11,6 +11,7 @@ from rich.table import Table
 from fastfact import data
 from fastfact.cli.terminal import Display, console, jobs_of, write_json
 from fastfact.experiment import report, traffic
+from fastfact.experiment.config import digits
 from fastfact.papers import recipes, reproduce
 from fastfact.papers.figures import Grid
 from fastfact.papers.measures import MEASURES
@@ -144,7 +145,7 @@ def list_methods(
     json_file: Path | None,
 ) -> None:
     """Print what every method shares and sends."""
-    counts = [int(part) for part in rounds.split(",") if part.strip().isdigit() and int(part) >= 1]
+    counts = [int(part) for part in rounds.split(",") if digits(part.strip()) and int(part) >= 1]
     if len(counts) != len(rounds.split(",")):
         raise ValueError(f"rounds={rounds!r}, must be numbers of at least 1, separated by commas")
     network = traffic.Network(model, width, traffic.shape_of(model, shape), classes)

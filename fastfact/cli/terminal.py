@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fastfact.base import files, machine
+from fastfact.experiment.config import digits
 
 if TYPE_CHECKING:
     from fastfact.experiment.report import Cell
@@ -171,26 +172,38 @@ def outcome(result: dict[str, Any]) -> str:
     return f"{line}; left out: {left_out_line(found)}" if found else line
 
 
-def show(directory: Path, cells: "list[Cell]") -> list[dict[str, Any]]:
-    """Print the table of the cells, draw their pictures into `directory`; the rows of the table."""
-    from fastfact.experiment import plots, report
+def show(cells: "list[Cell]") -> list[dict[str, Any]]:
+    """Print the table of the cells; its rows."""
+    from fastfact.experiment import report
 
     rows, config = report.table(cells), cells[0].result["config"]
     seeds = len({cell.seed for cell in cells})
+    only = [part for part in config.get("only", "").split(",") if part.strip()]
+    count = len(only) or config["clients"]
     title = (
-        f"{config['dataset']}, {config['scenario']}, {config['clients']} clients, {config['rounds']} rounds,"
+        f"{config['dataset']}, {config['scenario']}, {count} client{'s' * (count > 1)}, {config['rounds']} rounds,"
         f" {seeds} seed{'s' * (seeds > 1)}"
     )
     console.print(comparison_table(rows, title))
-    for path in plots.pictures(cells, directory):
-        console.print(f"picture: {path}", markup=False, soft_wrap=True)
     return rows
+
+
+def draw(directory: Path, cells: "list[Cell]") -> None:
+    """Draw the pictures of the cells into `directory`. All else is written before: where nobody may write there, as in
+    an archive, they are left out with a warning."""
+    from fastfact.experiment import plots
+
+    try:
+        for path in plots.pictures(cells, directory):
+            console.print(f"picture: {path}", markup=False, soft_wrap=True)
+    except OSError as error:
+        typer.echo(f"fastfact: the pictures are left out: {error}", err=True)
 
 
 def jobs_of(text: str) -> int:
     """How many cells at once: a number, or auto. Raises ValueError."""
     if text == "auto":
         return machine.cores()
-    if not text.isdigit() or int(text) < 1:
+    if not digits(text) or int(text) < 1:
         raise ValueError(f"jobs={text!r}, must be auto or a number of at least 1")
     return int(text)

@@ -68,10 +68,14 @@ def _require(name: str, root: Path, files: Sequence[str], get: str) -> None:
     """Raise FileNotFoundError, with `get` on how to come by them, unless all `files` are below `root`."""
     missing = [file for file in files if not (root / file).exists()]
     if missing:
-        raise FileNotFoundError(
-            f"dataset={name!r}: {root / missing[0]} is missing. {get} The folder {str(root)!r} can be another:"
-            f" --data-dir, root= or the environment variable {ROOT}."
-        )
+        raise _missing(name, root / missing[0], root, get)
+
+
+def _missing(name: str, path: Path, root: Path, get: str, form: str = "") -> FileNotFoundError:
+    return FileNotFoundError(
+        f"dataset={name!r}: {path}{form} is missing. {get} The folder {str(root)!r} can be another:"
+        f" --data-dir, root= or the environment variable {ROOT}."
+    )
 
 
 def _torchvision(name: str, read: Callable[[Any], list]) -> list:
@@ -157,18 +161,20 @@ def _idx(path: Path, dimensions: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy())
 
 
-def _by_idx(name: str, folders: Sequence[Path], get: str) -> tuple[Tensor, Tensor]:
-    """(x uint8 [n, 1, h, w], y) of the four idx files of MNIST and what is made like it, training set first."""
+def _by_idx(name: str, root: Path, folders: Sequence[str], get: str) -> tuple[Tensor, Tensor]:
+    """(x uint8 [n, 1, h, w], y) of the four idx files of MNIST and what is made like it, training set first, in one
+    of these folders below `root`."""
     files = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
-    def found(folder: Path) -> list[Path] | None:
-        each = [[path for path in (folder / file, folder / f"{file}.gz") if path.is_file()] for file in files]
-        return [there[0] for there in each] if all(each) else None
+    def found(folder: Path) -> dict[str, Path]:
+        both = {file: [path for path in (folder / file, folder / f"{file}.gz") if path.is_file()] for file in files}
+        return {file: there[0] for file, there in both.items() if there}
 
-    paths = next(filter(None, map(found, folders)), None)
-    if paths is None:
-        _require(name, folders[0], files, get)
-    assert paths is not None
+    folder = max((root / each for each in folders), key=lambda each: len(found(each)))
+    there = found(folder)
+    if missing := [file for file in files if file not in there]:
+        raise _missing(name, folder / missing[0], root, get, ", with or without .gz,")
+    paths = list(there.values())
     try:
         parts = [_idx(path, 3 if "images" in path.name else 1) for path in paths]
     except ValueError as error:
@@ -186,7 +192,7 @@ def _by_idx(name: str, folders: Sequence[Path], get: str) -> tuple[Tensor, Tenso
 
 def _mnist(root: Path) -> Dataset:
     """MNIST (LeCun et al., 1998): 70,000 handwritten digits, 28×28, one channel."""
-    x, y = _by_idx("mnist", [root / "MNIST" / "raw", root / "mnist"], _by_torchvision("mnist", root))
+    x, y = _by_idx("mnist", root, ["MNIST/raw", "mnist"], _by_torchvision("mnist", root))
     return Dataset("mnist", x, y, tuple("0123456789"), scale=((0.1307,), (0.3081,)), domains=PAIRS)
 
 
@@ -195,9 +201,9 @@ CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shi
 
 def _fashion_mnist(root: Path) -> Dataset:
     """Fashion-MNIST (Xiao et al., 2017): 70,000 photographs of clothes, 28×28, one channel."""
-    folders = [root / "FashionMNIST" / "raw", root / "fashion-mnist", DEBIAN / "fashion-mnist"]
+    folders = ["FashionMNIST/raw", "fashion-mnist", str(DEBIAN / "fashion-mnist")]
     get = f"On Debian, apt-get install dataset-fashion-mnist; or {_by_torchvision('fashion-mnist', root)}"
-    x, y = _by_idx("fashion-mnist", folders, get)
+    x, y = _by_idx("fashion-mnist", root, folders, get)
     return Dataset("fashion-mnist", x, y, CLOTHES, scale=((0.2860,), (0.3530,)), domains=PAIRS)
 
 
@@ -288,6 +294,14 @@ def _cifar100(root: Path) -> Dataset:
     return Dataset("cifar100", x, y, classes, scale=scale, domains=domains, superclasses=superclasses)
 
 
+def _text(name: str, path: Path) -> str:
+    """The text of a file of a data set. Raises ValueError, with the path, where it is none."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"dataset={name!r}: {path} is no text in UTF-8: {error}") from error
+
+
 def _tiny_imagenet(root: Path) -> Dataset:
     """Tiny-ImageNet, train and validation: 110,000 photographs, 64×64, three channels, 200 classes."""
     get = "Unpack tiny-imagenet-200.zip of Stanford's course CS231n (cs231n.stanford.edu/tiny-imagenet-200.zip) there."
@@ -295,13 +309,19 @@ def _tiny_imagenet(root: Path) -> Dataset:
     files = ["wnids.txt", "words.txt", "train", "val/val_annotations.txt"]
     _require("tiny-imagenet", root, [f"{base}/{file}" for file in files], get)
     folder = root / base
-    ids = sorted((folder / "wnids.txt").read_text().split())
-    words = dict(line.split("\t", 1) for line in (folder / "words.txt").read_text().splitlines() if "\t" in line)
+    ids = sorted(_text("tiny-imagenet", folder / "wnids.txt").split())
+    if not ids:
+        raise ValueError(f"dataset='tiny-imagenet': {folder / 'wnids.txt'} names no class")
+    words = _text("tiny-imagenet", folder / "words.txt").splitlines()
+    named = dict(line.split("\t", 1) for line in words if "\t" in line)
     label = {wnid: index for index, wnid in enumerate(ids)}
-    paths = [
-        (path, label[wnid]) for wnid in ids for path in sorted((folder / "train" / wnid / "images").glob("*.JPEG"))
-    ]
-    for line in sorted((folder / "val" / "val_annotations.txt").read_text().splitlines()):
+    paths = []
+    for wnid in ids:
+        found = sorted((folder / "train" / wnid / "images").glob("*.JPEG"))
+        if not found:
+            raise ValueError(f"dataset='tiny-imagenet': {folder / 'train' / wnid / 'images'} holds no file *.JPEG")
+        paths += [(path, label[wnid]) for path in found]
+    for line in sorted(_text("tiny-imagenet", folder / "val" / "val_annotations.txt").splitlines()):
         name, _, rest = line.partition("\t")
         wnid = rest.partition("\t")[0]
         if wnid not in label:
@@ -319,7 +339,7 @@ def _tiny_imagenet(root: Path) -> Dataset:
         if image.shape != (64, 64, 3):
             raise ValueError(f"dataset='tiny-imagenet': {path} is {image.shape[:2]}, must be 64×64")
     x = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-    classes = tuple(words.get(wnid, wnid).split(",")[0] for wnid in ids)
+    classes = tuple(named.get(wnid, wnid).split(",")[0] for wnid in ids)
     scale = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
     return Dataset("tiny-imagenet", x, torch.tensor([label for _, label in paths]), classes, scale=scale)
 
@@ -343,13 +363,15 @@ def _leaf(name: str, root: Path, call: str, convert: Callable[[list, list], tupl
             content = json.loads(path.read_text())
             for user in content["users"]:
                 samples = content["user_data"][user]
-                x, y = convert(samples["x"], samples["y"])
-                if len(x) != len(y):
-                    raise ValueError(f"user {user!r} has {len(x)} samples x but {len(y)} labels y")
-                if len(y):
-                    parts.append((user, x, y))
-        except (ValueError, TypeError, KeyError) as error:
+                n, labels = len(samples["x"]), len(samples["y"])
+                if n != labels:
+                    raise ValueError(f"user {user!r} has {n} samples x but {labels} labels y")
+                if n:
+                    parts.append((user, *convert(samples["x"], samples["y"])))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ValueError(f"dataset={name!r}: {path} is not a file of LEAF: {error!r}") from error
+    if not parts:
+        raise ValueError(f"dataset={name!r}: the files in {root / name} hold no sample")
     owners = tuple(sorted({user for user, _, _ in parts}))
     number = {user: index for index, user in enumerate(owners)}
     owner = np.repeat([number[user] for user, _, _ in parts], [len(y) for _, _, y in parts])
@@ -364,11 +386,17 @@ def _femnist(root: Path) -> Dataset:
     """FEMNIST (LEAF; Caldas et al., 2018): digits and letters, 28×28, one channel, 62 classes, by writer."""
 
     def convert(x: list, y: list) -> tuple[np.ndarray, np.ndarray]:
-        pixels = np.rint(np.array(x, np.float32).reshape(-1, 1, 28, 28) * 255).astype(np.uint8)
-        labels = np.array(y, np.int64)
-        if len(labels) and not 0 <= labels.min() <= labels.max() < 62:
+        pixels, labels = np.array(x, np.float32), np.array(y)
+        if pixels.ndim != 2 or pixels.shape[1] != 784:
+            raise ValueError(f"x of shape {list(pixels.shape)}, must be rows of 784 pixels")
+        # NaN is not in the range either.
+        if not ((pixels >= 0) & (pixels <= 1)).all():
+            raise ValueError(f"pixels {pixels.min()} … {pixels.max()}, must be 0 … 1")
+        if labels.ndim != 1 or labels.dtype.kind != "i":
+            raise ValueError(f"labels y of shape {list(labels.shape)}, type {labels.dtype}, must be a row of integers")
+        if not 0 <= labels.min() <= labels.max() < 62:
             raise ValueError(f"labels {labels.min()} … {labels.max()}, must be 0 … 61")
-        return pixels, labels
+        return np.rint(pixels.reshape(-1, 1, 28, 28) * 255).astype(np.uint8), labels.astype(np.int64)
 
     x, y, owner, owners = _leaf("femnist", root, "-s niid --sf 0.3 -k 0 -t sample", convert)
     classes = tuple("0123456789" + LETTERS + LETTERS.lower())
@@ -409,6 +437,8 @@ def _mnist_cifar10(root: Path) -> Dataset:
 
 WORDS, LENGTH = 30_000, 64
 """AG_NEWS: the most frequent words that are told apart, and how many words of an article are read."""
+HEADINGS = [[label, "title", "description"] for label in ("class index", "class", "label")]
+"""Of its columns, in lower case, in copies that have them."""
 
 
 def _ag_news(root: Path) -> Dataset:
@@ -422,10 +452,14 @@ def _ag_news(root: Path) -> Dataset:
     texts, labels = {}, {}
     for part in ("train", "test"):
         path = root / "ag_news" / f"{part}.csv"
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))
-        # Some copies have a line of column names.
-        rows = rows[1:] if rows and not rows[0][0].isdigit() else rows
+        try:
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                rows = list(csv.reader(file))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"dataset='ag-news': {path} is no table of text in UTF-8: {error}") from error
+        rows = rows[1:] if rows and [cell.strip().lower() for cell in rows[0]] in HEADINGS else rows
+        if not rows:
+            raise ValueError(f"dataset='ag-news': {path} has no rows")
         for number, row in enumerate(rows, 1):
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
                 raise ValueError(f"dataset='ag-news': {path}, row {number} is no (1 … 4, title, description): {row}")

@@ -292,7 +292,8 @@ def _twins(
 
 
 TWIN = 2
-"""The twin whose labels are permuted: by client 0's permutation, for client 2's leaves five labels as they are."""
+"""The twin of client 1, whose samples it holds, for training and testing, and whose labels are permuted: by client 0's
+permutation, for client 2's leaves five labels as they are."""
 
 
 def make_clients(
@@ -360,13 +361,16 @@ def make_clients(
     tests: dict[tuple[int | None, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
     made = []
     for client, (share, labels) in enumerate(zip(shares, names, strict=True)):
-        share = np.sort(share)
+        share, twin = np.sort(share), chosen.groups == "halves" and client == TWIN
+        drawn = client - 1 if twin else client
         if samples is not None and len(share) > samples:
-            share = np.sort(np.random.default_rng([seed, 2, client]).choice(share, samples, replace=False))
+            share = np.sort(np.random.default_rng([seed, 2, drawn]).choice(share, samples, replace=False))
         if len(share) < 2:
-            raise ValueError(
-                f"clients={clients}: client {client} has {len(share)} samples, needs two; use fewer clients"
-            )
+            empty = [name for label, name in enumerate(data.classes) if not (y == label).any()]
+            what = "use fewer clients"
+            if empty and chosen.partition is pathological:
+                what = f"{data.name} has no sample of class {empty[0]}, raise classes_per_client"
+            raise ValueError(f"clients={clients}: client {client} has {len(share)} samples, needs two; {what}")
         group = chosen.group(client, clients, groups)
         view = list(VIEWS.values())[group] if chosen.groups == "views" and group is not None else None
         new = torch.zeros(len(data.classes), dtype=torch.int64)
@@ -374,12 +378,12 @@ def make_clients(
             label_permutation(client, len(labels))
             if chosen.permutes
             else label_permutation(0, len(labels))
-            if chosen.groups == "halves" and client == TWIN
+            if twin
             else range(len(labels))
         )
         if common is None:
             stratum = np.zeros(len(share)) if chosen.owned else y[share]
-            parts = hold_out(stratum, test_fraction, np.random.default_rng([seed, 1, client]))
+            parts = hold_out(stratum, test_fraction, np.random.default_rng([seed, 1, drawn]))
             train, test = (torch.from_numpy(share[part]) for part in parts)
             x, of = _inputs(data, test, view), data.y[test]
         else:

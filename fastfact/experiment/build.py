@@ -13,7 +13,7 @@ from torch import nn
 
 from fastfact import data, methods, models
 from fastfact.base.settings import FederationSettings
-from fastfact.experiment.config import AUGMENT, AUTO, NONE, SIMULATION, Config
+from fastfact.experiment.config import AUGMENT, AUTO, NONE, SIMULATION, Config, digits
 from fastfact.federation import Callback, Client, Federation, Strategy
 from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import STRATEGIES
@@ -206,7 +206,7 @@ def assemble(config: Config, parts: Parts, group: Group | None = None) -> Federa
     if config.schedule_rounds is None:
         scheduled = config.schedule != "constant" or config.lr_warmup
         settings["schedule_rounds"] = config.rounds if scheduled else 0
-    if config.cohort.isdigit():
+    if digits(config.cohort):
         settings["cohort"] = int(config.cohort)
     return Federation(
         parts.model,

@@ -25,7 +25,7 @@ import torch
 from fastfact.base import files
 from fastfact.experiment import build, report
 from fastfact.experiment.config import Config, cell_config
-from fastfact.experiment.run import check_directory, finished, run
+from fastfact.experiment.run import check_directory, differences, finished, run
 from fastfact.federation.client.memory import keep_freed
 from fastfact.federation.storage.run_directory import write_rows
 
@@ -213,7 +213,19 @@ class Comparison:
             return
         if not (directory / report.COMPARISON).is_file():
             raise ValueError(f"{directory} exists, is not empty and holds no comparison; choose another --out")
-        for name, config in self.cells().items():
+        there, cells = Comparison.read(directory).cells(), self.cells()
+        if lost := [name for name in there if name not in cells]:
+            raise ValueError(
+                f"methods={','.join(self.methods)!r}, seeds={self.seeds}, seed={self.config.seed}: {directory} holds a"
+                f" comparison with {', '.join(lost)} too; methods and seeds can be added, not taken away; choose"
+                " another --out"
+            )
+        for name, config in there.items():
+            if different := differences(config.identity(), cells[name]):
+                raise ValueError(
+                    f"{directory} holds another comparison ({'; '.join(different)}); choose another --out, or delete it"
+                )
+        for name, config in cells.items():
             check_directory(config, directory / report.CELLS / name, resume=True)
 
     def run(self, directory: Path, jobs: int, on_event: Callable[[str, str, Any, Any], None]) -> dict[str, str]:

@@ -73,7 +73,9 @@ def read_cell(directory: Path) -> Cell:
     if missing:
         raise ValueError(f"{directory} holds no finished run: no {' and no '.join(missing)}")
     result = files.read_sealed(directory / RESULT)
-    return Cell(directory, read_metrics(directory / METRICS), result)
+    # A run that was given more rounds has rows of these before it is finished again.
+    rounds = result["config"].get("rounds", math.inf)
+    return Cell(directory, [row for row in read_metrics(directory / METRICS) if row["round"] <= rounds], result)
 
 
 def read(directory: Path) -> list[Cell]:

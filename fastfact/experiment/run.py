@@ -2,8 +2,9 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ STARTED = "run.json"
 
 
 def check_directory(config: Config, directory: Path, resume: bool) -> None:
-    """Raise ValueError unless `directory` is new (or empty), or holds this very run.
+    """Raise ValueError unless `directory` is new (or empty), or holds this very run, with the rounds that it saved.
 
     resume: a finished run may have more rounds than it was begun with, unless its learning rate falls over these.
     """
@@ -36,15 +37,8 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
             f"{directory} exists, is not empty and holds no run ({run_directory.CONFIG} is missing); choose another"
             " --out"
         )
-    # A run of a version that did not know a field has its default.
     written = run_directory.read_config(directory)
-    there = Config().identity() | written["source"]
-    different = [
-        f"{name} is {there.get(name)!r} there, {value!r} now"
-        for name, value in config.identity().items()
-        if there.get(name) != value
-    ]
-    if different:
+    if different := differences(written["source"], config):
         raise ValueError(f"{directory} holds another run ({'; '.join(different)}); choose another --out, or delete it")
     over = written["settings"].get("schedule_rounds", 0)
     if config.schedule_rounds is None and config.schedule != "constant" and config.rounds > over:
@@ -54,6 +48,8 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
             f" be at most {over}, or begin another run with schedule_rounds={config.rounds} in another --out"
         )
     done = _rounds(config, directory)
+    if not done and not finished(config, directory):
+        _check_nothing_lost(config, directory, written["settings"].get("store", MEMORY))
     if done > config.rounds:
         raise ValueError(f"rounds={config.rounds}: {directory} has {done} already; choose another --out, or delete it")
     if not resume and (directory / report.RESULT).is_file() and not finished(config, directory):
@@ -72,6 +68,48 @@ def _rounds(config: Config, directory: Path) -> int:
     return about_database(Path(config.store))["rounds"]
 
 
+def _check_nothing_lost(config: Config, directory: Path, store: str) -> None:
+    """Raise ValueError if rounds of the run in `directory`, whose clients were in `store`, were saved: it cannot go on
+    from them, and to begin again would overwrite what is left of it."""
+    saved = (directory / report.RESULT).is_file() or bool(run_directory.checkpoints(directory))
+    place = directory / run_directory.CHECKPOINTS if config.store == MEMORY else Path(config.store) / DATABASE
+    if store != MEMORY:
+        # Rows of a round are written before the store has it; without its file nobody knows how many it had.
+        saved |= _last_row(directory / report.METRICS) > (1 if place.is_file() else 0)
+    if saved:
+        raise ValueError(
+            f"{directory} holds this run and has saved rounds, but there are none in {place} (it was begun with"
+            f" store={store!r}): put them back, or say where they are now, run --resume {directory} --store DIR; to"
+            " train it anew choose another --out, or delete it"
+        )
+
+
+def _last_row(path: Path) -> int:
+    """The round of the last whole row, 0 without any."""
+    for line in reversed(path.read_bytes().splitlines() if path.is_file() else []):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return int(json.loads(line)["round"])
+    return 0
+
+
+def differences(there: Mapping[str, Any], config: Config) -> list[str]:
+    """In what the identity of `config` differs from `there`, the same as it was read from a file."""
+    # What a version did not know yet had its default.
+    there = Config().identity() | dict(there)
+    now = json.loads(json.dumps(config.identity()))
+    if _same_file(there["init_from"], now["init_from"]):
+        there["init_from"] = now["init_from"]
+    return [f"{name} is {there.get(name)!r} there, {now[name]!r} now" for name in now if there.get(name) != now[name]]
+
+
+def _same_file(there: str | None, now: str | None) -> bool:
+    """Whether a file is that of a run: an earlier version wrote down relative names, and it may have been moved."""
+    if there is None or now is None:
+        return there == now
+    moved = os.path.basename(there) == os.path.basename(now) and not os.path.exists(there)
+    return moved or os.path.abspath(there) == now
+
+
 def options(directory: Path, given: bool = False) -> dict[str, Any]:
     """What the run in `directory`, which is to go on, was begun with, by names of `Config`; empty for a run of a
     version that did not write it down. given: options come along, with which a run begins that was stopped before it
@@ -82,7 +120,7 @@ def options(directory: Path, given: bool = False) -> dict[str, Any]:
     if not directory.exists():
         raise ValueError(f"{directory}: nothing to resume, there is no such directory")
     if (directory / STARTED).is_file():
-        return asdict(started(directory))
+        return _written(directory)
     if not (directory / run_directory.CONFIG).is_file() and not (given and files.is_vacant(directory, STARTED)):
         raise ValueError(f"{directory}: nothing to resume, there is no run in it ({run_directory.CONFIG} is missing)")
     return {}
@@ -97,8 +135,8 @@ def finished(config: Config, directory: Path) -> bool:
     """Whether `directory` holds this run with all its rounds."""
     if not (directory / report.RESULT).is_file():
         return False
-    there = asdict(Config()) | report.read_cell(directory).result["config"] | {"track": config.track}
-    return json.loads(json.dumps(there)) == json.loads(json.dumps(asdict(config)))
+    there = report.read_cell(directory).result["config"]
+    return there["rounds"] == config.rounds and not differences(there, config)
 
 
 def run(
@@ -147,11 +185,18 @@ def started(directory: Path) -> Config:
         config = directory / run_directory.CONFIG
         why = "it is of an earlier version; resume it with run --resume" if config.is_file() else "there is no run"
         raise ValueError(f"{directory}: nothing to resume without options: {why}")
-    content = files.read_sealed(path)
-    try:
-        return Config(**content["config"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {error!r}") from error
+    return Config(**_written(directory))
+
+
+def _written(directory: Path) -> dict[str, Any]:
+    """What run.json says, by names of `Config`; its values are not checked, as others may take their place."""
+    path = directory / STARTED
+    values = files.read_sealed(path).get("config")
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: has no config")
+    if unknown := sorted(values.keys() - {item.name for item in fields(Config)}):
+        raise ValueError(f"{path}: has {unknown[0]!r}, which is not known here")
+    return values
 
 
 def _train(

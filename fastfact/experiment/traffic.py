@@ -13,6 +13,7 @@ import torch
 
 from fastfact import methods, models
 from fastfact.experiment.build import SHARING
+from fastfact.experiment.config import digits
 from fastfact.federation import Client, Federation, Strategy
 from fastfact.federation.server.strategy import STRATEGIES
 from fastfact.federation.state import State, generator_for
@@ -49,7 +50,7 @@ def shape_of(model: str, text: str | None) -> tuple[int, ...]:
     if text is None:
         return {"tokens": (80,)}.get(models.MODELS[model].input, (3, 32, 32))
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) >= 1 for part in parts):
+    if not all(digits(part.strip()) and int(part) >= 1 for part in parts):
         raise ValueError(f"shape={text!r}, must be numbers of at least 1, separated by commas")
     return tuple(int(part) for part in parts)
 
@@ -71,8 +72,9 @@ def federation(network: Network, method: Strategy, clients: int, density: float,
     """A federation of the method whose clients have two random samples each and, unless `trains`, only send."""
     if not 0 <= density <= 1:
         raise ValueError(f"density={density}, must be between 0 and 1")
-    if clients < 1:
-        raise ValueError(f"clients={clients}, must be at least 1")
+    for name, value in (("clients", clients), ("classes", network.classes)):
+        if value < 1:
+            raise ValueError(f"{name}={value}, must be at least 1")
     words: dict[str, Any] = {} if network.vocabulary is None else {"vocabulary": network.vocabulary}
     draw = generator_for(0, 0, -1, "traffic")
     if words:

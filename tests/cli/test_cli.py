@@ -17,6 +17,7 @@ from calls import SMALL, call
 from safetensors.torch import load_file
 
 import fastfact
+from fastfact.base import files
 from fastfact.cli import main as cli
 from fastfact.cli import terminal
 from fastfact.experiment import build, plots, report
@@ -188,6 +189,12 @@ def test_resume_needs_a_run(tmp_path):
         (["--lr", "nan"], "lr=nan, must be a finite number"),
         (["--newcomers", "0.9"], "newcomers=0.9: leaves none of 3 clients to train"),
         (["--cohort", "none"], "cohort='none'"),
+        (["--cohort", "²"], "cohort='²', must be auto"),
+        (["--only", "²"], "only='²', must be numbers of clients"),
+        (["--only", "1,1,2"], "only='1,1,2', must name each client once"),
+        (["--device", "mps"], "device='mps', must be cpu, cuda or cuda:1"),
+        (["--device", "cpu:7"], "device='cpu:7', must be cpu, cuda or cuda:1"),
+        (["--init-from", "/nope"], "init_from='/nope', must be a file"),
         (["--device", "cuda:99"], "device='cuda:99': PyTorch sees"),
         (["--seed", "-3"], "seed=-3"),
         (["--set", "tau=2"], "tau"),
@@ -213,8 +220,10 @@ def test_unparsable_command_lines(tmp_path, arguments):
 def test_file_and_command_line(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text("rounds = 7\nbatch-size = 16\nlr = 1\n[settings.factorized-fl-beta]\ntau = 0.25\nepsilon = 20\n")
-    given = {"config": file, "set": ["tau=0.5", "fedavg.l1=0.1"], "method": "factorized-fl-beta", "rounds": 3}
-    config, _ = cli._merge({**given, "lr": None})
+    given = {"config": file, "set": ["factorized-fl-beta.tau=0.5", "fedavg.l1=0.1"], "rounds": 3}
+    given["methods"] = "factorized-fl-beta, fedavg,"
+    config, methods, seeds = cli._merge_compared({**given, "method": "factorized-fl-beta", "lr": None})
+    assert (methods, seeds) == (("factorized-fl-beta", "fedavg"), 3)
     assert (config.rounds, config.batch_size, config.lr) == (3, 16, 1.0)
     assert config.settings == {"factorized-fl-beta": {"tau": 0.5, "epsilon": 20}, "fedavg": {"l1": 0.1}}
     chosen = build.strategy(config)
@@ -250,6 +259,47 @@ def test_permuted_labels_keep_classifier_and_norm_with_the_client():
     asked = Config(method="fedavg", scenario="permuted-iid", settings={"fedavg": {"share_norm": True}})
     assert build.strategy(asked).share_norm and "fedavg.share_norm" in build.sharing_note(asked)
     assert build.sharing_note(Config(scenario="iid")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("methods = 5", "methods=5, must be names"),
+        ('methods = [["fedavg"]]', "methods=[['fedavg']], must be names"),
+        ("[methods]\nfedavg = 1", "methods={'fedavg': 1}, must be names"),
+        ('methods = ""', "methods='', must be one or more names"),
+        ('methods = "fedavg"\nseeds = "3"', "seeds='3', must be an integer"),
+        ('methods = "fedavg"\nseeds = 2.0', "seeds=2.0, must be an integer"),
+        ('methods = "fedavg"\nseeds = true', "seeds=True, must be an integer"),
+        ('methods = "fedavg"\nstore = "st"', "store='st' is for fastfact run"),
+        ('methods = "fedavg"\nstore-values = "exact"', "store_values='exact' is for fastfact run"),
+        ('methods = "fedavg"\nmemory_limit = 1', "memory_limit=1 is for fastfact run"),
+        ('methods = "fedavg"\nmethod = "fedavg"', "method='fedavg' is for fastfact run"),
+        ('methods = "fedavg"\nbatch-size = 16\nbatch_size = 32', "batch_size stands there twice"),
+    ],
+)
+def test_bad_files_of_a_comparison_name_the_key(tmp_path, text, message):
+    (tmp_path / "x.toml").write_text(text)
+    code, _, err = call("compare", "--config", tmp_path / "x.toml", "--out", tmp_path / "new")
+    assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_all_methods_and_settings_of_each(tmp_path):
+    """In a file as on the command line, `all` is every method, which a setting without one is for."""
+    from fastfact.methods import names
+
+    (tmp_path / "x.toml").write_text('methods = "all"\nseeds = 2\n[settings.fedprox]\nprox = 0.1')
+    config, methods, seeds = cli._merge_compared({"config": tmp_path / "x.toml", "set": ["l1=0.5"], "methods": None})
+    assert list(methods) == names() and seeds == 2
+    assert config.settings["fedprox"] == {"prox": 0.1, "l1": 0.5} and set(config.settings) == set(methods)
+
+
+def test_a_setting_of_a_method_that_is_not_trained_is_an_error_unless_a_file_has_it(tmp_path):
+    code, _, err = call("run", *SMALL, "--method", "fedavg", "--set", "fedprox.prox=1", "--out", tmp_path / "new")
+    assert code == 2 and "--set 'fedprox.prox=1': fedprox is not trained here" in err and err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "x.toml").write_text("[settings.fedprox]\nprox = 1")
+    assert cli._merge({"config": tmp_path / "x.toml", "set": None, "method": "fedavg"}).method == "fedavg"
 
 
 def test_compare_leaves_merged_metrics_and_a_table(comparison):
@@ -301,6 +351,30 @@ def test_compare_refuses_another_configuration_and_foreign_directories(compariso
     assert code == 2 and "holds no comparison" in err and content(tmp_path) == {"notes.txt": b"mine"}
 
 
+def test_compare_adds_methods_and_seeds_and_takes_none_away(comparison, tmp_path, no_pictures):
+    directory, _, _ = comparison
+    shutil.copytree(directory / "c", tmp_path / "c")
+    before = content(tmp_path / "c")
+    base = ["compare", *SMALL, "--jobs", "2", "--out", tmp_path / "c"]
+    both, more = ["--methods", "factorized-fl-beta,fedavg", "--seeds", "2"], "fedavg,factorized-fl-beta,stand-alone"
+    for change, message in (
+        (["--methods", "fedprox", "--seeds", "2"], "factorized-fl-beta-seed0, factorized-fl-beta-seed1, fedavg-seed0"),
+        (["--methods", "factorized-fl-beta,fedavg", "--seeds", "1"], "with factorized-fl-beta-seed1, fedavg-seed1 too"),
+        ([*both, "--seed", "7"], "methods and seeds can be added, not taken away"),
+        (["--methods", more, "--seeds", "2", "--lr", "0.5"], "lr is 0.01 there, 0.5 now"),
+        ([*both, "--set", "fedavg.l1=0.1"], "settings is {} there"),
+    ):
+        code, _, err = call(*base, *change)
+        assert code == 2 and message in err and err.count("\n") == 1
+        assert content(tmp_path / "c") == before
+    code, out, err = call(*base, "--methods", more, "--seeds", "2")
+    assert code == 0 and out.count("finished earlier") == 4, err
+    code, out, err = call("resume", tmp_path / "c")
+    assert code == 0 and out.count("finished earlier") == 6, err
+    cells = [f"cells/{cell}/{report.METRICS}" for cell in ("fedavg-seed0", "factorized-fl-beta-seed1")]
+    assert all((tmp_path / "c" / name).read_bytes() == before[name] for name in cells)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -308,6 +382,7 @@ def test_compare_refuses_another_configuration_and_foreign_directories(compariso
         (["--methods", "fedavg,fedsgd"], "method='fedsgd'"),
         (["--seeds", "0"], "seeds=0"),
         (["--jobs", "0"], "jobs='0'"),
+        (["--jobs", "²"], "jobs='²', must be auto or a number"),
         (["--clients", "1000"], "clients=1000"),
     ],
 )
@@ -431,6 +506,85 @@ def test_which_run_to_resume(tmp_path, monkeypatch, arguments, message):
     assert code == 2 and message in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+def test_a_store_that_is_not_found_is_no_new_run(tmp_path, monkeypatch, no_pictures):
+    """It is looked for where it was, in whatever directory one resumes; what there is of the run stays."""
+    run, first, second = (tmp_path / name for name in ("run", "first", "second"))
+    first.mkdir()
+    second.mkdir()
+    monkeypatch.chdir(first)
+    assert call("run", *SMALL, "--cohort", "1", "--store", "st", "--out", run)[0] == 0
+    monkeypatch.chdir(second)
+    code, _, err = call("resume", run, "--rounds", "3")
+    assert code == 0, err
+    assert len(report.read_metrics(run / report.METRICS)) == 9 and not list(second.iterdir())
+    (first / "st").rename(tmp_path / "moved")
+    before = content(run)
+    options = ["run", *SMALL, "--cohort", "1", "--resume", "--rounds", "4", "--out", run]
+    for command in (["resume", run, "--rounds", "4"], ["run", "--resume", run, "--rounds", "4"], options):
+        code, _, err = call(*command)
+        assert code == 2 and "has saved rounds, but there are none in" in err and err.count("\n") == 1
+        assert str(first / "st") in err and content(run) == before
+    assert call("resume", run)[0] == 0
+    assert content(run) == before, "a finished run is left as it is"
+    (run / report.RESULT).unlink()
+    code, _, err = call("resume", run)
+    assert code == 2 and "has saved rounds" in err
+    code, _, err = call("run", "--resume", run, "--rounds", "4", "--store", tmp_path / "moved")
+    assert code == 0, err
+    assert [row["round"] for row in report.read_metrics(run / report.METRICS)[::3]] == [1, 2, 3, 4]
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_again(one_run, tmp_path, no_pictures):
+    directory, _ = one_run
+    shutil.copytree(directory / "a", tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    before = content(tmp_path / "a")
+    for command in (["resume", tmp_path / "a"], ["run", "--resume", tmp_path / "a", "--store", tmp_path / "new"]):
+        code, _, err = call(*command, "--rounds", "3")
+        assert code == 2 and "has saved rounds, but there are none in" in err and err.count("\n") == 1
+        assert content(tmp_path / "a") == before
+    assert call("resume", tmp_path / "a")[0] == 0
+    assert content(tmp_path / "a") == before
+
+
+def test_a_run_that_was_begun_with_relative_paths_goes_on(tmp_path, monkeypatch, no_pictures):
+    """Earlier versions wrote them down as they were typed."""
+    monkeypatch.chdir(tmp_path)
+    assert call("run", *SMALL, "--cohort", "1", "--store", "st", "--out", "run")[0] == 0
+    for name in ("run.json", "config.json"):
+        path = tmp_path / "run" / name
+        written = files.read_sealed(path)
+        written["config" if name == "run.json" else "settings"]["store"] = "st"
+        files.write_json(path, written, sealed=True)
+    code, _, err = call("resume", "run", "--rounds", "3")
+    assert code == 0, err
+    assert files.read_sealed(tmp_path / "run" / "run.json")["config"]["store"] == str(tmp_path / "st")
+    assert len(report.read_metrics(tmp_path / "run" / report.METRICS)) == 9
+
+
+def test_a_data_folder_that_moved_is_said_anew(tmp_path, no_pictures):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    code, _, err = call("run", *SMALL, "--data-dir", tmp_path / "old", "--out", tmp_path / "a")
+    assert code == 0, err
+    (tmp_path / "old").rmdir()
+    code, _, err = call("run", "--resume", tmp_path / "a")
+    assert code == 2 and "old', must be a folder" in err
+    code, _, err = call("run", "--resume", tmp_path / "a", "--data-dir", tmp_path / "new", "--rounds", "3")
+    assert code == 0, err
+
+
+def test_a_run_with_more_rounds_than_its_result_is_reported_as_it_was_finished(one_run, tmp_path, no_pictures):
+    directory, _ = one_run
+    shutil.copytree(directory / "a", tmp_path / "a")
+    rows = report.read_metrics(tmp_path / "a" / report.METRICS)
+    later = [row | {"round": 3, "accuracy": 0.0} for row in rows[-3:]]
+    with (tmp_path / "a" / report.METRICS).open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in later)
+    assert report.read_cell(tmp_path / "a").rows == rows
+    assert report.table(report.read(tmp_path / "a")) == report.table(report.read(directory / "a"))
+
+
 @pytest.mark.parametrize("command", [["run", "--resume"], ["resume"]])
 def test_a_run_that_saved_no_round_begins_again(one_run, tmp_path, command):
     directory, _ = one_run
@@ -486,8 +640,62 @@ def test_report_prints_the_table_again(comparison, tmp_path):
     assert written[0].stat().st_mode & 0o777 == 0o644 and f"page: {written[0]}" in out
     code, _, err = call("report", ROOT / "bench" / "results" / "layers.json", "--html", tmp_path / "x.html")
     assert code == 2 and "is a file of a benchmark" in err and not (tmp_path / "x.html").exists()
+    shutil.copy(ROOT / "bench" / "results" / "layers.json", tmp_path)
+    assert call("report", tmp_path / "layers.json", "--json", tmp_path / "rows.json")[0] == 0
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == report.read_layers(tmp_path / "layers.json")
     code, _, err = call("report", tmp_path / "nothing")
     assert code == 2 and "holds no finished run" in err
+
+
+def test_where_nobody_may_draw_all_else_is_written(comparison, tmp_path, monkeypatch):
+    directory, _, _ = comparison
+
+    def refused(cells, folder):
+        raise PermissionError(13, "Permission denied", str(folder / "density.png"))
+
+    monkeypatch.setattr(plots, "pictures", refused)
+    written = {f"--{end}": tmp_path / f"p.{end}" for end in ("html", "csv", "latex", "json")}
+    code, out, err = call("report", directory / "c", *(part for pair in written.items() for part in pair))
+    assert code == 0 and "fedavg" in out and all(path.is_file() for path in written.values())
+    assert "the pictures are left out" in err and "density.png" in err and err.count("\n") == 1
+
+
+def test_the_table_counts_the_clients_that_were_trained(tmp_path, no_pictures):
+    code, out, err = call("run", *SMALL, "--only", "1,3", "--out", tmp_path / "a")
+    assert code == 0 and "permuted-non-iid, 2 clients, 2 rounds" in out, err
+
+
+def test_info_of_a_comparison(comparison):
+    directory, _, _ = comparison
+    code, out, err = call("info", directory / "c")
+    assert code == 0 and "factorized-fl-beta, fedavg" in out and "4 of 4 runs" in out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "3"], "batch=3: is for --plan"),
+        (["--density", ".1"], "density=0.1: is for --plan"),
+        (["--input", "1x8x8"], "input='1x8x8': is for --plan"),
+        (["a", "--plan", "mlp"], "plan='mlp': not beside a"),
+    ],
+)
+def test_info_refuses_what_it_would_ignore(arguments, message):
+    code, _, err = call("info", *arguments)
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "²"], "rounds='²', must be numbers"),
+        (["--shape", "1,8,²"], "shape='1,8,²', must be numbers"),
+        (["--shape", "1,8,8", "--classes", "0"], "classes=0, must be at least 1"),
+    ],
+)
+def test_methods_names_a_bad_option(arguments, message):
+    code, _, err = call("methods", "--model", "mlp", *arguments)
+    assert code == 2 and message in err and err.count("\n") == 1
 
 
 def test_info_names_everything(tmp_path):

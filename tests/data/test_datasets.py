@@ -33,6 +33,18 @@ def write_idx(path, array, zipped=False):
     path.write_bytes(gzip.compress(content) if zipped else content)
 
 
+def test_idx_files_that_are_missing_are_named_in_the_folder_that_has_the_others(tmp_path):
+    write_clothes(tmp_path / "mnist", zipped=True)
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"/mnist/t10k-labels-idx1-ubyte, with or without .gz, is missing"):
+        data.load("mnist", tmp_path)
+    # As some archives unpack them: each in a folder of its own name.
+    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (tmp_path / "unpacked" / "mnist" / f"{part}-ubyte").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte, with or without .gz, is missing"):
+        data.load("mnist", tmp_path / "unpacked")
+
+
 def test_mnist(tmp_path):
     images = {"train": RNG.integers(0, 256, (7, 28, 28)), "t10k": RNG.integers(0, 256, (3, 28, 28))}
     labels = {part: RNG.integers(0, 10, len(x)) for part, x in images.items()}
@@ -237,6 +249,22 @@ def test_tiny_imagenet_of_another_size_is_refused(tmp_path):
         data.load("tiny-imagenet", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda base: (base / "wnids.txt").write_text("n02\nn01\nn03\n"), "train/n03/images holds no file"),
+        (lambda base: (base / "wnids.txt").write_text("n02\nn00\n"), "train/n00/images holds no file"),
+        (lambda base: [f.rename(f.with_suffix(".jpg")) for f in base.glob("train/n01/images/*")], "n01/images holds"),
+        (lambda base: (base / "wnids.txt").write_text("\n"), "wnids.txt names no class"),
+        (lambda base: (base / "words.txt").write_bytes("n01\tCafé".encode("latin-1")), "words.txt is no text"),
+    ],
+)
+def test_tiny_imagenet_passes_over_nothing(tmp_path, damage, message):
+    damage(write_tiny_imagenet(tmp_path))
+    with pytest.raises(ValueError, match=rf"dataset='tiny-imagenet': .*{message}"):
+        data.load("tiny-imagenet", tmp_path)
+
+
 def write_leaf(folder, parts):
     """Files of LEAF: parts = {"train/name": {user: (x, y)}}."""
     for name, users in parts.items():
@@ -265,6 +293,40 @@ def test_femnist(tmp_path):
     assert (femnist.classes[9], femnist.classes[10], femnist.classes[36]) == ("9", "A", "a")
     made = data.make_clients("femnist", "natural", 2, seed=0, root=tmp_path)
     assert [len(m.train[1]) + len(m.test[1]) for m in made] == [15, 15] and [len(m.test[1]) for m in made] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        ([[0.0] * 783 + [1.01]], [1], "pixels 0.0 … 1.0[0-9]*, must be 0 … 1"),
+        ([[-0.01] + [0.0] * 783], [1], "pixels -0.0[0-9]* … 0.0, must be 0 … 1"),
+        ([[float("nan")] * 784], [1], "pixels nan … nan"),
+        ([[None] * 784], [1], "pixels nan … nan"),
+        ([[1e300] * 784], [1], "pixels inf … inf"),
+        ([[0.0] * 1568], [1], r"x of shape \[1, 1568\], must be rows of 784"),
+        ([[0.0] * 1568, [0.0] * 1568], [1, 2], r"x of shape \[2, 1568\], must be rows of 784"),
+        ([0.0] * 784, [0] * 784, r"x of shape \[784\], must be rows of 784"),
+        ([[0.0] * 784], [1.5], "type float64, must be a row of integers"),
+        ([[0.0] * 784], [True], "type bool, must be a row of integers"),
+        ([[0.0] * 784], [[1]], r"labels y of shape \[1, 1\]"),
+        ([[0.0] * 784], [10**30], "type object, must be a row of integers"),
+        ([[0.0] * 784], [1e300], "type float64, must be a row of integers"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_femnist_of_other_numbers_is_refused(tmp_path, x, y, message):
+    write_leaf(tmp_path / "femnist", {"train/bad": {"f00": (x, y)}, "test/none": {}})
+    with pytest.raises(ValueError, match=rf"dataset='femnist': .*bad.json is not a file of LEAF: .*{message}"):
+        data.load("femnist", tmp_path)
+
+
+def test_leaf_without_samples_or_nested_without_end_is_refused(tmp_path):
+    write_leaf(tmp_path / "femnist", {"train/one": {"f00": ([], [])}, "test/one": {}})
+    with pytest.raises(ValueError, match=r"dataset='femnist': the files in .*femnist hold no sample"):
+        data.load("femnist", tmp_path)
+    (tmp_path / "femnist" / "train" / "one.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"one.json is not a file of LEAF: RecursionError"):
+        data.load("femnist", tmp_path)
 
 
 def test_shakespeare_from_files_to_rounds(tmp_path):
@@ -344,7 +406,7 @@ def test_ag_news_from_files_to_rounds(tmp_path):
 def test_ag_news_keeps_the_most_frequent_words(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "WORDS", 2)
     write_csv(tmp_path / "ag_news/train.csv", [(1, "a b b c", "c c a d d")])
-    write_csv(tmp_path / "ag_news/test.csv", [])
+    write_csv(tmp_path / "ag_news/test.csv", [(1, "", "")])
     assert data.load("ag-news", tmp_path).x[0, :9].tolist() == [3, 1, 1, 2, 2, 2, 3, 1, 1]
 
 
@@ -356,6 +418,34 @@ def test_ag_news_names_a_bad_row(tmp_path, row, message):
     write_csv(tmp_path / "ag_news/test.csv", [])
     with pytest.raises(ValueError, match=message):
         data.load("ag-news", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"7,a,b\n1,c,d\n", "row 1 is no"),
+        (b"x1,a,b\n1,c,d\n", "row 1 is no"),
+        (b"\n1,c,d\n", "row 1 is no"),
+        (b"1,caf\xe9,d\n", "train.csv is no table of text in UTF-8"),
+        (b"1," + b"a" * 131_073 + b",d\n", "train.csv is no table of text in UTF-8: field larger"),
+        (b"", "train.csv has no rows"),
+        (b"Class Index,Title,Description\n", "train.csv has no rows"),
+    ],
+)
+def test_ag_news_drops_no_row(tmp_path, content, message):
+    for part in ("train", "test"):
+        write_csv(tmp_path / "ag_news" / f"{part}.csv", [(1, "a", "b")])
+    (tmp_path / "ag_news" / "train.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=f"dataset='ag-news': .*{message}"):
+        data.load("ag-news", tmp_path)
+
+
+def test_ag_news_with_a_byte_order_mark_has_all_its_rows(tmp_path):
+    for part in ("train", "test"):
+        write_csv(tmp_path / "ag_news" / f"{part}.csv", [(3, "a", "b")])
+    path = tmp_path / "ag_news" / "train.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + b"2,a,b\n1,c,d\n")
+    assert data.load("ag-news", tmp_path).y.tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize(

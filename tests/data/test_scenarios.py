@@ -1,5 +1,7 @@
 """Partitions and labels, on the digits and on made-up samples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -322,6 +324,23 @@ def test_twins_are_two_halves_of_a_domain_one_of_them_twice_and_another_domain(d
     assert len(pairs) == 5 and any(a != b for a, b in pairs)
     with pytest.raises(ValueError, match="clients=5, must be 4"):
         data.make_clients("digits", "twins", 5, seed=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"samples": 60}])
+def test_twins_hold_out_the_same_samples(options):
+    """One may learn from the other: what a twin is tested on, none trains on."""
+    made = data.make_clients("digits", "twins", 4, seed=0, **options)
+    assert torch.equal(made[1].test[0], made[2].test[0]) and torch.equal(made[1].train[0], made[2].train[0])
+    trained = key(torch.cat([client.train[0] for client in made]))
+    assert not trained & key(torch.cat([client.test[0] for client in made]))
+
+
+def test_a_class_without_samples_is_named_where_clients_have_nothing_else(digits):
+    some = replace(digits, x=digits.x[digits.y != 4], y=digits.y[digits.y != 4])
+    with pytest.raises(
+        ValueError, match=r"has 0 samples, needs two; digits has no sample of class 4, raise classes_per"
+    ):
+        data.make_clients(some, "pathological", 10, seed=0, classes_per_client=1)
 
 
 def test_a_global_test_set_is_everybodys_under_their_own_labels(digits):

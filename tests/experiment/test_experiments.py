@@ -9,7 +9,7 @@ import torch
 
 from fastfact.experiment import build, plots, probes, report
 from fastfact.experiment.config import Config
-from fastfact.experiment.run import run
+from fastfact.experiment.run import differences, run
 from fastfact.federation import Federation
 
 SMALL = {"rounds": 1, "epochs": 1, "width": 0.1, "method": "fedavg", "batch_size": 16}
@@ -119,6 +119,36 @@ def test_more_rounds_than_the_learning_rate_was_to_fall_over(tmp_path):
 def test_bad_input(change, message):
     with pytest.raises(ValueError, match=message):
         build.federation(config(**{"model": "mlp", **change}))
+
+
+def test_bounds_may_be_numbers():
+    fed = build.federation(config(model="mlp", clip=2.5, max_norm=100, cohort=1))
+    assert (fed.settings["clip"], fed.settings["max_norm"]) == ("2.5", "100")
+    with pytest.raises(ValueError, match=r"clip='-1.0', must be above 0"):
+        config(clip=-1.0)
+
+
+def test_paths_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.safetensors").touch()
+    made = config(store="st", data_dir=".", init_from="w.safetensors")
+    assert made.store == str(tmp_path / "st") and made.data_dir == str(tmp_path)
+    assert (
+        made.init_from == str(tmp_path / "w.safetensors") and config().store == "memory" and config().data_dir is None
+    )
+
+
+def test_the_file_a_run_starts_from_may_be_moved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "w.safetensors").touch()
+    there, moved = (config(init_from=f"{name}/w.safetensors") for name in ("old", "new"))
+    written = there.identity()
+    assert not differences(written | {"init_from": "old/w.safetensors"}, there)
+    assert "init_from is" in differences(written, moved)[0] and differences(written, config())
+    (tmp_path / "old" / "w.safetensors").unlink()
+    assert not differences(written, moved)
 
 
 def test_images_of_words_are_refused(tmp_path):
