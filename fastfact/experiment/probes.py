@@ -16,7 +16,7 @@ from torch import Tensor
 from fastfact.experiment import privacy
 from fastfact.federation import Federation, analysis
 from fastfact.federation.server import mixing
-from fastfact.federation.state import State, generator_for
+from fastfact.federation.state import State, flattened, generator_for
 from fastfact.federation.storage.run_directory import save_tensors
 from fastfact.methods.fedfac import SPLIT
 from fastfact.methods.matching import Matched
@@ -55,7 +55,7 @@ def _states(fed: Federation, names: Sequence[str] | None = None) -> State:
 
 def _flat(state: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
     """The named tensors of each client end to end, float64 [k, n]."""
-    return torch.cat([state[name].flatten(1).double().cpu() for name in names], dim=1)
+    return torch.cat([flattened(state[name]).double().cpu() for name in names], dim=1)
 
 
 def similarity(fed: Federation) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def drift(fed: Federation) -> dict[str, Tensor]:
         return {}
     squared = torch.zeros(len(fed), dtype=torch.float64)
     for tensor in _states(fed, names).values():
-        flat = tensor.flatten(1).double()
+        flat = flattened(tensor).double()
         squared += (flat - flat.mean(0)).square().sum(1).cpu()
     return {"distance": squared.sqrt().mean()}
 

@@ -15,7 +15,7 @@ from fastfact.federation.server import mixing
 from fastfact.federation.server.exchange import Exchange
 from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import Strategy, Uploads
-from fastfact.federation.state import State
+from fastfact.federation.state import State, flattened
 from fastfact.federation.storage.states import States
 from fastfact.federation.tensors import TensorInfo
 from fastfact.nn.sparsity import hard_threshold
@@ -52,7 +52,7 @@ def density(fed: Trained) -> dict[str, list[float]]:
     for begin in range(here.start, here.stop, 64):
         state = fed.states.load(range(begin, min(begin + 64, here.stop)), names=fed.sparse)
         for name, tensor in state.items():
-            nonzeros = hard_threshold(tensor, fed.method.counted_from).flatten(1).count_nonzero(1)
+            nonzeros = flattened(hard_threshold(tensor, fed.method.counted_from)).count_nonzero(1)
             counts[name] += (nonzeros / fed.infos[name].numel).tolist()
     parts = fed.group.each(counts)
     return {name.rpartition(".")[0]: [density for part in parts for density in part[name]] for name in fed.sparse}
@@ -65,7 +65,7 @@ def densities(
     smaller than `least` is zero."""
     if not sparse:
         return [None] * len(next(iter(state.values())))
-    nonzeros = sum(hard_threshold(state[name], least).flatten(1).count_nonzero(1) for name in sparse)
+    nonzeros = sum(flattened(hard_threshold(state[name], least)).count_nonzero(1) for name in sparse)
     return (nonzeros / sum(infos[name].numel for name in sparse)).tolist()
 
 
@@ -110,7 +110,7 @@ def key_vectors(fed: Trained) -> Tensor:
     exchange = fed.exchange
     held = exchange.keyed(fed.states.load(fed.here, names=None if exchange.measured else exchange.keys))
     state = fed.of_all({name: held[name] for name in exchange.keys})
-    return torch.cat([torch.empty(len(fed), 0), *(state[name].flatten(1).cpu() for name in exchange.keys)], dim=1)
+    return torch.cat([torch.empty(len(fed), 0), *(flattened(state[name]).cpu() for name in exchange.keys)], dim=1)
 
 
 def mixing_matrix(fed: Trained) -> Tensor:

@@ -16,7 +16,7 @@ from fastfact.data.client import Client
 from fastfact.federation import analysis, setup
 from fastfact.federation.client import compact as sparse
 from fastfact.federation.client import train
-from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan, Executor, choose
+from fastfact.federation.client.executor import BATCHED, ONE, THREADS, ExecutionPlan, Executor, check_together, choose
 from fastfact.federation.client.optimizer import KEPT
 from fastfact.federation.client.placement import Placement, formatted
 from fastfact.federation.client.step import Settings
@@ -139,7 +139,7 @@ class Local:
         setup.check_task(self.task, self.method)
         if self.classes is not None:
             self._data.set_classes(self.classes, self.task.labels)
-        self._draws = setup.draws_of(self.template, self._data)
+        self._draws, self.task = setup.tried(self.template, self._data, self.task)
         self._setup_plan(together or self._taking_part(len(self.clients)))
 
     def _setup_plan(self, together: int) -> None:
@@ -147,6 +147,8 @@ class Local:
         cohort, last = self.settings["cohort"], setup.channels_last_of(self.template, self._data)
         if isinstance(cohort, int):
             self.plan = ExecutionPlan(ONE) if cohort == 1 else ExecutionPlan(BATCHED, cohort)
+            if cohort > 1:
+                check_together(self._make_trainer(self.template), self._data[self._data.first].train, cohort)
         elif cohort == THREADS:
             if self._draws == "globally" or self.device.type != "cpu":
                 raise ValueError(

@@ -71,7 +71,7 @@ def join(fed: Trained, clients: Sequence[Client], how: str, epochs: int | None) 
     if classes is not None:
         data.set_classes(classes, task.labels)
     # A federation that was loaded without clients does not know these, and the rounds of a schedule are over.
-    draws = setup.draws_of(fed.template, data)
+    draws, task = setup.tried(fed.template, data, task)
     trainer = Trainer(fed.template, fed.infos, replace(fed.trainer.settings.adapting, task=task, draws=draws))
     if how == "ensemble":
         if not task.plain:

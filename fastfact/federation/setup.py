@@ -17,6 +17,7 @@ from fastfact.federation.server import privacy
 from fastfact.federation.server.exchange import Exchange, is_relative
 from fastfact.federation.server.strategy import Strategy
 from fastfact.federation.state import State, seed_for, seeded
+from fastfact.federation.tensors import tensors_of
 from fastfact.nn.schedule import Schedule
 
 log = logging.getLogger("fastfact")
@@ -117,18 +118,42 @@ def output_of(task: Task, model: nn.Module, x: Tensor, train: bool = False) -> T
         return task.output(copy.deepcopy(model).train(train), x)
 
 
-def draws_of(template: nn.Module, data: Placement) -> str:
-    """Where a training forward draws random numbers from, see `step.Settings.draws`."""
+def tried(template: nn.Module, data: Placement, task: Task) -> tuple[str, Task]:
+    """What a training forward does besides: where it draws random numbers from, see `step.Settings.draws`, and the task
+    with the buffers that it replaces.
+
+    Raises ValueError for a buffer that another shape or dtype takes the place of.
+    """
     x, model = data[data.first].train[0][:2].clone(), copy.deepcopy(template).train()
     if len(x) < 2:
         x = x.repeat_interleave(2, 0)
+    before = dict(model.named_buffers())
     with torch.no_grad(), seeded(0, 0, 0, "probe", x.device), Streams([torch.Generator()]) as streams:
-        before = torch.get_rng_state()
+        drawn = torch.get_rng_state()
         Task(entries=data.entries).output(model, x)
-        globally = not torch.equal(before, torch.get_rng_state())
-    if x.device.type != "cpu" or globally:
-        return "globally"
-    return "own" if streams.used else "no"
+        globally = not torch.equal(drawn, torch.get_rng_state())
+    replaced, own = set(), tensors_of(model)
+    for name, new in model.named_buffers():
+        old = before.get(name)
+        if new is old or name not in own:
+            continue
+        if old is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+            there = "which is None before" if old is None else f"which is {old.dtype} {list(old.shape)}"
+            raise ValueError(
+                f"Federation(model=): its forward puts {new.dtype} {list(new.shape)} in the place of buffer {name},"
+                f" {there}: must be of one shape and dtype from the start, or registered with persistent=False"
+            )
+        replaced.add(_kind(model, name))
+    # Of modules that this forward has not run, too: a method may have several models in one.
+    replaces = tuple(name for name in before if name in own and _kind(model, name) in replaced)
+    draws = "globally" if x.device.type != "cpu" or globally else "own" if streams.used else "no"
+    return draws, replace(task, replaces=replaces)
+
+
+def _kind(model: nn.Module, name: str) -> tuple[type, str]:
+    """What the forward of its module does with a buffer: the same for all modules of a type."""
+    path, _, role = name.rpartition(".")
+    return type(model.get_submodule(path)), role
 
 
 def check_sparsity(schedule: Schedule, method: Strategy, model: nn.Module, initial: State) -> None:

@@ -12,6 +12,19 @@ State = dict[str, Tensor]
 """name → tensor [k, …]: the parameters and buffers of k clients (and what a strategy adds). One client is k = 1."""
 
 
+def flattened(tensor: Tensor) -> Tensor:
+    """[k, …] as [k, numbers]: a scalar of each client is one number."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The numbers of a contiguous tensor as uint8 [bytes], in the same memory."""
+    flat = tensor.view(-1)
+    # But one number that was expanded: it is contiguous, of stride 0, and no bytes to PyTorch.
+    flat = flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 def stack(tensors: Mapping[str, Tensor], k: int) -> State:
     """k copies of each tensor, every copy in the memory format of the original."""
     state = {}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fastfact.base import files
+from fastfact.federation.state import as_bytes
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Normalisation layers."""
@@ -61,7 +62,7 @@ def frozen_digest(model: nn.Module) -> str | None:
     hasher = files.hasher()
     for name, param in shared.items():
         hasher.update(f"{name} {param.dtype} {list(param.shape)} ".encode())
-        hasher.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        hasher.update(as_bytes(param.detach().cpu().contiguous()).numpy())
     return hasher.hexdigest() if shared else None
 
 

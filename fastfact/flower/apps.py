@@ -20,7 +20,7 @@ from fastfact.base.kinds import type_error
 from fastfact.data.client import Client
 from fastfact.federation.server.strategy import STRATEGIES, Strategy
 from fastfact.flower.node import Folder, Node, Records
-from fastfact.flower.packet import Packet, RefusedError
+from fastfact.flower.packet import Packet, RefusedError, is_number
 from fastfact.flower.server import SETTINGS, Server
 
 log = logging.getLogger("fastfact")
@@ -252,6 +252,8 @@ class _Sent:
     node: int
     round: int
     until: float
+    clients: list[int]
+    """Which of the node's it asks for."""
 
 
 class _Rounds:
@@ -303,7 +305,7 @@ class _Rounds:
             self._send("query", node, self.server.round, self.server.hello())
         return there
 
-    def _send(self, kind: str, node: int, round: int, packet: Packet) -> str | None:
+    def _send(self, kind: str, node: int, round: int, packet: Packet, clients: Sequence[int] = ()) -> str | None:
         # An answer after the deadline still says what the client holds.
         ttl = 2 * self.deadline
         message = Message(packed(packet), node, kind, ttl=ttl, group_id=str(round))
@@ -312,7 +314,7 @@ class _Rounds:
         if not ids:
             log.warning("round %d: %s cannot be reached", round, self._name(node))
             return None
-        self.sent[ids[0]] = _Sent(kind, node, round, time.monotonic() + ttl)
+        self.sent[ids[0]] = _Sent(kind, node, round, time.monotonic() + ttl, list(clients))
         return ids[0]
 
     def _name(self, node: int) -> str:
@@ -333,7 +335,8 @@ class _Rounds:
         self.server.begin(round, clients)
         asked: dict[str, int] = {}
         for node in sorted({where[k] for k in clients}):
-            id = self._send("train", node, round, self.server.packet(round, [k for k in clients if where[k] == node]))
+            own = [k for k in clients if where[k] == node]
+            id = self._send("train", node, round, self.server.packet(round, own), own)
             if id is not None:
                 asked[id] = node
         self._wait(round, asked, began + self.deadline)
@@ -388,15 +391,18 @@ class _Rounds:
         try:
             packet = unpacked(reply.content)
             if packet.facts.get("kind") == "refused":
-                raise RefusedError(f"refuses: {packet.facts.get('reason')}")
+                raise RefusedError(f"refuses: {packet.facts.get('reason')!s:.500}")
             if sent.kind == "query":
                 self._welcome(sent.node, packet)
                 return
             late = sent.round <= self.server.round
-            clients = self.server.accept(packet)
-            self.seconds[sent.node] = packet.facts.get("seconds", [])
+            seconds = packet.facts.get("seconds", [])
+            if not isinstance(seconds, list) or len(seconds) not in (0, 3) or not all(map(is_number, seconds)):
+                raise RefusedError(f"its seconds are {seconds!r:.80}, must be three numbers")
+            clients = self.server.accept(packet, sent.clients)
+            self.seconds[sent.node] = seconds
             self.silent.discard(sent.node)
-            if late:
+            if late and clients:
                 log.warning(
                     "round %d: the answer of clients %s came after the round: it is not mixed, they go on from it",
                     sent.round,
@@ -411,11 +417,13 @@ class _Rounds:
         clients = self.server.welcome(packet)
         if (version := packet.facts.get("version")) != VERSION:
             own = VERSION
-            log.warning("node %d has fastfact %s, this side %s, which may compute otherwise", node, version, own)
+            log.warning("node %d has fastfact %.40s, this side %s, which may compute otherwise", node, version, own)
         for other, numbers in list(self.nodes.items()):
-            if other != node and set(numbers) & set(clients):
-                log.warning("clients %s were at node %d and are at node %d now", _list(clients), other, node)
-                del self.nodes[other]
+            if other != node and (moved := sorted(set(numbers) & set(clients))):
+                log.warning("clients %s were at node %d and are at node %d now", _list(moved), other, node)
+                self.nodes[other] = [k for k in numbers if k not in moved]
+                if not self.nodes[other]:
+                    del self.nodes[other]
         self.nodes[node] = clients
         self.refused.pop(node, None)
 

@@ -101,11 +101,14 @@ class Node(Local):
         self.codec = Codec(self.initial, self.infos, self.sparse)
 
     def hello(self) -> Packet:
-        """Who is here: the clients' numbers, how many samples each trains on, what a sample is, how many classes the
-        model has, and a digest of its tensors; and what clients measure before their first round, if the method asks
-        for it."""
+        """Who is here: the clients' numbers, how many samples each trains on, what a sample is, of which entries if it
+        has several, how many classes the model has, and a digest of its tensors; and what clients measure before their
+        first round, if the method asks for it."""
         samples = [len(self._data[k].train[1]) for k in self.numbers]
         facts = {"clients": self.numbers, "samples": samples, "sample": self._sample(), "classes": self.classes}
+        if self._data.entries is not None:
+            of = self._data.entries.entries
+            facts["entries"] = [[name, list(shape), str(dtype).removeprefix("torch.")] for name, shape, dtype in of]
         messages = []
         if self.exchange.once:
             measured = (self.exchange.measurement(self._x_of(k)) for k in self.numbers)

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from fastfact.base import files
 from fastfact.base.kinds import type_error
 from fastfact.base.settings import CLOCK, DEFAULTS
+from fastfact.data.samples import Entries
 from fastfact.federation import setup
 from fastfact.federation.history import History
 from fastfact.federation.local import Local
 from fastfact.federation.progress import Progress
 from fastfact.federation.server import robust
-from fastfact.federation.server.exchange import server_round, too_far
+from fastfact.federation.server.exchange import not_finite, server_round, too_far
 from fastfact.federation.server.processes import Group, Shard
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State
@@ -30,7 +31,7 @@ from fastfact.federation.storage import run_directory
 from fastfact.federation.storage.run_directory import LEDGER, METRICS, Rows, RunDirectoryError
 from fastfact.federation.wire.format import Wire, reply
 from fastfact.federation.wire.ledger import Ledger, Sizes
-from fastfact.flower.packet import Packet, RefusedError, table_of
+from fastfact.flower.packet import Packet, RefusedError, is_number, refusing, table_of
 
 log = logging.getLogger("fastfact")
 
@@ -41,6 +42,10 @@ simulated clock, where there are real ones."""
 SETTINGS = {name: default for name, default in DEFAULTS.items() if name not in FIXED} | {"sparsity": None}
 """The settings of `Federation` that all machines share, with its defaults."""
 SAVED = "server.safetensors"
+MOST_SAMPLES = 1 << 53
+"""The most samples a client may say it has: floats count so far."""
+MOST_NUMBERS = 1 << 26
+"""The most numbers a sample may have: the server runs the model on one."""
 
 
 @dataclass
@@ -61,6 +66,8 @@ class _Upload:
     sent: State
     """Empty where it was left out."""
     answer: Tensor | None = None
+    sizes: Sizes = field(default_factory=Sizes)
+    """Of the message, as it came."""
 
 
 @dataclass
@@ -73,6 +80,8 @@ class _Round:
     adds: Progress
     asked: dict[int, _Asked] = field(default_factory=dict)
     uploads: dict[int, _Upload] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    """How far the round moved each upload, where that is bounded."""
 
 
 KEPT = 3
@@ -176,40 +185,64 @@ class Server(Local):
     def welcome(self, packet: Packet) -> list[int]:
         """The clients of a node that answered `hello`. Raises RefusedError for a node that does not fit."""
         facts = packet.facts
-        try:
+        with refusing():
             clients, samples = list(facts["clients"]), list(facts["samples"])
             fits = all(type(n) is int and 0 <= n < self.k for n in clients) and len(clients) == len(samples)
-            fits = fits and all(type(n) is int and n > 0 for n in samples) and len(set(clients)) == len(clients)
-            shape, dtype = facts["sample"]
-            sample = [[int(n) for n in shape], str(dtype)]
-            fits = fits and isinstance(getattr(torch, str(dtype)), torch.dtype)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RefusedError(f"its answer is incomplete ({error!r})") from error
-        if not clients or not fits:
-            raise RefusedError(f"has clients {clients} with {samples} samples, must be of 0 … {self.k - 1}")
-        if facts.get("table") != table_of(self.infos, self.sparse, self.frozen):
-            raise RefusedError("has another model: names, shapes or dtypes of its tensors differ")
-        if self.sample not in (None, sample):
-            raise RefusedError(f"has samples {sample}, other clients {self.sample}")
+            fits = fits and all(type(n) is int and 0 < n <= MOST_SAMPLES for n in samples)
+            if not clients or not fits or len(set(clients)) < len(clients):
+                raise RefusedError(
+                    f"has clients {clients!s:.200} with {samples!s:.200} samples, must be of 0 … {self.k - 1}, each"
+                    f" with 1 … {MOST_SAMPLES}"
+                )
+            sample = [list(facts["sample"][0]), facts["sample"][1]]
+            if facts.get("table") != table_of(self.infos, self.sparse, self.frozen):
+                raise RefusedError("has another model: names, shapes or dtypes of its tensors differ")
+            if self.sample not in (None, sample):
+                raise RefusedError(f"has samples {sample!s:.200}, other clients {self.sample}")
+            if self.sample is None:
+                self._try(sample, facts.get("entries"))
         self._prepare(sample)
         once = self._measured(packet, clients) if self.exchange.once else {}
         self.once |= once
         self.samples |= dict(zip(clients, samples, strict=True))
         return clients
 
+    def _try(self, sample: list, entries: Sequence | None) -> None:
+        """Raise RefusedError for samples that the model does not take: those of the first node are everybody's."""
+        shape, dtype = sample
+        sizes = all(type(n) is int and n > 0 for n in shape) and math.prod(shape) <= MOST_NUMBERS
+        if not sizes or not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise RefusedError(
+                f"has samples {sample!s:.200}, must be a shape of at most {MOST_NUMBERS} numbers, a dtype"
+            )
+        task = self.task
+        if entries is not None:
+            known = [(str(name), tuple(shape), getattr(torch, dtype)) for name, shape, dtype in entries]
+            task = replace(task, entries=Entries(tuple(known)))
+        # Ones, of which a mask leaves something; zeros, where a model knows one token alone.
+        for made in (torch.ones, torch.zeros):
+            try:
+                setup.output_of(task, self.template, made(1, *shape, dtype=getattr(torch, dtype), device=self.device))
+            except Exception as error:
+                why = f"{error!s:.200}"
+            else:
+                self.task = task
+                return
+        what = f"{dtype} {shape}" if entries is None else f"of {task.entries!s:.200}"
+        raise RefusedError(f"has samples {what}, which the model does not take: {why}")
+
     def _measured(self, packet: Packet, clients: list[int]) -> dict[int, State]:
         """What the clients of a node have measured. Raises RefusedError for what does not fit."""
         names = set(self.exchange.once)
         try:
-            lengths = [[int(length)] for length in packet.facts["lengths"]]
+            lengths = [[length] for length in packet.facts["lengths"]]
             found = [self.wire.decode(message) for (message,) in packet.messages(lengths)]
-        except (KeyError, TypeError, ValueError) as error:
-            raise RefusedError(f"its answer is incomplete: {', '.join(sorted(names))} ({error!r})") from error
+        except Exception as error:
+            raise RefusedError(f"its answer is incomplete: {', '.join(sorted(names))} ({error!r:.200})") from error
         if len(found) != len(clients) or any(set(tensors) != names for tensors in found):
             raise RefusedError(f"does not say {', '.join(sorted(names))} of each of its clients")
-        for k, tensors in zip(clients, found, strict=True):
-            if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-                raise RefusedError(f"client {k}: {bad[0]} has NaN or inf")
+        for k, reason in not_finite(clients, {n: torch.stack([each[n] for each in found]) for n in names}).items():
+            raise RefusedError(f"client {k}: {reason}")
         return {
             k: {name: tensor.to(self.device) for name, tensor in tensors.items()}
             for k, tensors in zip(clients, found, strict=True)
@@ -242,7 +275,7 @@ class Server(Local):
         for row, k in enumerate(clients):
             if own:
                 message = [wire.encode({name: tensor[row] for name, tensor in together.items()})]
-            made.asked[k] = _Asked(self._held(k), message)
+            made.asked[k] = _Asked(self._held(k) | {name: together[name][row] for name in own}, message)
         if tensors:
             made.adds.ledger.add(round, "down", clients, wire.roundtrip(together, self.shared)[1])
 
@@ -302,36 +335,38 @@ class Server(Local):
         return Packet.of({**facts, "masks": masks, "clients": told}, messages)
 
     @torch.no_grad()
-    def accept(self, packet: Packet) -> list[int]:
-        """Take what a node sends of a round; the clients it is of. What comes of a round that has ended is kept as what
-        the clients hold, and not mixed.
+    def accept(self, packet: Packet, asked: Collection[int]) -> list[int]:
+        """Take what a node, which was `asked` for these clients, sends of a round; the clients it is of. What comes of
+        a round that has ended is kept as what the clients hold, and not mixed.
 
         Raises RefusedError for what does not fit; nothing of it is kept.
         """
         facts = packet.facts
-        try:
+        with refusing():
             round, clients = facts["round"], facts["clients"]
             if facts["run"] != self.run:
-                raise RefusedError(f"answers in run {facts['run']!r}, this is {self.run!r}")
-            made = self._rounds.get(round)
+                raise RefusedError(f"answers in run {facts['run']!r:.80}, this is {self.run!r}")
+            made = self._rounds.get(round) if type(round) is int else None
             if made is None:
-                raise RefusedError(f"answers in round {round}, which is not under way")
+                raise RefusedError(f"answers in round {round!r:.80}, which is not under way")
             groups = packet.messages([client["lengths"] for client in clients])
             uploads = {}
             for client, group in zip(clients, groups, strict=True):
                 k = client["row"]["client"]
-                if k not in made.asked or k in uploads:
-                    raise RefusedError(f"answers for client {k!r}, which was not asked")
+                if type(k) is not int or k not in asked or k not in made.asked or k in uploads:
+                    raise RefusedError(f"answers for client {k!r:.80}, which was not asked of it")
                 uploads[k] = self._upload(round, client, group, made)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise RefusedError(f"its answer is incomplete ({error!r})") from error
-        if round <= self.round:
-            for k, upload in uploads.items():
-                if upload.sent and self.trained.get(k, 0) < round:
-                    self.held[k], self.trained[k] = upload.sent, round
-        else:
+        if round > self.round:
             made.uploads |= uploads
-        return sorted(uploads)
+            return sorted(uploads)
+        late = {k: up.sent for k, up in uploads.items() if up.sent and self.trained.get(k, 0) < round}
+        left_out = self._too_far(late, made)
+        for k, sent in late.items():
+            if k in left_out:
+                log.warning("round %d: what client %d sent after the round is left out: %s", round, k, left_out[k])
+            else:
+                self.held[k], self.trained[k] = sent, round
+        return sorted(uploads.keys() - left_out.keys())
 
     def _upload(self, round: int, client: Mapping[str, Any], group: list[bytes], made: _Round) -> _Upload:
         k = client["row"]["client"]
@@ -339,8 +374,10 @@ class Server(Local):
         own = [name for metric in self.settings["metrics"] for name in (metric, f"{metric}_before")]
         for name in ("loss", "accuracy", "accuracy_before", "density", "seconds", *own):
             value = client["row"][name]
-            if type_error(value, float | None):
-                raise RefusedError(f"client {k}: {name} is {value!r}")
+            share = name in ("accuracy", "accuracy_before", "density")
+            if value is not None and not (is_number(value) and (not share or 0 <= value <= 1)):
+                must = "between 0 and 1" if share else "a finite number"
+                raise RefusedError(f"client {k}: {name} is {value!r:.80}, must be {must} or None")
             row[name] = value
         row |= {"bytes_up": 0, "bytes_down": 0, "left_out": None}
         if client["row"]["left_out"] is not None:
@@ -348,9 +385,11 @@ class Server(Local):
         if len(group) != bool(self.uploaded):
             raise RefusedError(f"client {k}: {len(group)} messages, must be {int(bool(self.uploaded))}")
         sent: State = {}
+        sizes = Sizes()
         for message in group:
             try:
-                sent = {n: t.to(self.device) for n, t in self.wire.decode(message, onto=asked.start).items()}
+                decoded = self.wire.decode(message, onto=asked.start, sizes=sizes)
+                sent = {name: tensor.to(self.device) for name, tensor in decoded.items()}
             except ValueError as error:
                 raise RefusedError(f"client {k}: {error}") from error
             if set(sent) != set(self.uploaded):
@@ -360,9 +399,9 @@ class Server(Local):
             answer = torch.tensor(client["answer"], dtype=torch.float64).flatten()
             if not answer.isfinite().all() or len(answer) != len(asked.sources):
                 raise RefusedError(f"client {k}: answers {len(answer)} numbers to an offer of {len(asked.sources)}")
-        if bad := [name for name, t in sent.items() if t.is_floating_point() and not t.isfinite().all()]:
-            return _Upload(row | {"left_out": f"{bad[0]} has NaN or inf"}, {})
-        return _Upload(row, sent, answer)
+        if broken := not_finite([k], {name: tensor[None] for name, tensor in sent.items()}):
+            return _Upload(row | {"left_out": broken[k]}, {})
+        return _Upload(row, sent, answer, sizes)
 
     @torch.no_grad()
     def end(self, round: int) -> list[dict]:
@@ -383,8 +422,7 @@ class Server(Local):
             once = self._stacked(new, self.once.__getitem__)
             made.adds.ledger.add(round, "up", new, self.wire.roundtrip(once, list(once))[1])
         if sent:
-            together = {name: torch.stack([state[name] for state in sent.values()]) for name in self.uploaded}
-            made.adds.ledger.add(round, "up", list(sent), self.wire.roundtrip(together, self.uploaded, made.masks)[1])
+            made.adds.ledger.add(round, "up", list(sent), Sizes.joined([uploads[k].sizes for k in sent]))
         rows = [upload.row for upload in uploads.values()]
         there = [row["client"] for row in rows if row["left_out"] is None]
         losses = [uploads[k].row["loss"] for k in there]
@@ -398,6 +436,9 @@ class Server(Local):
         else:
             made.adds.server_state = self.server_state
         for k, state in sent.items():
+            if k in left_out and not there:
+                # The last round that counts is mixed again: of nobody in it what was left out.
+                continue
             self.held[k], self.trained[k] = state, round
             if self.exchange.keeps_start:
                 self.started[k] = {name: made.asked[k].start[name] for name in self.exchange.bounded}
@@ -415,11 +456,10 @@ class Server(Local):
         limit, names = self.exchange.max_norm, self.exchange.bounded
         if limit is None or not names or not sent:
             return {}
-        norms = {}
         for k, state in sent.items():
             start = {name: made.asked[k].start[name][None] for name in names}
-            norms[k] = float(robust.norms({name: state[name][None] for name in names}, start))
-        return too_far(norms, limit)
+            made.norms[k] = float(robust.norms({name: state[name][None] for name in names}, start))
+        return {k: reason for k, reason in too_far(made.norms, limit).items() if k in sent}
 
     def _open(self, out: Path, run: str | None) -> _Disk:
         """Hold `out`, and go on from what is there."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastfact.federation.server import mixing
 from fastfact.federation.server.strategy import Offer, Strategy, Uploads, register
-from fastfact.federation.state import State
+from fastfact.federation.state import State, flattened
 from fastfact.federation.tensors import TensorInfo
 
 
@@ -88,7 +88,7 @@ class ClusteredFL(Strategy):
         start = {name: model[cluster[uploads.clients].to(model.device)] for name, model in models.items()}
         start |= uploads.start
         updates = torch.cat(
-            [(uploads.state[name] - start[name]).flatten(1) for name in self._compared]
+            [flattened(uploads.state[name] - start[name]) for name in self._compared]
             or [torch.zeros(len(uploads.clients), 1)],
             dim=1,
         ).double()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastfact.federation.server.strategy import Offer, Strategy, Uploads, register
-from fastfact.federation.state import State, generator_for
+from fastfact.federation.state import State, flattened, generator_for
 from fastfact.federation.tensors import TensorInfo
 
 
@@ -66,7 +66,7 @@ class FedFOMO(Strategy):
         merged = dict(own)
         for name, mine in own.items():
             if mine.is_floating_point():
-                step = weights.to(mine) @ (offered[name] - mine).flatten(1)
+                step = weights.to(mine) @ flattened(offered[name] - mine)
                 merged[name] = mine + step.reshape(mine.shape)
         return merged, weights
 
@@ -91,7 +91,7 @@ class FedFOMO(Strategy):
         return chosen
 
     def _distances(self, mine: State, others: State) -> Tensor:
-        squares = [(others[name] - mine[name]).flatten(1).double().square().sum(1) for name in self._measured]
+        squares = [flattened(others[name] - mine[name]).double().square().sum(1) for name in self._measured]
         return torch.stack(squares).sum(0).sqrt().cpu()
 
     def _weights(self, losses: Tensor, distances: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from fastfact.federation.client.phase import Net
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import mixing
 from fastfact.federation.server.strategy import Strategy, Uploads
-from fastfact.federation.state import State, generator_for
+from fastfact.federation.state import State, flattened, generator_for
 from fastfact.federation.tensors import TensorInfo
 
 MATCHING = ("best", "random", "worst")
@@ -147,7 +147,7 @@ class Matched(Strategy):
         if self.match_on == "encoding":
             return {KEY: self.sketched(encoder(state, self._criteria(encoder)).flatten(1))}
         if self._sketches_v:
-            return {SKETCH: self.sketched(torch.cat([state[name].flatten(1) for name in self._keys], dim=1))}
+            return {SKETCH: self.sketched(torch.cat([flattened(state[name]) for name in self._keys], dim=1))}
         return {}
 
     def measure(self, net: Net, x: Tensor) -> State:

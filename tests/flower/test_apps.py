@@ -264,6 +264,60 @@ def test_clients_that_move_to_another_node(run, caplog, tmp_path):
     assert not any("lost" in text for text in warnings(caplog))
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("train", {"seconds": 5}, "its seconds are 5, must be three numbers"),
+        ("train", {"seconds": ["a", "b", "c"]}, "its seconds are .*, must be three numbers"),
+        ("train", {"seconds": [1, 2, float("nan")]}, "its seconds are .*, must be three numbers"),
+        ("train", {"lengths": ["abc"]}, "a message of it has 'abc' bytes"),
+        ("train", {"row": {"accuracy": 10**400}}, "client 1: accuracy is 1000"),
+        ("train", {"row": {"client": 3}}, "answers for client 3, which was not asked of it"),
+        ("hello", {"samples": [10**400]}, "has clients .1. with .1000"),
+        ("hello", {"sample": [[float("inf")], "float64"]}, "has samples .*inf"),
+    ],
+)
+def test_a_node_whose_facts_are_none_is_left_out(run, caplog, monkeypatch, kind, change, said):
+    """With one line, and the others' rounds go on."""
+    answer = apps.packed
+
+    def other(reply):
+        facts = reply.facts
+        theirs = (
+            facts.get("clients") == [1] if kind == "hello" else facts.get("kind") == "train" and "config" not in facts
+        )
+        if theirs and kind == "train":
+            theirs = [client["row"]["client"] for client in facts["clients"]] == [1]
+        if theirs:
+            facts = copy.deepcopy(facts)
+            for name, value in change.items():
+                if name == "row":
+                    facts["clients"][0]["row"] |= value
+                elif name == "lengths":
+                    facts["clients"][0]["lengths"] = value
+                else:
+                    facts[name] = value
+            reply = packet.Packet(facts, reply.body)
+        return answer(reply)
+
+    monkeypatch.setattr(apps, "packed", other)
+    _, rows = run(rounds=2, at_least=3)
+    assert [row["client"] for row in rows] == [0, 2, 3] * 2
+    (told,) = {text.partition(": ")[2] for text in warnings(caplog) if "left out" in text}
+    assert re.search(rf"node 12( \(clients 1\))? is left out: {said}", told)
+
+
+def test_nodes_whose_clients_overlap(run, caplog):
+    """What two nodes say they have is the later one's; the other keeps the rest."""
+    nodes = {11: Node("0-2"), 12: Node("1"), 13: Node("2,3")}
+    _, rows = run(nodes=nodes, rounds=2)
+    assert [row["client"] for row in rows] == [0, 1, 2, 3] * 2
+    assert warnings(caplog) == [
+        "clients 1 were at node 11 and are at node 12 now",
+        "clients 2 were at node 11 and are at node 13 now",
+    ]
+
+
 def test_numbers_of_clients():
     assert numbers_of({"clients": "0,3, 6-8"}) == [0, 3, 6, 7, 8] and numbers_of({"partition-id": 4}) == [4]
     for wrong in ("", "a", "1-", "-2"):

@@ -78,7 +78,7 @@ class Machines:
                 if round == 2:
                     # As if the node had been started again; Flower starts a process for each round.
                     self.nodes[n] = self.node(n)
-                self.server.accept(self.ask(round, n, clients))
+                self.server.accept(self.ask(round, n, clients), group)
         return self.server.end(round)
 
     def fit(self, rounds=ROUNDS):
@@ -255,29 +255,162 @@ def test_the_server_looks_at_what_it_is_sent():
         r"0 messages, must be 1": changed(body=b"", client={"lengths": []}),
         r"loss is 'low'": changed(row={"loss": "low"}),
         r"incomplete \(KeyError\('lengths'\)\)": Packet(good.facts | {"clients": [{"row": {"client": 1}}]}, b""),
+        r"client 3, which was not asked of it": changed(row={"client": 3}),
+        r"client 1.0, which was not asked of it": changed(row={"client": 1.0}),
+        r"client True, which was not asked of it": changed(row={"client": True}),
+        r"round 1.0, which is not under way": changed(round=1.0),
+        r"round \[1\], which is not under way": changed(round=[1]),
+        r"a message of it has 'abc' bytes": changed(client={"lengths": ["abc"]}),
+        r"a message of it has inf bytes": changed(client={"lengths": [torch.inf]}),
+        r"a message of it has nan bytes": changed(client={"lengths": [torch.nan]}),
+        r"incomplete \(TypeError": changed(client={"lengths": 5}),
+        r"client 1: loss is nan, must be a finite number": changed(row={"loss": torch.nan}),
+        r"client 1: seconds is 1000": changed(row={"seconds": 10**400}),
+        r"client 1: accuracy is 1e\+308, must be between 0 and 1": changed(row={"accuracy": 1e308}),
+        r"client 1: density is True": changed(row={"density": True}),
     }
     for error, packet in cases.items():
         with pytest.raises(RefusedError, match=error):
-            server.accept(packet)
+            server.accept(across(packet), [1])
     assert server.end(1) == []
     server.begin(2, [1])
-    assert server.accept(good) == [1] and server.held[1], "a late answer is what the client holds"
+    assert server.accept(good, [1]) == [1] and server.held[1], "a late answer is what the client holds"
 
 
-def test_infinite_numbers_that_a_client_sends_are_not_mixed():
-    machines = Machines("fedavg")
-    machines.server.begin(1, [1])
-    good = machines.nodes[1].train(across(machines.server.packet(1, [1])))
-    names = machines.server.uploaded
+def filled(server: Server, good: Packet, number: float) -> Packet:
+    """The answer of client 1 with one number everywhere."""
     tensors = {
-        name: torch.full_like(tensor, torch.inf) if tensor.is_floating_point() else tensor
-        for name, tensor in machines.server.at_start.items()
+        name: torch.full_like(tensor, number) if tensor.is_floating_point() else tensor
+        for name, tensor in server.at_start.items()
     }
-    body = machines.server.wire.encode({name: tensors[name] for name in names})
-    facts = good.facts | {"clients": [good.facts["clients"][0] | {"lengths": [len(body)]}]}
-    machines.server.accept(Packet(facts, body))
-    (row,) = machines.server.end(1)
-    assert "has NaN or inf" in row["left_out"] and machines.server.reported is None
+    body = server.wire.encode({name: tensors[name] for name in server.uploaded})
+    return Packet(good.facts | {"clients": [good.facts["clients"][0] | {"lengths": [len(body)]}]}, body)
+
+
+@pytest.mark.parametrize(("number", "said"), [(torch.inf, "has NaN or inf"), (1e200, "whose square overflows")])
+@pytest.mark.parametrize("method", ["fedavg", "factorized-fl-alpha"])
+def test_numbers_that_are_none_or_nearly_so_are_not_mixed(method, number, said):
+    machines = Machines(method, settings={"tau": -1.0} if "alpha" in method else None, max_norm=None)
+    server = machines.server
+    server.begin(1, [1])
+    good = machines.nodes[1].train(across(server.packet(1, [1])))
+    server.accept(filled(server, good, number), [1])
+    (row,) = server.end(1)
+    assert said in row["left_out"] and server.reported is None and not server.held
+
+
+def test_a_late_answer_that_is_too_far_is_not_kept(caplog):
+    machines = Machines("fedavg", max_norm="20x")
+    server = machines.server
+    server.begin(1, [0, 1, 2, 3])
+    late = filled(server, machines.ask(1, 1, [1]), 1e9)
+    server.accept(machines.ask(1, 0, [0, 2]), [0, 2])
+    server.end(1)
+    assert server.accept(late, [1]) == [] and 1 not in server.held and 1 not in server.trained
+    assert "round 1: what client 1 sent after the round is left out: the round changed its upload by" in caplog.text
+
+
+def test_what_is_left_out_does_not_take_the_place_of_what_was_mixed():
+    machines = Machines("fedavg", max_norm=100.0)
+    machines.round(1)
+    server, before = machines.server, machines.server.held[1]
+    server.begin(2, [1])
+    server.accept(filled(server, machines.ask(2, 1, [1]), 1e9), [1])
+    (row,) = server.end(2)
+    assert "above max_norm" in row["left_out"] and server.held[1] is before
+    assert server.reported.clients == [0, 1, 2, 3], "those of round 1 are mixed again"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"samples": [10**400]}, "has clients .1. with .1000"),
+        ({"samples": [2**53 + 1]}, "each with 1 … 9007199254740992"),
+        ({"samples": [True]}, "with .True. samples"),
+        ({"sample": [[torch.inf], "float64"]}, "has samples .*inf.*, must be a shape of at most"),
+        ({"sample": [[-1], "float64"]}, "must be a shape of at most"),
+        ({"sample": [[1, 10**7, 10**7], "float64"]}, "must be a shape of at most"),
+        ({"sample": [[1, 6, 6], "nn"]}, "must be a shape of at most .* numbers, a dtype"),
+        ({"sample": [[1, 6, 6], ["float64"]]}, "must be a shape of at most .* numbers, a dtype"),
+        ({"sample": [[3, 2], "float64"]}, r"has samples float64 \[3, 2\], which the model does not take: "),
+        ({"sample": [[1, 6, 6], "int64"]}, r"has samples int64 \[1, 6, 6\], which the model does not take: "),
+        ({"sample": 5}, r"incomplete \(TypeError"),
+        ({"clients": 5}, r"incomplete \(TypeError"),
+        ({"clients": [[1]]}, r"has clients \[\[1\]\]"),
+    ],
+)
+@pytest.mark.parametrize("method", ["fedavg", "simfed"])
+def test_what_the_first_node_says_is_looked_at(method, facts, said):
+    """A server that was told nothing of the samples has them of it."""
+    machines = Machines(method)
+    server = Server(cnn, 4, None, method, settings_of(method), TRAINING)
+    hello = machines.nodes[1].hello()
+    with pytest.raises(RefusedError, match=said):
+        server.welcome(across(Packet(hello.facts | facts, hello.body)))
+    assert server.sample is None and [server.welcome(across(node.hello())) for node in machines.nodes] == [
+        [0, 2],
+        [1],
+        [3],
+    ]
+
+
+def test_samples_of_several_entries_are_tried_too():
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3)
+
+        def forward(self, ids, mask):
+            return self.head((self.table(ids) * mask[..., None]).mean(1))
+
+    def of(n):
+        return {"ids": torch.arange(3 * n).view(n, 3) % 5, "mask": torch.ones(n, 3).double()}, torch.arange(n) % 3
+
+    machines = Machines(
+        "fedavg", model=lambda: Both().double(), data=[ff.Client(train=of(6), test=of(3)) for _ in SIZES]
+    )
+    server = Server(machines.model, 4, None, "fedavg", {}, TRAINING)
+    hello = machines.nodes[1].hello()
+    wrong = [[name, shape, "float32"] for name, shape, _ in hello.facts["entries"]]
+    with pytest.raises(RefusedError, match=r"samples of ids \[3\], mask \[3\], which the model does not take"):
+        server.welcome(across(Packet(hello.facts | {"entries": wrong}, b"")))
+    assert server.welcome(across(hello)) == [1] and server.task.entries is not None
+
+
+@pytest.mark.parametrize("answer", [[[1], [1, 2]], ["a", "b"], [10**400, 1], {"a": 1}, [1.0], [torch.nan, 1]])
+def test_answers_to_an_offer_that_are_none_are_refused(answer):
+    machines = Machines("fedfomo").fit(1)
+    machines.server.begin(2, [1])
+    good = machines.ask(2, 1, [1])
+    assert len(good.facts["clients"][0]["answer"]) == 2
+    good.facts["clients"][0]["answer"] = answer
+    with pytest.raises(RefusedError):
+        machines.server.accept(across(good), [1])
+
+
+def test_clipping_begins_at_what_a_method_gave_first():
+    """As in the loop: HetLoRA's clients begin with a part of the initial model each."""
+    same_as_loop("hetlora", clip=0.1)
+
+
+def test_the_ledger_counts_numbers_that_int8_made_zero():
+    options = {"wire": "int8", "l1": 5e-3}
+    fed, machines = same_as_loop("factorized-fl-beta", **options)
+    assert machines.server.ledger.up == fed.ledger.up == machines.bytes["up"]
+
+
+def test_a_server_that_is_started_again_clips_to_the_same_bits(tmp_path):
+    options = {"clip": "1x", "epochs": 2}
+    straight, stopped = (Machines("factorized-fedavg", **options) for _ in range(2))
+    stopped.start(tmp_path)
+    for r in range(1, 6):
+        straight.round(r)
+        stopped.round(r)
+        stopped.server.close()
+        stopped.start(tmp_path)
+    for k in range(4):
+        for name, tensor in straight.state(k).items():
+            assert torch.equal(tensor, stopped.state(k)[name]), name
 
 
 def test_a_record_of_another_model_or_damaged_is_not_read():

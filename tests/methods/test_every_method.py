@@ -6,6 +6,8 @@ import baseline_loop
 import pytest
 import torch
 from baseline_loop import normed
+from small import Scale
+from torch import nn
 
 import fastfact as ff
 
@@ -15,8 +17,12 @@ clients = functools.partial(baseline_loop.clients, (6, 3, 6, 4))
 """A cohort's batches have three sizes: of three clients, of two and of one, which is the larger."""
 
 
+def model() -> nn.Module:
+    return normed().append(Scale()).double()
+
+
 def federation(method, **options):
-    return baseline_loop.federation(method, normed, clients(), epochs=1, **options)
+    return baseline_loop.federation(method, model, clients(), epochs=1, **options)
 
 
 @pytest.mark.parametrize("name", ff.methods.names())
@@ -25,8 +31,9 @@ def test_two_rounds_a_checkpoint_and_one_more(name, tmp_path):
     straight = federation(name, participation=0.5)
     straight.fit(3)
     saved = federation(name, participation=0.5)
-    saved.fit(2, out=tmp_path)
-    resumed = ff.Federation.load(tmp_path, model=normed, clients=clients())
+    saved.save(tmp_path)
+    saved.fit(2, out=tmp_path, checkpoint_every=1)
+    resumed = ff.Federation.load(tmp_path, model=model, clients=clients())
     resumed.fit(1)
     for tensor_name, tensor in straight.states.state.items():
         assert torch.equal(tensor, resumed.states.state[tensor_name]), tensor_name
@@ -77,7 +84,7 @@ def test_on_a_gpu_as_on_the_cpu(name, cohort, tmp_path):
     here, there = federation(name), federation(name, device="cuda", cohort=cohort)
     here.fit(3)
     there.fit(2, out=tmp_path)
-    moved = ff.Federation.load(tmp_path, model=normed, clients=clients(), device="cpu")
+    moved = ff.Federation.load(tmp_path, model=model, clients=clients(), device="cpu")
     for fed in (there, moved):
         fed.fit(1)
         for tensor_name, tensor in here.states.state.items():

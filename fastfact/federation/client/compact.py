@@ -19,7 +19,7 @@ from fastfact.federation.client.optimizer import KEPT
 from fastfact.federation.client.phase import EVALUATION_BATCH, Phase
 from fastfact.federation.client.step import Settings
 from fastfact.federation.client.train import Trainer
-from fastfact.federation.state import State
+from fastfact.federation.state import State, flattened
 from fastfact.federation.tensors import describe
 from fastfact.nn import sparsity
 from fastfact.nn.convert import factorized_layers
@@ -74,7 +74,7 @@ class CompactTrainer:
         dense μ of the one row; positions where they are beyond λ join."""
         small = dict(state)
         for name in self.layers:
-            mu = state[name].reshape(len(state[name]), -1)
+            mu = flattened(state[name])
             if self.schedule.target_density is not None:
                 small[name], small[_index(name)] = sparsity.largest(mu, self.schedule.kept(mu.shape[1]))
                 continue
@@ -122,10 +122,10 @@ class CompactTrainer:
             slot, _, name = key.removeprefix(KEPT).partition("/")
             if key.startswith(KEPT) and name in self.layers and slot != "count":
                 on_support[key] = name
-                small[key] = state[key].flatten(1).gather(1, small[_index(name)].long())
+                small[key] = flattened(state[key]).gather(1, small[_index(name)].long())
         result = self.inner.train(small, data, round, clients, phases, purpose)
         for key, name in on_support.items():
-            rows = torch.zeros_like(state[key].reshape(len(state[key]), -1))
+            rows = torch.zeros_like(flattened(state[key]))
             state[key].copy_(rows.scatter_(1, small[_index(name)].long(), small[key]).reshape(state[key].shape))
         return result
 

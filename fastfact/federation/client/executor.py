@@ -11,7 +11,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from fastfact.data.client import Samples
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.client.train import Trainer, memory_cohort
 from fastfact.federation.state import State, evenly, generator_lock, stack
-from fastfact.federation.tensors import frozen, tensors_of
+from fastfact.federation.tensors import copy_of, frozen, tensors_of
 
 log = logging.getLogger("fastfact")
 
@@ -229,6 +229,21 @@ def _fastest(trainers, data, clients: int, expected: ExecutionPlan) -> Execution
     log.info("a step of a client: %s", ", ".join(f"{plan} {1e3 * seconds:.1f} ms" for plan, seconds in times.items()))
     best = min(times, key=times.get)
     return best if times[best] * SURE < times[expected] else expected
+
+
+def check_together(trainer: Trainer, data: Samples, cohort: int) -> None:
+    """Raise ValueError for a model that does not train over the client axis, by a step of two clients on a copy."""
+    settings = replace(trainer.settings, augment=None, graphs=False)
+    one = Trainer(copy_of(trainer.model), trainer.infos, settings)
+    work, n = stack(tensors_of(one.model), 2), min(2, settings.batch_size)
+    try:
+        one.train(work, [tuple(part[:n] for part in data)] * 2, 1, [0, 1], [Phase(1)], "measure")
+    except RuntimeError as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f'Federation(cohort={cohort}): must be 1, "threads" or "auto": the model does not train together:'
+            f" {why:.300}"
+        ) from error
 
 
 def _measure(trainers, data, plan: ExecutionPlan, clients: int) -> float:

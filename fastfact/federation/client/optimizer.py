@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
-from fastfact.federation.state import State
+from fastfact.federation.state import State, flattened
 from fastfact.nn.optim import step_l1
 
 KEPT = "optimizer/"
@@ -152,7 +152,7 @@ def _threshold_(param: Tensor, threshold: Tensor) -> None:
 def clipped(grads: Sequence[Tensor], most: float) -> list[Tensor]:
     """Each client's gradients [k, …] scaled to a Euclidean norm, over all of them, of at most `most`, as
     `torch.nn.utils.clip_grad_norm_` does."""
-    norms = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in grads]).norm(dim=0)
+    norms = torch.stack([torch.linalg.vector_norm(flattened(grad), dim=1) for grad in grads]).norm(dim=0)
     scale = (most / (norms + 1e-6)).clamp(max=1)
     return [grad * _each(scale, grad) for grad in grads]
 

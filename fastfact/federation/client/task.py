@@ -96,7 +96,8 @@ class Task:
     loss: the mean over a batch. name: of a loss that has one. plain: as it stands. hits: (how many, of how many)
     targets are met, for the accuracy; None where there is none. metrics: what else is measured, by name. entries: what
     the model takes by name, where a sample is of several (see `fastfact.data.Client`). copies: whether the model writes
-    to its input, so that it is given a copy.
+    to its input, so that it is given a copy. replaces: the buffers in whose place its forward puts other tensors
+    (`self.mean = …`): what comes is written to those that were there, which are a client's.
     """
 
     loss: Function = F.cross_entropy
@@ -106,6 +107,7 @@ class Task:
     entries: Entries | None = None
     metrics: Mapping[str, Function] = field(default_factory=dict)
     copies: bool = False
+    replaces: tuple[str, ...] = ()
 
     def output(
         self, model: nn.Module, x: Any, tensors: State | None = None, options: Mapping[str, Any] | None = None
@@ -116,8 +118,22 @@ class Task:
         inputs, options = (x,), dict(options or {})
         if self.entries is not None:
             inputs, options = (), {**self.entries.unpacked(x), **options}
-        out = model(*inputs, **options) if tensors is None else functional_call(model, tensors, inputs, options)
+        if self.replaces:
+            out = self._replacing(model, inputs, tensors or {}, options)
+        else:
+            out = model(*inputs, **options) if tensors is None else functional_call(model, tensors, inputs, options)
         return out if isinstance(out, Tensor) else getattr(out, "logits", out)
+
+    def _replacing(self, model: nn.Module, inputs: tuple, tensors: State, options: dict[str, Any]) -> Any:
+        held = {name: tensors[name] if name in tensors else model.get_buffer(name) for name in self.replaces}
+        # Copies, which autograd may keep: a buffer that is written to could not be kept.
+        given = {**tensors, **{name: buffer.clone() for name, buffer in held.items()}}
+        # What the forward puts in the place of a tensor is in `given` afterwards.
+        out = functional_call(model, given, inputs, options)
+        with torch.no_grad():
+            for name, buffer in held.items():
+                buffer.copy_(given[name].detach())
+        return out
 
     @property
     def largest_loss(self) -> float:

@@ -14,7 +14,7 @@ from fastfact.federation.server import robust
 from fastfact.federation.server.privacy import Noise
 from fastfact.federation.server.processes import Shard
 from fastfact.federation.server.strategy import Offer, Strategy, Uploads
-from fastfact.federation.state import State, index_of
+from fastfact.federation.state import State, flattened, index_of
 from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.format import Sizes, Wire
 from fastfact.federation.wire.ledger import Ledger
@@ -105,7 +105,7 @@ class Exchange:
 
     def unmeasured(self, state: State) -> list[int]:
         """The rows of `state` whose clients have not measured yet."""
-        missing = [state[name].flatten(1).isnan().any(1) for name in self.once]
+        missing = [flattened(state[name]).isnan().any(1) for name in self.once]
         return torch.stack(missing).any(0).nonzero().flatten().tolist() if missing else []
 
     def keyed(self, state: State) -> State:
@@ -123,6 +123,8 @@ class Exchange:
         """What the server has of a round. sent: what came of the clients in `shard`; start: what they started the round
         from, where that is kept."""
         if self.clip is not None:
+            # In one order, wherever `start` comes from: of sums it decides the last bits.
+            start = {name: start[name] for name in self.bounded}
             norms = robust.norms(sent, start)
             of_all = shard.stacked({"norm": norms}, reported.clients)["norm"].tolist()
             sent = robust.clipped(sent, start, norms, bound_of(self.clip, of_all))
@@ -196,7 +198,7 @@ class Exchange:
         reasons = {
             k: f"{name} has NaN or inf"
             for name in self.measured
-            for k, finite in zip(clients, sent[name].flatten(1).isfinite().all(1).tolist(), strict=True)
+            for k, finite in zip(clients, flattened(sent[name]).isfinite().all(1).tolist(), strict=True)
             if k not in known and not finite
         }
         if norms is None or self.max_norm is None or is_relative(self.max_norm):
@@ -429,7 +431,7 @@ def not_finite(clients: list[int], state: State) -> dict[int, str]:
     computed any more where the square of a number overflows."""
     names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
     # A norm is finite only if all its numbers are, and takes one fast pass. One that is not may have overflowed.
-    fine = [torch.linalg.vector_norm(state[name].flatten(1), dim=1).isfinite() for name in names]
+    fine = [torch.linalg.vector_norm(flattened(state[name]), dim=1).isfinite() for name in names]
     reasons = {}
     for row in (row for row, is_fine in enumerate(torch.stack(fine).all(0).tolist()) if not is_fine):
         for name in names:

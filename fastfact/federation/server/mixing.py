@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastfact import ops
-from fastfact.federation.state import State
+from fastfact.federation.state import State, flattened
 from fastfact.ops.mixing import threshold
 
 
@@ -62,7 +62,7 @@ def groups(proximities: Tensor, farthest: float = 4.0) -> Tensor:
 
 
 def _unit(keys: Tensor) -> Tensor:
-    keys = keys.flatten(1).double()
+    keys = flattened(keys).double()
     norm = torch.linalg.vector_norm(keys, dim=1, keepdim=True)
     return torch.where(norm > 0, keys / norm, 0.0)
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastfact.federation.state import State
+from fastfact.federation.state import State, as_bytes
 
 T = TypeVar("T")
 
@@ -144,10 +144,13 @@ class Processes(Group):
         out = tensor.new_empty(sum(counts), *tensor.shape[1:])
         parts = out.split(list(counts))
         parts[self.rank].copy_(tensor)
-        # A broadcast from each: counts differ, and no process holds a second copy.
+        # A broadcast from each: counts differ, and no process holds a second copy. As bytes: no backend knows every
+        # dtype.
         with _others():
             works = [
-                dist.broadcast(_bytes(part), src=rank, async_op=True) for rank, part in enumerate(parts) if part.numel()
+                dist.broadcast(as_bytes(part), src=rank, async_op=True)
+                for rank, part in enumerate(parts)
+                if part.numel()
             ]
             for work in works:
                 work.wait()
@@ -157,7 +160,7 @@ class Processes(Group):
         if self.rank:
             if tensor.numel():
                 with _others():
-                    dist.send(_bytes(tensor.contiguous()), dst=0)
+                    dist.send(as_bytes(tensor.contiguous()), dst=0)
             return None
         out = tensor.new_empty(sum(counts), *tensor.shape[1:])
         parts = out.split(list(counts))
@@ -165,7 +168,7 @@ class Processes(Group):
         with _others():
             for rank, part in enumerate(parts[1:], 1):
                 if part.numel():
-                    dist.recv(_bytes(part), src=rank)
+                    dist.recv(as_bytes(part), src=rank)
         return out
 
     def __exit__(self, kind, error, trace) -> None:
@@ -235,11 +238,6 @@ class Shard:
         """The tensors [len(clients), …] of `clients` (ascending), of which `state` has this process's rows."""
         counts = self.counts(clients)
         return {name: self.group.stacked(tensor, counts) for name, tensor in state.items()}
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as bytes: no backend knows every dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 @contextlib.contextmanager

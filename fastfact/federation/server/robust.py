@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastfact.federation.server import mixing
-from fastfact.federation.state import State
+from fastfact.federation.state import State, flattened
 
 _COLUMNS = 1 << 14
 
@@ -41,7 +41,7 @@ def mix(matrix: Tensor, stacked: State, rule: str = "mean", hostile: float = 0.2
 
 
 def _by_coordinate(matrix: Tensor, x: Tensor, rule: str, hostile: float) -> Tensor:
-    flat = x.reshape(len(x), -1)
+    flat = flattened(x)
     matrix = matrix.to(flat.device, torch.float64)
     out = torch.empty(len(matrix), flat.shape[1], dtype=torch.float64, device=flat.device)
     for begin in range(0, flat.shape[1], _COLUMNS):
@@ -88,14 +88,14 @@ def krum_weights(matrix: Tensor, stacked: State, hostile: float) -> Tensor:
 
 
 def _squared_distances(x: Tensor) -> Tensor:
-    flat = x.reshape(len(x), -1).double()
+    flat = flattened(x).double()
     return torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").square().cpu()
 
 
 def norms(sent: State, start: State) -> Tensor:
     """‖sent − start‖₂ of each client over the floating tensors in `start` [k, …], float64 [k]."""
     squares = [
-        (sent[name].flatten(1).double() - tensor.flatten(1).double()).square().sum(1).cpu()
+        (flattened(sent[name]).double() - flattened(tensor).double()).square().sum(1).cpu()
         for name, tensor in start.items()
     ]
     return torch.stack(squares).sum(0).sqrt()

@@ -15,7 +15,7 @@ from fastfact.federation.client.phase import Net, Phase
 from fastfact.federation.client.train import Encoder
 from fastfact.federation.server import mixing, robust
 from fastfact.federation.server.privacy import Noise
-from fastfact.federation.state import State
+from fastfact.federation.state import State, flattened
 from fastfact.federation.tensors import TensorInfo
 from fastfact.nn.convert import factorize, factorized_layers
 from fastfact.nn.sparsity import hard_threshold
@@ -92,7 +92,7 @@ class Uploads:
 
     def key(self) -> Tensor:
         """What similarity is measured on: the key tensors of each client as one vector, [m, d]."""
-        keys = [self.state[name].reshape(len(self.clients), -1) for name in self.keys]
+        keys = [flattened(self.state[name]) for name in self.keys]
         return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
 
     def mix(self, matrix: Tensor, names: Sequence[str], guests: "Uploads | None" = None) -> State:

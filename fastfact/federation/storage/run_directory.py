@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fastfact.base import files
+from fastfact.federation.state import as_bytes
 
 CONFIG, METRICS, LEDGER, CHECKPOINTS = "config.json", "metrics.jsonl", "ledger.jsonl", "checkpoints"
 KEPT = 2
@@ -202,7 +203,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(as_bytes(tensor).numpy())
 
 
 def _digest(tensor: Tensor) -> str:

@@ -29,7 +29,7 @@ from torch import Tensor
 from fastfact import ops
 from fastfact.base.formats import quantized
 from fastfact.base.settings import WIRE
-from fastfact.federation.state import State
+from fastfact.federation.state import State, as_bytes, flattened
 from fastfact.federation.tensors import TensorInfo
 from fastfact.federation.wire.ledger import FRAME, Sizes
 
@@ -96,6 +96,13 @@ class Wire:
             BITMAP_INT8: bitmap + 4 * rows + nonzeros,
         }[encoding]
 
+    def _numbers(self, info: TensorInfo, encoding: int, length: int, decoded: Tensor) -> int:
+        """How many numbers a payload of `length` bytes has: those of a bitmap, of which int8 may make zeros, count."""
+        none, one = (self._length(info, encoding, n) for n in (0, 1))
+        if one > none:
+            return (length - none) // (one - none)
+        return int(decoded.count_nonzero()) if info.name in self.sparse else info.numel
+
     def _choose(self, info: TensorInfo, nonzeros: int) -> tuple[int, int]:
         """(encoding, payload length)."""
         plain, bitmap = self._plain(info), self._bitmap(info)
@@ -122,7 +129,7 @@ class Wire:
                 begin += (len(mask) + 7) // 8
                 info, tensor = _some_rows(info, mask), tensor[:, mask]
             m = len(tensor)
-            nonzeros = tensor.flatten(1).count_nonzero(1).tolist() if name in self.sparse else [info.numel] * m
+            nonzeros = flattened(tensor).count_nonzero(1).tolist() if name in self.sparse else [info.numel] * m
             length = {count: begin + self._choose(info, count)[1] for count in set(nonzeros)}
             sizes.bytes[name] = [length[count] for count in nonzeros]
             sizes.numbers[name] = nonzeros
@@ -182,15 +189,18 @@ class Wire:
         onto: Mapping[str, Tensor] | None = None,
         names: Iterable[str] | None = None,
         several: Collection[str] = (),
+        sizes: Sizes | None = None,
     ) -> dict[str, Tensor]:
         """The tensors of a message (of these only `names`, if given); rows that did not travel are those of `onto`, or
-        zero. several: the names of those that come as any number of them, [n, …].
+        zero. several: the names of those that come as any number of them, [n, …]. sizes: gets the message's.
 
         Raises ValueError for a message that is cut short or does not fit the model.
         """
         view, count, at = memoryview(message), count_of(message), HEADER.size
         tensors, wanted = {}, None if names is None else frozenset(names)
         seen: set[int] = set()
+        if sizes is not None:
+            sizes.bytes[FRAME] = [HEADER.size]
         for _ in range(count):
             if len(view) < at + ENTRY.size:
                 raise ValueError("message: cut short")
@@ -209,7 +219,7 @@ class Wire:
             if not some:
                 if info.name in several:
                     info = _several(info, _count(length, info, encoding))
-                tensors[info.name] = _decode(payload, info, encoding)
+                part = tensors[info.name] = _decode(payload, info, encoding)
             else:
                 if not info.shape:
                     raise ValueError(f"message: {info.name} is a scalar, some of its rows cannot travel")
@@ -220,8 +230,12 @@ class Wire:
                 bits = np.frombuffer(payload[:width], np.uint8)
                 mask = torch.from_numpy(np.unpackbits(bits, count=n, bitorder="little").astype(bool))
                 base = onto[info.name].cpu() if onto else torch.zeros(info.shape, dtype=info.dtype)
-                part = _decode(payload[width:], _some_rows(info, mask), encoding)
+                info, payload = _some_rows(info, mask), payload[width:]
+                part = _decode(payload, info, encoding)
                 tensors[info.name] = base.index_copy(0, mask.nonzero().flatten(), part)
+            if sizes is not None:
+                sizes.bytes[info.name] = [ENTRY.size + length]
+                sizes.numbers[info.name] = [self._numbers(info, encoding, len(payload), part)]
             at += length
         if at != len(view):
             raise ValueError(f"message: {len(view) - at} bytes follow its last tensor")
@@ -259,7 +273,7 @@ def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return as_bytes(tensor.contiguous()).numpy().tobytes()
 
 
 def count_of(message: bytes) -> int:

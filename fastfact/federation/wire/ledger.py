@@ -18,6 +18,16 @@ class Sizes:
         """The length of one message."""
         return sum(sizes[row] for sizes in self.bytes.values())
 
+    @classmethod
+    def joined(cls, parts: Sequence["Sizes"]) -> "Sizes":
+        """Those of the messages of `parts`, which are of the same tensors."""
+        made = cls()
+        for part in parts:
+            for into, each in ((made.bytes, part.bytes), (made.numbers, part.numbers)):
+                for name, sizes in each.items():
+                    into.setdefault(name, []).extend(sizes)
+        return made
+
     def of(self, rows: Sequence[int]) -> "Sizes":
         """Those of some of the messages."""
         both = self.bytes, self.numbers

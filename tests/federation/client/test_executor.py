@@ -245,3 +245,12 @@ def work(directory):
 
 if __name__ == "__main__":
     work(sys.argv[1])
+
+
+def test_a_model_that_does_not_train_together_is_said_at_once(make):
+    def counts():
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3)).double()
+
+    with pytest.raises(ValueError, match=r"Federation\(cohort=2\): must be 1, .* does not train together: vmap"):
+        make(counts, cohort=2)
+    make(counts, cohort=1).fit(1)

@@ -114,8 +114,8 @@ def test_what_is_frozen_and_shared_goes_in_once(make, monkeypatch):
         kept(self, *args)
         steps.append((self.phase, self.common, self.names))
 
-    monkeypatch.setattr(step.Step, "__init__", watch)
     fed = make(make.cnn, shape=(1, 6, 6), sizes=(8, 8, 8), method="feddecomp", cohort=3, epochs=2)
+    monkeypatch.setattr(step.Step, "__init__", watch)
     fed.fit(rounds=2)
     sigmas = {name for name in fed.infos if fed.infos[name].role == "sigma"}
     low_rank = {name for name in fed.infos if fed.infos[name].role in ("A", "B")}

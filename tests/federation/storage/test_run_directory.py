@@ -481,3 +481,9 @@ def test_a_later_version_may_record_more_of_the_source(make, tmp_path):
     other.source["dataset"] = "mnist"
     with pytest.raises(RunDirectoryError, match="its source differs"):
         other.fit(1, tmp_path)
+
+
+def test_one_number_that_was_expanded_is_written(tmp_path):
+    tensors = {"count": torch.tensor(7).expand(1), "mean": torch.tensor(0.5, dtype=torch.bfloat16).expand(1, 1)}
+    store.save_tensors(tmp_path / "x", tensors)
+    assert store.load_tensors(tmp_path / "x", tensors)[0] == tensors
