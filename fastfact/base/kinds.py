@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, field, fields
+from dataclasses import MISSING, Field, field, fields
 from types import NoneType, UnionType
 from typing import Any
 
@@ -48,14 +48,11 @@ def setting(
     return field(default=default, metadata=about)
 
 
-_SAME = object()
-
-
-def like(settings: type, name: str, default: Any = _SAME, **change: Any) -> Any:
+def like(settings: type, name: str, default: Any = MISSING, **change: Any) -> Any:
     """A field that is what `name` is in another dataclass, but for a default of its own and these changes of
     metadata."""
     item = next(item for item in fields(settings) if item.name == name)
-    return field(default=item.default if default is _SAME else default, metadata={**item.metadata, **change})
+    return field(default=item.default if default is MISSING else default, metadata={**item.metadata, **change})
 
 
 def type_error(value: Any, kind: Any) -> str | None:

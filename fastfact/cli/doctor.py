@@ -118,7 +118,7 @@ def _gpu(serving: Mapping[str, Backend]) -> list[Finding]:
             why = f"PyTorch has CUDA {torch.version.cuda} and sees no device"
             how = "nvidia-smi says whether the driver sees one" if shutil.which("nvidia-smi") else ""
         return [Finding("GPU", ABSENT, why, "everything runs on the CPU", how)]
-    found = [_finding_of(number) for number in range(torch.cuda.device_count())]
+    found = [_device(number) for number in range(torch.cuda.device_count())]
     cuda, triton = serving["cuda"], serving["triton"]
     if cuda.available:
         found.append(Finding("CUDA kernels", RIGHT, cuda.detail))
@@ -134,7 +134,7 @@ def _gpu(serving: Mapping[str, Backend]) -> list[Finding]:
     return found
 
 
-def _finding_of(number: int) -> Finding:
+def _device(number: int) -> Finding:
     name, capability = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
     if capability >= OLDEST_GPU:
         return Finding("GPU", RIGHT, name)

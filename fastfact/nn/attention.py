@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from fastfact.nn.layer import FactorizedLayer
+from fastfact.nn.layer import FactorizedLayer, as_leaf
 from fastfact.nn.layers import FactorizedLinear
 from fastfact.nn.specs import LowRank
 from fastfact.ops import attention
-from fastfact.ops.common import as_leaf
 
 PROJECTIONS = {
     "in_proj_weight": "in_proj",
@@ -69,7 +68,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         """As `nn.MultiheadAttention.forward`."""
         if type(query) is Proxy:
             given = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            return as_leaf(self, query, query, key, value, *given)
+            return as_leaf(self, query, key, value, *given)
         if query.is_nested:
             if not (query is key is value) or self.training or key_padding_mask is not None or attn_mask is not None:
                 return super().forward(

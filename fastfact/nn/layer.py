@@ -23,7 +23,6 @@ from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN, dispatches, loaded
 from fastfact.ops.common import (
     address,
-    as_leaf,
     autocast,
     autocasts,
     capturing,
@@ -132,7 +131,7 @@ class FactorizedLayer(Factors):
     def forward(self, x: Tensor) -> Tensor:
         """The layer, on the path that is asked for, or chosen."""
         if type(x) is Proxy:
-            return as_leaf(self, x, x)
+            return as_leaf(self, x)
         return self._of_padded(self._padded(x) if self._pads else x)
 
     def _of_padded(self, x: Tensor) -> Tensor:
@@ -758,6 +757,12 @@ def dtype_of(x: Tensor) -> torch.dtype:
     """In which x is computed with, under autocast or not."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if autocasts(kind) else x.dtype
+
+
+def as_leaf(module: nn.Module, x: Proxy, *others) -> Proxy:
+    """The call of `module` in a graph that `torch.fx` traces, which has modules of `torch.nn` as they are, and looks
+    into all others."""
+    return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x, *others), {})
 
 
 def _nonzeros(mu: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -15,11 +15,11 @@ from fastfact import ops
 from fastfact.nn import choice, compiled, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.factors import INDEX, is_dense, rank1_parts
-from fastfact.nn.layer import PATHS, FactorizedLayer, cast, converted, densified, dtype_of, side
+from fastfact.nn.layer import PATHS, FactorizedLayer, as_leaf, cast, converted, densified, dtype_of, side
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
-from fastfact.ops.common import address, as_leaf, is_channels_last, is_mapped, recording, transforming
+from fastfact.ops.common import address, is_channels_last, is_mapped, recording, transforming
 from fastfact.ops.weights import Convolution, are_rows
 
 NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
@@ -404,7 +404,7 @@ class FactorizedConv1d(FactorizedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Proxy:
-            return as_leaf(self, x, x)
+            return as_leaf(self, x)
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
 
     def _padded(self, x):

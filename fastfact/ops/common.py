@@ -92,13 +92,6 @@ def is_mapped(tensor: Tensor) -> bool:
     return False
 
 
-def as_leaf(module: torch.nn.Module, proxy: torch.fx.Proxy, *args, **kwargs) -> torch.fx.Proxy:
-    """The call of `module` in a graph that `torch.fx` traces, which has modules of `torch.nn` as they are, and looks
-    into all others."""
-    tracer = proxy.tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
-
-
 def is_channels_last(x: Tensor) -> bool:
     """Whether images [n, c, h, w] lie channels_last in memory, and not contiguous as well, or one of both by
     `formats.one_channel_last`.

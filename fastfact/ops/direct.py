@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastfact.ops import backends
 from fastfact.ops.backends import PLAIN, dispatches
+from fastfact.ops.common import has_tangents
 
 LINEAR, PIXELS, CONVOLUTION, REORDERED, PACKED = range(5)
 """Kinds of layers: x Wᵀ, a 1×1 convolution as one product of pixels, any convolution, one with W in oneDNN's form, x Wᵀ
@@ -246,7 +246,7 @@ def serving() -> Fact:
 
 def serves(*tensors: Tensor) -> bool:
     """Whether these functions may be called now, with these tensors."""
-    if not _there or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0 or not dispatches():
+    if not _there or torch._C._len_torch_dispatch_stack() or has_tangents() or not dispatches():
         return False
     return all(type(tensor) in PLAIN and not tensor.is_neg() for tensor in tensors)
 

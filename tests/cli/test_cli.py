@@ -245,8 +245,13 @@ def test_file_and_command_line(tmp_path):
     ],
 )
 def test_bad_files_name_the_key(tmp_path, text, message):
+    check_refused("run", tmp_path, text, message)
+
+
+def check_refused(command, tmp_path, text, message):
+    """A command refuses a file of this text in one line, and has made nothing."""
     (tmp_path / "x.toml").write_text(text)
-    code, _, err = call("run", "--config", tmp_path / "x.toml", "--out", tmp_path / "new")
+    code, _, err = call(command, "--config", tmp_path / "x.toml", "--out", tmp_path / "new")
     assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "new").exists()
 
 
@@ -279,9 +284,7 @@ def test_permuted_labels_keep_classifier_and_norm_with_the_client():
     ],
 )
 def test_bad_files_of_a_comparison_name_the_key(tmp_path, text, message):
-    (tmp_path / "x.toml").write_text(text)
-    code, _, err = call("compare", "--config", tmp_path / "x.toml", "--out", tmp_path / "new")
-    assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "new").exists()
+    check_refused("compare", tmp_path, text, message)
 
 
 def test_all_methods_and_settings_of_each(tmp_path):

@@ -268,7 +268,7 @@ class Step:
             self._index = list(rows), torch.tensor(rows, device=self.device)
         return self._index[1]
 
-    def of(self, rows: list[int], tensor: Tensor) -> Tensor:
+    def rows_of(self, tensor: Tensor, rows: list[int]) -> Tensor:
         """The tensor itself if all rows are asked for (to be stepped in place), else a copy of some."""
         return tensor if len(rows) == len(tensor) else tensor[self.index(rows)]
 
@@ -287,7 +287,7 @@ class Step:
 
     def batch(self, rows: list[int], begin: int, end: int, augmentations: Sequence[torch.Generator | None]) -> list:
         """The batch [begin, end) of the epoch of some rows, as `gradients` takes it."""
-        x, y = self.of(rows, self.xs)[:, begin:end], self.of(rows, self.ys)[:, begin:end]
+        x, y = self.rows_of(self.xs, rows)[:, begin:end], self.rows_of(self.ys, rows)[:, begin:end]
         if self.settings.augment is not None:
             x = torch.stack([self.settings.augment(b, augmentations[row]) for b, row in zip(x, rows, strict=True)])
         return [x, y]
@@ -295,10 +295,10 @@ class Step:
     def __call__(self, rows: list[int], batch: Sequence[Tensor], lr: float | Tensor, part: Part) -> Tensor:
         """The losses of the rows; they, and what the optimizer keeps of them, move. lr: see `Optimizer.step_`."""
         state = self.state
-        params = {name: self.of(rows, state[name]) for name in self.names}
-        rest = {name: state[name][0] if name in self.common else self.of(rows, state[name]) for name in self.rest}
-        kept = {key: self.of(rows, tensor) for key, tensor in self.kept.items()}
-        start = {name: self.of(rows, tensor) for name, tensor in self.start.items()}
+        params = {name: self.rows_of(state[name], rows) for name in self.names}
+        rest = {name: state[name][0] if name in self.common else self.rows_of(state[name], rows) for name in self.rest}
+        kept = {key: self.rows_of(tensor, rows) for key, tensor in self.kept.items()}
+        start = {name: self.rows_of(tensor, rows) for name, tensor in self.start.items()}
         losses, *grads = self.gradients(*batch, *params.values(), *rest.values(), *start.values())
         self.settings.move_(params, grads, kept, lr, part)
         # Rows that were copied out go back: parameters, what is kept, and the buffers the forward moved.
@@ -333,7 +333,7 @@ class GatheredStep(Step):
 
     def batch(self, rows: list[int], begin: int, end: int, augmentations: Sequence[torch.Generator | None]) -> list:
         batch = [self.data[row][part] for part in (0, 1) for row in rows]
-        return [*batch, self.of(rows, self.order)[:, begin:end]]
+        return [*batch, self.rows_of(self.order, rows)[:, begin:end]]
 
 
 class ReplayedStep:

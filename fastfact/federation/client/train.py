@@ -28,7 +28,6 @@ from fastfact.federation.client.together import Together
 from fastfact.federation.state import State, evenly, generator_for, seed_for, seeded
 from fastfact.federation.tensors import TensorInfo, copy_of, tensors_of
 from fastfact.nn.convert import factorized_layers
-from fastfact.nn.factors import INDEX
 
 log = logging.getLogger("fastfact")
 
@@ -46,7 +45,7 @@ class Trainer:
         """Whether PyTorch's generator of the process may be set: not while other threads train."""
         self._orders: list[torch.Generator] = []
         self._counts_together = True
-        self.compact = [layer for layer in factorized_layers(model).values() if INDEX in layer._buffers]
+        self.compact = [layer for layer in factorized_layers(model).values() if layer.is_compact]
         self.steps = Steps(model, infos, settings)
 
     def copy(self) -> "Trainer":
