@@ -144,7 +144,7 @@ Checked check(const Tensor& x, const OptionalTensor& u, const OptionalTensor& v,
             "stride, padding, dilation or size");
     c.stride[d] = stride[d], c.padding[d] = padding[d], c.dilation[d] = dilation[d];
     const int64_t reach = image[3 + d] + 2 * padding[d] - dilation[d] * (size[2 + d] - 1) - 1;
-    require(reach >= 0, "the kernel is larger than the padded image");
+    require(reach >= 0 && image[3 + d] > 0, "the kernel is larger than the padded image, or that has no pixels");
     (d ? c.ow : c.oh) = reach / stride[d] + 1;
   }
   require(bool(u) == bool(v), "u and v go together");

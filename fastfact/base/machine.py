@@ -37,7 +37,7 @@ def processor() -> str:
 
 def _told_of_processor(name: str) -> str | None:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(name):
                 return line.split(":", 1)[1].strip()
     return None
@@ -126,15 +126,21 @@ def setting() -> str:
 
 def directory() -> Path | None:
     """Where answers are remembered: the directory that $FASTFACT_CHOICE names, otherwise $XDG_CACHE_HOME/fastfact
-    (~/.cache/fastfact). None where nothing is to be measured: $FASTFACT_CHOICE is "fixed" or a file of choices."""
+    (~/.cache/fastfact). None where nothing is to be measured: $FASTFACT_CHOICE is "fixed" or a file of choices.
+
+    Raises FileNotFoundError where there is no home directory.
+    """
     asked = setting()
     if asked == FIXED or asked.endswith(".json"):
         return None
     if asked:
         return Path(asked)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a path that is not absolute is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastfact"
+    try:
+        # The XDG specification: a path that is not absolute is to be ignored.
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastfact"
+    except RuntimeError as error:  # neither $HOME nor an entry of the user in the system's list, as in containers
+        raise FileNotFoundError(f"there is no home directory: {error}") from error
 
 
 def remembered(question: object, measure: Callable[[], dict], device: str = "cpu") -> dict | None:
@@ -143,7 +149,11 @@ def remembered(question: object, measure: Callable[[], dict], device: str = "cpu
     Both as JSON holds them. Of several processes that ask at once, the first one to finish decides. None where nothing
     is to be measured, or an answer could not be kept: another run would then decide otherwise, better without it.
     """
-    folder = directory()
+    try:
+        folder = directory()
+    except FileNotFoundError as error:
+        log.warning("cannot keep what was measured (%s)", error)
+        return None
     if folder is None:
         return None
     path = folder / f"{_digest(facts(device))}-{_digest(question)}.json"
@@ -155,7 +165,7 @@ def remembered(question: object, measure: Callable[[], dict], device: str = "cpu
                 tempfile.TemporaryFile(dir=folder).close()
                 content = {"machine": facts(device), "question": question, "answer": measure()}
                 files.write(path, json.dumps(content).encode(), keep=not damaged)
-            return dict(json.loads(path.read_text())["answer"])
+            return dict(json.loads(path.read_bytes())["answer"])
         except OSError as error:
             log.warning("%s: cannot keep what was measured (%s)", folder, error)
             return None

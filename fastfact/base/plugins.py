@@ -9,6 +9,7 @@ A file or module is named by `fastfact --use`, or by $FASTFACT_USE, several of t
 one runs its code; nothing that fastfact has written names any.
 """
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -36,7 +37,7 @@ def load() -> None:
                 entry.load()
             except Exception as error:
                 log.warning("%s = %s cannot be loaded: %r", entry.name, entry.value, error)
-    for text in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+    for text in _named():
         _import(text)
 
 
@@ -45,9 +46,20 @@ def use(text: str) -> None:
     if text.endswith(".py"):
         text = str(Path(text).absolute())
     _import(text)
-    named = [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+    named = _named()
     if text not in named:
         os.environ[VARIABLE] = os.pathsep.join([*named, text])
+
+
+def _named() -> list[str]:
+    """What $FASTFACT_USE names. A piece that is neither a module nor a whole file is part of a path with separators."""
+    named, begun = [], ""
+    for piece in os.environ.get(VARIABLE, "").split(os.pathsep):
+        text = begun + piece
+        begun = "" if text.endswith(".py") or os.sep not in text else text + os.pathsep
+        if text and not begun:
+            named.append(text)
+    return [*named, begun.removesuffix(os.pathsep)] if begun else named
 
 
 def _import(text: str) -> None:
@@ -60,7 +72,8 @@ def _import(text: str) -> None:
             return
         if not Path(text).is_file():
             raise FileNotFoundError("there is no such file")
-        name = f"fastfact_use_{Path(text).stem}"
+        # Of two files of one name each has its own.
+        name = f"fastfact_use_{Path(text).stem}_{hashlib.blake2b(os.fsencode(text), digest_size=4).hexdigest()}"
         spec = importlib.util.spec_from_file_location(name, text)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)

@@ -144,15 +144,20 @@ def _device(number: int) -> Finding:
 
 
 def _memory_of_choices() -> Finding:
-    part, folder = "measured choices", machine.directory()
+    part = "measured choices"
+    anew = "each process measures anew, or takes the built-in choice"
+    mended = f"export {machine.VARIABLE}=DIR, one that can be written"
+    try:
+        folder = machine.directory()
+    except FileNotFoundError as error:
+        return Finding(part, WRONG, str(error), anew, mended)
     if folder is None:
         cost = "paths of layers are not measured here, another may be faster"
         return Finding(part, ABSENT, f"{machine.VARIABLE}={machine.setting()}", cost, f"unset {machine.VARIABLE}")
     there = next(path for path in (folder, *folder.parents) if path.exists())
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=there):
         return Finding(part, RIGHT, f"{len(list(folder.glob('*.json'))) if folder.is_dir() else 0} in {folder}")
-    cost = "each process measures anew, or takes the built-in choice"
-    return Finding(part, WRONG, f"{folder} cannot be written", cost, f"export {machine.VARIABLE}=DIR, one that can be")
+    return Finding(part, WRONG, f"{folder} cannot be written", anew, mended)
 
 
 def _extra(extra: str, module: str, cost: str) -> Finding:

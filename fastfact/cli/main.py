@@ -4,6 +4,7 @@ What needs PyTorch is imported by the command that runs, so that help and comple
 """
 
 import inspect
+import io
 import signal
 import sys
 import threading
@@ -205,7 +206,7 @@ def _train(config: Config, out: Path, resume: bool, json_file: Path | None) -> N
             console.quiet = group.rank > 0
             build.check(config, group)
             group.root(lambda: experiment.check_directory(config, out, resume))
-            if note := build.sharing_note(config):
+            for note in build.notes(config):
                 console.print(note)
             name = f"{config.method}, seed {config.seed}"
             with Display({name: config.rounds}) as display:
@@ -256,7 +257,7 @@ def _compare(comparison: Any, out: Path, jobs: str, json_file: Path | None) -> N
 
     config, workers = comparison.config, jobs_of(jobs)
     comparison.check(out)
-    if note := build.sharing_note(config):
+    for note in build.notes(config):
         console.print(note)
     cells = comparison.cells()
     with Display({name: cell.rounds for name, cell in cells.items()}) as display:
@@ -373,7 +374,7 @@ def info(
         typer.Option(
             "--input",
             metavar="CxHxW",
-            help=escape("Of a sample, for --plan [default: 3x32x32, 3x224x224 for torchvision's]."),
+            help=escape("Of a sample, for --plan [default: 3x32x32, 80 tokens, 3x224x224 for torchvision's]."),
         ),
     ] = None,
     json_file: Json = None,
@@ -678,6 +679,9 @@ def main() -> None:
     # Elsewhere than in the main thread nobody may; what else is there already has a reason.
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A path may have bytes that are no text: shown as they are.
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = app(prog_name="fastfact", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

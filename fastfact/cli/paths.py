@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastfact import models
 from fastfact.bench import networks
+from fastfact.experiment import traffic
 from fastfact.federation import Federation
 from fastfact.nn.choice import PATHS
 from fastfact.nn.convert import factorize, factorized_layers
@@ -98,8 +99,8 @@ def _time(milliseconds: float | None, taken: bool) -> str:
 
 def subject(name: str, density: float | None, shape: str | None) -> Subject:
     """What to plan for: a network of `fastfact.models` or of torchvision with `Rank1` layers, for samples of `shape`
-    (by default "3x32x32", "3x224x224" for those of torchvision, which are in channels_last), or the first client of a
-    run directory. Its μ is made compact.
+    (by default "3x32x32", "80" tokens for those that read text, "3x224x224" for those of torchvision, which are in
+    channels_last), or the first client of a run directory. Its μ is made compact.
 
     density: of μ, drawn at random for a network (by default 0.1), 0 for one without μ; the largest magnitudes for a
     run (by default all nonzeros). Raises ValueError for what is neither, for a run without factorized layers, and
@@ -110,10 +111,13 @@ def subject(name: str, density: float | None, shape: str | None) -> Subject:
     batch = 64
     if name in models.MODELS or networks.of_torchvision(name):
         own = name in models.MODELS
-        sample = _sample(shape or ("3x32x32" if own else "3x224x224"))
+        usual = traffic.shape_of(name, None) if own else (3, 224, 224)
+        sample = _sample(shape or "x".join(map(str, usual)))
         density = 0.1 if density is None else density
         if own:
-            model = factorize(models.build(name, tuple(sample.shape[1:]), 10), Rank1(sparse=density > 0))
+            network = traffic.Network(name, 1.0, tuple(sample.shape[1:]), 10)
+            model = factorize(network.builder()(), Rank1(sparse=density > 0))
+            sample = sample if network.vocabulary is None else sample.long()
         else:
             if sample.shape != (1, 3, sample.shape[-1], sample.shape[-1]):
                 raise ValueError(f"input={shape!r}: must be the shape of a square image, as 3x224x224")

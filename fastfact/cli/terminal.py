@@ -1,5 +1,6 @@
 """What the commands share: the console, progress, the table of a comparison, results as JSON."""
 
+import json
 import os
 import shlex
 import sys
@@ -159,7 +160,9 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     held = [f"{name}={os.environ[name]}" for name in HELD if name in os.environ]
     content = {"command": shlex.join([*held, "fastfact", *sys.argv[1:]]), **content, **machine.provenance()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(path, content, indent=1, ensure_ascii=False)
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    # A path may have bytes that are no text: what stands for them is written as JSON escapes it.
+    files.write(path, text.encode(errors="backslashreplace"))
 
 
 def outcome(result: dict[str, Any]) -> str:
@@ -178,13 +181,8 @@ def show(cells: "list[Cell]") -> list[dict[str, Any]]:
 
     rows, config = report.table(cells), cells[0].result["config"]
     seeds = len({cell.seed for cell in cells})
-    only = [part for part in config.get("only", "").split(",") if part.strip()]
-    count = len(only) or config["clients"]
-    title = (
-        f"{config['dataset']}, {config['scenario']}, {count} client{'s' * (count > 1)}, {config['rounds']} rounds,"
-        f" {seeds} seed{'s' * (seeds > 1)}"
-    )
-    console.print(comparison_table(rows, title))
+    title = [*report.facts(config), f"{config['rounds']} rounds", f"{seeds} seed{'s' * (seeds > 1)}"]
+    console.print(comparison_table(rows, ", ".join(title)))
     return rows
 
 

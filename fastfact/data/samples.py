@@ -56,15 +56,17 @@ class Entries:
             if tuple(column.shape[1:]) != shape:
                 raise ValueError(f"{name} is {list(column.shape[1:])}, must be {self}")
             part = column.to(dtype).flatten(1) if column.dim() > 1 else column.to(dtype)[:, None]
-            if column.numel() and not column.is_floating_point() and self.mixed:
-                self.check(name, int(column.abs().max()), dtype)
+            if self.mixed:
+                self.check(name, column, dtype)
             parts.append(part)
         return torch.cat(parts, 1)
 
     @staticmethod
-    def check(name: str, largest: int, dtype: torch.dtype) -> None:
-        """Raise ValueError for an integer that `dtype` does not hold exactly."""
-        if largest > round(2 / torch.finfo(dtype).eps):
+    def check(name: str, column: Tensor, dtype: torch.dtype) -> None:
+        """Raise ValueError for integers that `dtype` does not hold exactly."""
+        if column.is_floating_point() or column.dtype == torch.bool or not column.numel():
+            return
+        if (largest := int(column.abs().max())) > round(2 / torch.finfo(dtype).eps):
             raise ValueError(f"{name} has {largest}, which {dtype} of the entries beside it does not hold exactly")
 
     def unpacked(self, x: Tensor) -> dict[str, Tensor]:
@@ -209,7 +211,7 @@ def _packed(what: str, columns: dict[str, Tensor], y: Tensor) -> tuple[Samples, 
 
 def _tensor(what: str, value) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        return torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{what} is {type(value).__name__}, must be an array of numbers: {error}") from error
 

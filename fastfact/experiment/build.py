@@ -26,6 +26,11 @@ SHARING = ("share_classifier", "share_norm", "share_norm_statistics")
 """What methods do not share where labels are permuted."""
 
 
+def permuted(config: Config) -> bool:
+    """Whether a label means another class on another client. The simulation has labels of its own, in any scenario."""
+    return config.dataset != SIMULATION and data.SCENARIOS[config.scenario].permuted
+
+
 def strategy(config: Config) -> Strategy:
     """The method of a configuration, with its settings.
 
@@ -40,7 +45,7 @@ def strategy(config: Config) -> Strategy:
         own["init"] = "svd"
     if config.sketch is not None and hasattr(STRATEGIES[config.method], "sketch"):
         own["sketch"] = config.sketch
-    if data.SCENARIOS[config.scenario].permuted:
+    if permuted(config):
         own |= dict.fromkeys(SHARING, False)
     made = methods.make(config.method, **own | config.settings.get(config.method, {}))
     if config.init_from is not None and isinstance(made.spec(), Hadamard):
@@ -63,9 +68,17 @@ def callbacks(config: Config, directory: Path) -> list[Callback]:
         raise ValueError(f"track={name!r}: {error}; install it, or --track none") from error
 
 
+def notes(config: Config) -> list[str]:
+    """What one may not expect of a run, a line each."""
+    found = [note] if (note := sharing_note(config)) else []
+    if config.warmup is not None and config.warmup > config.rounds:
+        found.append(f"warmup={config.warmup}: μ stays dense, as there are {config.rounds} rounds")
+    return found
+
+
 def sharing_note(config: Config) -> str | None:
     """What `strategy` switched off, for people."""
-    if not data.SCENARIOS[config.scenario].permuted:
+    if not permuted(config):
         return None
     note = "labels are permuted: classifier and batch-norm are not shared, by any method"
     asked = {f"{m}.{key}" for m, own in config.settings.items() for key in SHARING if own.get(key)}

@@ -213,7 +213,13 @@ class Comparison:
             return
         if not (directory / report.COMPARISON).is_file():
             raise ValueError(f"{directory} exists, is not empty and holds no comparison; choose another --out")
-        there, cells = Comparison.read(directory).cells(), self.cells()
+        held = Comparison.read(directory)
+        if held.config.rounds != self.config.rounds:
+            raise ValueError(
+                f"rounds={self.config.rounds}: {directory} holds a comparison over {held.config.rounds} rounds, which"
+                " cannot be changed; choose another --out, or delete it"
+            )
+        there, cells = held.cells(), self.cells()
         if lost := [name for name in there if name not in cells]:
             raise ValueError(
                 f"methods={','.join(self.methods)!r}, seeds={self.seeds}, seed={self.config.seed}: {directory} holds a"

@@ -334,7 +334,7 @@ def read_file(path: Path, also: Sequence[str] = (), but: Sequence[str] = ()) -> 
     Raises ValueError for keys that are neither fields of `Config` nor in `also`, and for those in `but`.
     """
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"config={str(path)!r}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

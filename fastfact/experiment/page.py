@@ -45,7 +45,8 @@ class Line:
 def write(cells: Sequence[Cell], path: Path) -> Path:
     """Write the page of these runs to `path`, the folders above it included."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, render(cells).encode())
+    # A path may have bytes that are no text.
+    files.write(path, render(cells).encode(errors="backslashreplace"))
     return path
 
 
@@ -55,7 +56,7 @@ def render(cells: Sequence[Cell]) -> str:
     config = cells[0].result["config"]
     seeds = len({cell.seed for cell in cells})
     title = f"{', '.join(methods[:3])}{f' and {len(methods) - 3} more' if len(methods) > 3 else ''}"
-    facts = [config["dataset"], config["scenario"], f"{config['clients']} clients"]
+    facts = report.facts(config)
     facts += [f"{config['rounds']} rounds"] if "rounds" in config else []
     facts += [config["model"]] if "model" in config else []
     facts += [f"{seeds} seed{'s' * (seeds > 1)}"]

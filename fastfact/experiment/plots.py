@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from fastfact.experiment import probes
-from fastfact.experiment.report import RATIO_OPS, SIMILARITY, Cell, by_method, per_round, size
+from fastfact.experiment.report import RATIO_OPS, SIMILARITY, Cell, by_method, facts, per_round, size
 
 # Okabe and Ito's palette, told apart with every kind of colour vision; the line styles serve print without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C00")
@@ -93,7 +93,7 @@ def over_bytes(
 
 def _label(cells: Sequence[Cell]) -> str:
     config, seeds = cells[0].result["config"], len({cell.seed for cell in cells})
-    return f"{config['dataset']}, {config['scenario']}, {config['clients']} clients, {seeds} seed{'s' * (seeds > 1)}"
+    return ", ".join([*facts(config), f"{seeds} seed{'s' * (seeds > 1)}"])
 
 
 NEAREST = "signal/key/nearest"

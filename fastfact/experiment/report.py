@@ -19,6 +19,7 @@ import numpy as np
 
 from fastfact.base import files
 from fastfact.base.spread import best_tenth, fairness, worst_tenth
+from fastfact.experiment.config import SIMULATION
 
 CELLS, METRICS, RESULT, SIMILARITY, COMPARISON = (
     "cells",
@@ -50,19 +51,19 @@ class Cell:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path}: damaged or half-written: {error}") from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl. Raises ValueError, naming the line, for one that is no JSON object."""
     rows = []
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 raise ValueError(f"{path}, line {number}: damaged or half-written: {error}") from None
     return rows
 
@@ -88,6 +89,14 @@ def read(directory: Path) -> list[Cell]:
     if not cells:
         raise ValueError(f"{directory} holds no finished run yet; the compare command continues it")
     return cells
+
+
+def facts(config: Mapping[str, Any]) -> list[str]:
+    """Data set, scenario and how many clients a run has, for people. The simulation has no scenario."""
+    only = [part for part in config.get("only", "").split(",") if part.strip()]
+    count = len(only) or config["clients"]
+    scenario = [] if config["dataset"] == SIMULATION else [config["scenario"]]
+    return [config["dataset"], *scenario, f"{count} client{'s' * (count > 1)}"]
 
 
 def by_method(cells: Iterable[Cell]) -> dict[str, list[Cell]]:

@@ -31,6 +31,7 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
     resume: a finished run may have more rounds than it was begun with, unless its learning rate falls over these.
     """
     if files.is_vacant(directory, STARTED):
+        _check_new_store(config, directory)
         return
     if not (directory / run_directory.CONFIG).is_file():
         raise ValueError(
@@ -47,6 +48,7 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
             f" (schedule={config.schedule!r}, schedule_rounds was not given), nothing would be learned after them; must"
             f" be at most {over}, or begin another run with schedule_rounds={config.rounds} in another --out"
         )
+    _check_store_of(config, directory, written)
     done = _rounds(config, directory)
     if not done and not finished(config, directory):
         _check_nothing_lost(config, directory, written["settings"].get("store", MEMORY))
@@ -57,6 +59,32 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
             f"{directory} exists and is not empty: it holds this run, finished after {done} rounds; choose another"
             " --out, or --resume it"
         )
+
+
+def _check_new_store(config: Config, directory: Path) -> None:
+    """Raise ValueError for a store that cannot be that of a new run in `directory`."""
+    if config.store == MEMORY:
+        return
+    store, out = (Path(os.path.realpath(path)) for path in (config.store, directory))
+    if store == out or out in store.parents or store in out.parents:
+        raise ValueError(f"store={config.store!r}: must stand beside --out {directory}, neither inside the other")
+    about = about_database(store) if (store / DATABASE).is_file() else {"rounds": 0}
+    if about["rounds"] or "id" in about:
+        raise ValueError(
+            f"store={config.store!r}: holds the clients of a run, which goes on by run --resume DIR; choose another"
+            " --store, or delete it"
+        )
+
+
+def _check_store_of(config: Config, directory: Path, written: Mapping[str, Any]) -> None:
+    """Raise ValueError for a store that is not that of the run in `directory`, whose config.json is `written`."""
+    if config.store != MEMORY and (Path(config.store) / DATABASE).is_file():
+        here, there = written.get("id"), about_database(Path(config.store)).get("id")
+        if here is not None and there is not None and here != there:
+            raise ValueError(
+                f"store={config.store!r}: holds the clients of another run ({there[:8]}, the one in {directory} is"
+                f" {here[:8]}); say where its own are, run --resume {directory} --store DIR"
+            )
 
 
 def _rounds(config: Config, directory: Path) -> int:

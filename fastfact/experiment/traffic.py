@@ -5,11 +5,12 @@ filled to a given density, on the same support for all clients, and adapters of 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastfact import methods, models
 from fastfact.experiment.build import SHARING
@@ -37,6 +38,11 @@ class Network:
         if models.MODELS[self.model].input != "tokens":
             return None
         return 80 if self.model == "lstm" else 30_002
+
+    def builder(self) -> Callable[[], nn.Module]:
+        """What makes it."""
+        words: dict[str, Any] = {} if self.vocabulary is None else {"vocabulary": self.vocabulary}
+        return functools.partial(models.build, self.model, list(self.shape), self.classes, self.width, **words)
 
     def describe(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -75,15 +81,14 @@ def federation(network: Network, method: Strategy, clients: int, density: float,
     for name, value in (("clients", clients), ("classes", network.classes)):
         if value < 1:
             raise ValueError(f"{name}={value}, must be at least 1")
-    words: dict[str, Any] = {} if network.vocabulary is None else {"vocabulary": network.vocabulary}
     draw = generator_for(0, 0, -1, "traffic")
-    if words:
+    if network.vocabulary is not None:
         x = torch.randint(0, network.vocabulary, (2, *network.shape), generator=draw)
     else:
         x = torch.randn((2, *network.shape), generator=draw)
     samples = (x, torch.arange(2) % network.classes)
     fed = (Federation if trains else _Unmeasured)(
-        functools.partial(models.build, network.model, list(network.shape), network.classes, network.width, **words),
+        network.builder(),
         [Client(train=samples, test=samples) for _ in range(clients)],
         method if trains else _idle(method),
         epochs=1,

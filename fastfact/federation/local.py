@@ -38,7 +38,7 @@ from fastfact.federation.server.exchange import (
 from fastfact.federation.server.processes import Group
 from fastfact.federation.server.strategy import Strategy, Uploads
 from fastfact.federation.state import State, generator_for, stack, take
-from fastfact.federation.tensors import describe, frozen_digest, tensors_of
+from fastfact.federation.tensors import classifier_of, describe, first_number, frozen_digest, tensors_of
 from fastfact.federation.wire.format import Wire
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.nn.schedule import Schedule
@@ -121,8 +121,10 @@ class Local:
         self.frozen = frozen_digest(self.template)
         """A digest of what all clients share and nobody trains, None if there is none of it."""
         self.method.bind(self.infos)
-        self.method.active_phases(self.settings["epochs"], adapts=False)
-        self.sparse = [name for name, param in self.template.named_parameters() if penalized(param)]
+        setup.check_phases(self.method, self.infos, self.settings["epochs"])
+        # A frozen μ is in no state.
+        params = self.template.named_parameters()
+        self.sparse = [name for name, param in params if name in self.infos and penalized(param)]
         self.device = next(self.template.parameters()).device
         self.clients: Sequence[Client] | None = None
         self._draws = "globally"
@@ -131,7 +133,7 @@ class Local:
     def _setup_clients(self, clients, first: int = 0, together: int | None = None) -> None:
         """together: how many train here in a round, if not what `participation` gives."""
         self.clients = list(clients) if isinstance(clients, list | tuple) else clients
-        like = next(self.template.parameters())
+        like = first_number(self.template)
         self._data = Placement(self.clients, like, self.method.validation, self.settings["seed"], first)
         if self.augment is not None and self._data.entries is not None:
             raise ValueError(f"Federation(augment=): takes an x, the samples are of {self._data.entries}")
@@ -173,7 +175,8 @@ class Local:
         shape, dtype = sample
         self.initial = self._initial()
         """The state [1, …] every client starts from."""
-        encoder = train.Encoder(self.trainer, shape, getattr(torch, dtype))
+        path = classifier_of(self.template, self.method.classifier)
+        encoder = train.Encoder(self.trainer, path, shape, getattr(torch, dtype))
         once: State = {}
         if type(self.method).measure is not Strategy.measure:
             zeros = torch.zeros(2, *shape, dtype=encoder.dtype, device=self.device)

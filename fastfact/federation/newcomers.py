@@ -16,6 +16,7 @@ from fastfact.federation.client.train import Trainer
 from fastfact.federation.server.exchange import server_round
 from fastfact.federation.state import State, take
 from fastfact.federation.storage.states import Models, Stacked
+from fastfact.federation.tensors import first_number
 from fastfact.federation.wire.ledger import Ledger
 
 HOW = ("local-train", "fine-tune", "download", "ensemble")
@@ -61,7 +62,7 @@ def join(fed: Trained, clients: Sequence[Client], how: str, epochs: int | None) 
     if fed.progress.reported is None:
         raise ValueError("join: the federation has not run a round yet, there is nothing to get from it")
     clients = list(clients)
-    data = Placement(clients, next(fed.template.parameters()), fed.method.validation, fed.settings["seed"])
+    data = Placement(clients, first_number(fed.template), fed.method.validation, fed.settings["seed"])
     if list(data.sample().shape) != fed.identity["sample"][0]:
         raise ValueError(
             f"join(clients=): samples of shape {list(data.sample().shape)}, those of the federation have"

@@ -17,7 +17,7 @@ from fastfact.federation.server import privacy
 from fastfact.federation.server.exchange import Exchange, is_relative
 from fastfact.federation.server.strategy import Strategy
 from fastfact.federation.state import State, seed_for, seeded
-from fastfact.federation.tensors import tensors_of
+from fastfact.federation.tensors import TensorInfo, copy_of, tensors_of
 from fastfact.nn.schedule import Schedule
 
 log = logging.getLogger("fastfact")
@@ -35,11 +35,22 @@ def template_of(factory: Callable[[], nn.Module], method: Strategy, seed: int, d
         template = factory()
         if not isinstance(template, nn.Module):
             raise ValueError(f"Federation(model=): returned {type(template).__name__}, must return an nn.Module")
+        if isinstance(template, torch.jit.ScriptModule):
+            raise ValueError("Federation(model=): returned a scripted model, must return what was scripted")
+        try:
+            copy_of(template)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                "Federation(model=): the model cannot be copied; what torch.nn.utils.prune or the older weight_norm"
+                f" made must be removed first: {error}"
+            ) from error
         template = method.prepare(template)
     if device is not None:
         template = template.to(_device_of(device))
     if not any(p.requires_grad for p in template.parameters()):
         raise ValueError("Federation(model=): the model has no parameter that can train")
+    if names := [name for name, param in template.named_parameters() if param.is_complex()]:
+        raise ValueError(f"Federation(model=): {names[0]} is complex, parameters must be real numbers")
     return template
 
 
@@ -122,7 +133,8 @@ def tried(template: nn.Module, data: Placement, task: Task) -> tuple[str, Task]:
     """What a training forward does besides: where it draws random numbers from, see `step.Settings.draws`, and the task
     with the buffers that it replaces.
 
-    Raises ValueError for a buffer that another shape or dtype takes the place of.
+    Raises ValueError for a buffer that another shape or dtype takes the place of, and for outputs that the loss cannot
+    take.
     """
     x, model = data[data.first].train[0][:2].clone(), copy.deepcopy(template).train()
     if len(x) < 2:
@@ -130,8 +142,13 @@ def tried(template: nn.Module, data: Placement, task: Task) -> tuple[str, Task]:
     before = dict(model.named_buffers())
     with torch.no_grad(), seeded(0, 0, 0, "probe", x.device), Streams([torch.Generator()]) as streams:
         drawn = torch.get_rng_state()
-        Task(entries=data.entries).output(model, x)
+        output = Task(entries=data.entries).output(model, x)
         globally = not torch.equal(drawn, torch.get_rng_state())
+    if task.name is not None and not isinstance(output, Tensor):
+        raise ValueError(
+            f"Federation(model=): gives {type(output).__name__} in training, must give outputs [n, …], or loss be a"
+            " function that takes that"
+        )
     replaced, own = set(), tensors_of(model)
     for name, new in model.named_buffers():
         old = before.get(name)
@@ -156,13 +173,31 @@ def _kind(model: nn.Module, name: str) -> tuple[type, str]:
     return type(model.get_submodule(path)), role
 
 
+def check_phases(method: Strategy, infos: Mapping[str, TensorInfo], epochs: int) -> None:
+    """Raise ValueError for a phase with epochs in which nothing of the model would train."""
+    params = [info for info in infos.values() if not info.buffer]
+    for adapts, what in ((False, "local training"), (True, "adapting before an evaluation")):
+        phases = method.active_phases(epochs, adapts)
+        for number, phase in enumerate(phases, 1):
+            if not phase.epochs or phase.steps == 0 or any(map(phase.trains, params)):
+                continue
+            head = " (head_first)" if method.head_first and number == 1 and not adapts else ""
+            names = [info.name for info in params[:3]] + ["…"] * (len(params) > 3)
+            raise ValueError(
+                f"Federation(method={method.name!r}): nothing trains in phase {number} of {len(phases)}{head} of its"
+                f" {what}; what can train of this model, frozen parameters left out, is {', '.join(names)}"
+            )
+
+
 def check_sparsity(schedule: Schedule, method: Strategy, model: nn.Module, initial: State) -> None:
     """Raise ValueError for a schedule that this model or method cannot follow."""
     layers = mu_layers(model)
     if schedule.warmup < 1:
         raise ValueError("Federation(sparsity=): needs a warmup of at least 1, μ starts at zero")
     if not layers:
-        raise ValueError(f"Federation(sparsity=): no layer of the model has a μ; {method.name} does not make any")
+        raise ValueError(
+            f"Federation(sparsity=): no layer of the model has a μ that trains; {method.name} does not make any"
+        )
     if any(layer.is_compact for layer in layers.values()):
         raise ValueError("Federation(sparsity=): the model is compact already, must start with a dense μ")
     if not method.trains_compact:

@@ -26,12 +26,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def stack(tensors: Mapping[str, Tensor], k: int) -> State:
-    """k copies of each tensor, every copy in the memory format of the original."""
+    """k copies of each tensor, every copy in the memory format of the original, without its gaps or overlaps."""
     state = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
+        strides = torch.empty_like(tensor, device="meta").stride()
         state[name] = torch.empty_strided(
-            (k, *tensor.shape), (max(tensor.numel(), 1), *tensor.stride()), dtype=tensor.dtype, device=tensor.device
+            (k, *tensor.shape), (max(tensor.numel(), 1), *strides), dtype=tensor.dtype, device=tensor.device
         )
         state[name].copy_(tensor.expand(k, *tensor.shape))
     return state

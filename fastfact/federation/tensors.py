@@ -1,6 +1,7 @@
 """What of a model is each client's own, and what each tensor is for: what strategies decide by."""
 
 import copy
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from fastfact.base import files
 from fastfact.federation.state import as_bytes
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Normalisation layers."""
+"""The normalisation layers of torch.nn."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class TensorInfo:
 
     role: the name within its module ("u", "v", "mu", "sigma", "A", "B", "weight", "bias", "running_mean", …).
     layer: 1 … `layers` counts the layers that have a weight, in the order in which the model registers them; a tensor
-    of another module belongs to the weight layer before it (0 if there is none). classifier: in the last one (L).
-    norm: in a normalisation layer; statistic: a buffer of one (running mean, variance, count).
+    of another module belongs to the weight layer before it (0 if there is none). classifier: in the last one (L); so is
+    a tensor that is tied to one of it, as an embedding may be. norm: in a normalisation layer; statistic: a buffer of
+    one (running mean, variance, count). averages: whether there is a mean of it over clients, see `averages`.
     """
 
     name: str
@@ -33,6 +35,7 @@ class TensorInfo:
     norm: bool = False
     statistic: bool = False
     buffer: bool = False
+    averages: bool = True
 
     @property
     def numel(self) -> int:
@@ -62,7 +65,8 @@ def frozen_digest(model: nn.Module) -> str | None:
     hasher = files.hasher()
     for name, param in shared.items():
         hasher.update(f"{name} {param.dtype} {list(param.shape)} ".encode())
-        hasher.update(as_bytes(param.detach().cpu().contiguous()).numpy())
+        # A copy: of memory that numpy has seen, layers would take no note of writes.
+        hasher.update(as_bytes(param.detach().cpu().clone(memory_format=torch.contiguous_format)).numpy())
     return hasher.hexdigest() if shared else None
 
 
@@ -71,47 +75,105 @@ def copy_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(param): param for param in frozen(model).values()})
 
 
-def describe(model: nn.Module, classifier: str | None = None) -> dict[str, TensorInfo]:
-    """name → TensorInfo of what is each client's own, in the order of `tensors_of`.
-
-    A layer has a weight if it owns a parameter of two or more dimensions and is no normalisation. `classifier` is the
-    path of the module that is the classifier if it is not the last such layer (the last part of its path will do, of
-    several the last). Raises ValueError for a path that is not a weight layer.
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a normalisation layer: one of `NORMS`, or one that is written by hand (LlamaRMSNorm,
+    FilterResponseNorm2d, …), which is told by a class name with "norm" in it and by its parameters. They are all its
+    own, and none has more than one axis of several numbers; with two axes it is taken for that of a linear layer.
     """
-    where = {}
-    paths: list[str] = []
-    for path, module in model.named_modules():
-        owned = list(module._parameters.values())
-        if not isinstance(module, NORMS) and any(p is not None and p.dim() >= 2 for p in owned):
-            paths.append(path)
-        where[path] = (len(paths), isinstance(module, NORMS))
-    if classifier is not None and classifier not in paths:
-        classifier = next((path for path in reversed(paths) if path.endswith(f".{classifier}")), classifier)
-    last = paths[-1] if paths and classifier is None else classifier
-    if classifier is not None and classifier not in paths:
+    if isinstance(module, NORMS) or "norm" not in type(module).__name__.lower():
+        return isinstance(module, NORMS)
+    params = dict(module.named_parameters())
+    own = bool(params) and not any("." in name for name in params)
+    return own and all(p.dim() != 2 and sum(size > 1 for size in p.shape) <= 1 for p in params.values())
+
+
+def _layer(path: str) -> str:
+    """The path of the layer that a module is part of: of what parametrizes a tensor
+    (`torch.nn.utils.parametrizations`), that of the layer which has the tensor."""
+    before, found, _ = f".{path}.".partition(".parametrizations.")
+    return before[1:] if found else path
+
+
+def weight_layers(model: nn.Module) -> list[str]:
+    """The paths of the layers that have a weight, in the order in which the model registers them: they own a parameter
+    of two or more dimensions, or what parametrizes them does, and are no normalisation."""
+    modules = dict(model.named_modules())
+    weights = {_layer(path) for path, module in modules.items() if any(p.dim() >= 2 for p in module.parameters(False))}
+    return [path for path, module in modules.items() if path in weights and not is_norm(module)]
+
+
+def classifier_of(model: nn.Module, classifier: str | None = None) -> str | None:
+    """The path of the classifier, frozen or not: the last layer with a weight (None if there is none), or the one whose
+    path is `classifier` (the last part of its path will do, of several the last). Raises ValueError for a path that is
+    not a weight layer."""
+    paths = weight_layers(model)
+    if classifier is None:
+        return paths[-1] if paths else None
+    path = _layer(classifier)
+    found = [path] if path in paths else [other for other in paths if other.endswith(f".{path}")]
+    if not found:
         raise ValueError(
             f"classifier={classifier!r}: not a layer with a weight; those are {', '.join(paths) or 'none'}"
         )
-    if classifier is not None:
-        # The classifier is layer L wherever it is registered; the layers after it move up by one.
-        at = paths.index(classifier) + 1
-        move = {n: n - (n > at) for n in range(len(paths) + 1)} | {at: len(paths)}
-        where = {path: (move[layer], norm) for path, (layer, norm) in where.items()}
+    return found[-1]
+
+
+def describe(model: nn.Module, classifier: str | None = None) -> dict[str, TensorInfo]:
+    """name → TensorInfo of what is each client's own, in the order of `tensors_of`.
+
+    Layers are those of `weight_layers`, `classifier` is as in `classifier_of`. A tensor of several names is the
+    classifier's if one of them is in it: an embedding that is tied to the classifier is shared, trained or kept with
+    it. Raises ValueError for a path that is not a weight layer.
+    """
+    paths, last = weight_layers(model), classifier_of(model, classifier)
+    # The classifier is layer L wherever it is registered; the layers after it move up by one.
+    numbers = {path: n for n, path in enumerate([*(path for path in paths if path != last), last], 1)}
+    where, number, head = {}, 0, set()
+    for path, module in model.named_modules():
+        number = numbers.get(path, number)
+        where[path] = number, is_norm(module)
+        if _layer(path) == last:
+            head |= {id(tensor) for tensor in [*module.parameters(False), *module.buffers(False)]}
     buffers = dict(model.named_buffers())
     infos = {}
     for name, tensor in tensors_of(model).items():
         path, _, role = name.rpartition(".")
-        layer, norm = where[path]
+        layer, norm = where[_layer(path)]
         infos[name] = TensorInfo(
             name=name,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             role=role,
-            layer=layer,
+            layer=len(paths) if id(tensor) in head else layer,
             layers=len(paths),
-            classifier=bool(paths) and path == last,
+            classifier=id(tensor) in head,
             norm=norm,
             statistic=norm and name in buffers,
             buffer=name in buffers,
+            averages=name not in buffers or (norm or averages(tensor)),
         )
     return infos
+
+
+def averages(buffer: Tensor) -> bool:
+    """Whether there is a mean over clients of a buffer with such numbers: none of complex numbers, of a mask with −∞ or
+    as good as that, nor of integers that are no float64. Each client keeps its own."""
+    if buffer.is_complex() or buffer.is_meta:
+        return not buffer.is_complex()
+    if buffer.dtype == torch.bool:
+        return True
+    if not buffer.is_floating_point():
+        return not buffer.numel() or -(2**53) <= int(buffer.min()) <= int(buffer.max()) <= 2**53
+    return bool((buffer.abs() <= largest(buffer.dtype)).all())
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest number whose square does not overflow; of half precision, which is narrow, any: a norm may well pass
+    256 there."""
+    most = torch.finfo(dtype).max
+    return most if dtype == torch.float16 else math.sqrt(most)
+
+
+def first_number(model: nn.Module) -> Tensor:
+    """The first floating parameter of `model`: of its device and dtype are the samples that it takes."""
+    return next(param for param in model.parameters() if param.is_floating_point())

@@ -115,7 +115,7 @@ class Matched(Strategy):
         if by == MOMENTS:
             return
         if by == "encoding":
-            if not any(info.classifier for info in infos.values()):
+            if not any(info.layers for info in infos.values()):
                 raise ValueError(f"{self.name}: the model has no layer with a weight that could be its classifier")
             return
         if by == "inputs":

@@ -11,7 +11,7 @@ from fastfact.base.kinds import setting
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.state import State
-from fastfact.federation.tensors import TensorInfo, describe
+from fastfact.federation.tensors import TensorInfo, classifier_of
 
 PREVIOUS = "previous/"
 
@@ -44,11 +44,9 @@ class MOON(Strategy):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         model = super().prepare(model)
-        infos = describe(model, self.classifier).values()
-        paths = [info.name.rpartition(".")[0] for info in infos if info.classifier]
-        if not paths:
+        self._classifier = classifier_of(model, self.classifier)
+        if self._classifier is None:
             raise ValueError(f"{self.name}: the model has no layer with a weight, so no classifier whose input to take")
-        self._classifier = paths[0]
         return model
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:

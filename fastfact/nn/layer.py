@@ -111,7 +111,7 @@ class FactorizedLayer(Factors):
     def _kept_weight(self) -> Tensor | None:
         """W as evaluation keeps it, to be copied by who writes to it. None the first time, and where none is kept."""
         lazy = getattr(torch, "_lazy_clone", None)
-        if self.training or lazy is None or not weight_cache.allowed():
+        if self.training or lazy is None or not weight_cache.allowed() or self._borrows():
             return None
         tensors, channels_last = self._tensors(), bool(self.channels_last)
         if not channels_last and len(self.size) == 4 and is_dense(tensors):
@@ -138,11 +138,20 @@ class FactorizedLayer(Factors):
         """The forward of an input that is padded."""
         if not torch.compiler.is_compiling():
             y = direct.serve(self._nodes, x, self.training, self._noted)
-            if y is not None:
-                return y
-        elif self._how is not None and self._is_served(x):
+            return self._said(x) if y is None else y
+        if self._how is not None and self._is_served(x):
             return torch.ops.fastfact_nn.layer(self._how, x, list(self._tensors().values()), self.bias)
         return self._forward(x)
+
+    def _said(self, x: Tensor) -> Tensor:
+        """`_forward`, where an input of another dtype is told as one."""
+        try:
+            return self._forward(x)
+        except (RuntimeError, ValueError) as error:
+            own = self._factor(self._names[0]).dtype
+            if x.dtype == own or autocasts(x.device.type):
+                raise
+            raise type(error)(f"{type(self).__name__}: x is {x.dtype}, must be {own} as the factors") from error
 
     def _is_served(self, x: Tensor) -> bool:
         """Whether the layer is one op in a graph: in evaluation, of numbers that it has itself."""
@@ -200,6 +209,8 @@ class FactorizedLayer(Factors):
         kind = x.device.type
         if self.training or kind not in ("cpu", direct.OTHER) or not weight_cache.allowed(casting=True):
             return None
+        if self._borrows():
+            return None
         if not torch.is_autocast_enabled(kind):
             return None
         if type(x) not in PLAIN or not x.is_floating_point() or x.dtype == torch.float64:
@@ -221,7 +232,7 @@ class FactorizedLayer(Factors):
     def _call_for(self, x: Tensor, dtype: torch.dtype) -> direct.Call | None:
         """What serves in place of this twin, of inputs that are cast by the call; None where it keeps no W for x."""
         tensors = self._tensors()
-        kept = self._cache.of(list(tensors.values()))
+        kept = self._kept_for(tensors)
         if kept is None or not choice.can_measure() or self._path(x, tensors, kept) != "reconstruct":
             return None
         return direct.casting(self._kept_call("reconstruct", x, tensors, self.bias, kept), dtype)
@@ -266,7 +277,7 @@ class FactorizedLayer(Factors):
         """Let a call serve inputs such as x while the layer has these tensors, and nothing that is watched changes;
         whether it does."""
         asked = direct.key(x, self.training)
-        if asked is None or not dispatches():
+        if asked is None or not dispatches() or self._borrows():
             return False
         trained = torch.is_grad_enabled()
         facts = [direct.serving(), choice.holds()]
@@ -340,7 +351,7 @@ class FactorizedLayer(Factors):
         form = INDEX in tensors, x.shape, x.stride(), x.dtype, x.device, type(x), *choice.generation()
         if form in self._answers:
             return self._compute(self._answers[form], x, tensors, bias, None)
-        kept = self._cache.of(list(tensors.values()))
+        kept = self._kept_for(tensors)
         of_layer, (tensors, packed) = tensors, self._sparse_for_evaluation(tensors, kept)
         path = self._path(x, tensors, packed)
         if not choice.can_measure():
@@ -389,12 +400,22 @@ class FactorizedLayer(Factors):
             self._answers, self._nodes = {}, direct.Nodes()
             self._note_kind()
 
+    def _borrows(self) -> bool:
+        """Whether the factors are there for one call alone, as accelerate brings those that it has offloaded: what is
+        kept would hold them."""
+        hook = self.__dict__.get("_hf_hook")
+        return hook is not None and any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
+
+    def _kept_for(self, tensors: dict[str, Tensor]) -> weight_cache.Kept | None:
+        """What is kept for these factors, None where nothing may be."""
+        return None if self._borrows() else self._cache.of(list(tensors.values()))
+
     def _operands(self) -> tuple[dict[str, Tensor], weight_cache.Kept | None]:
         """What a forward computes from now, and what is kept for it."""
         tensors = self._tensors()
         if self.training or not weight_cache.allowed():
             return tensors, None
-        return self._sparse_for_evaluation(tensors, self._cache.of(list(tensors.values())))
+        return self._sparse_for_evaluation(tensors, self._kept_for(tensors))
 
     def _path(self, x: Tensor, tensors: dict[str, Tensor], kept: weight_cache.Kept | None) -> str:
         path = self.path
@@ -444,7 +465,7 @@ class FactorizedLayer(Factors):
             return self.spec.weight(cast(tensors), self.size, self._format_of(channels_last, tensors))
         channels_last = channels_last and len(self.size) == 4
         make = functools.partial(self._made, tensors, channels_last)
-        kept = kept or self._cache.of(list(tensors.values()))
+        kept = kept or self._kept_for(tensors)
         return make() if kept is None else kept.value((self.spec, self.size, channels_last), make)
 
     def _made(self, tensors: dict[str, Tensor], channels_last: bool) -> Tensor:
@@ -722,6 +743,9 @@ class FactorizedLayer(Factors):
         super().__setattr__(name, value)
         if name in SETTINGS:
             self._forget()
+        elif isinstance(value, Tensor) and type(value) not in PLAIN and "_cache" in self.__dict__:
+            # A factor that is sharded again, as FSDP2 does after the forward: so goes what was made of the whole one.
+            self._clear_caches()
 
     def __setstate__(self, state):
         super().__setstate__(state)

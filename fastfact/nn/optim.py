@@ -20,7 +20,8 @@ METHODS = ("proximal", "subgradient")
 
 class _OfSupports(Optimizer):
     """What it keeps of a compact μ is of the positions at that time, and starts anew for others. What is loaded or
-    copied is taken for that of the present positions."""
+    copied is taken for that of the present positions. What the state of another optimizer has no word of, as `l1` in
+    that of `torch.optim.SGD`, stays as it is."""
 
     def _forget_others(self) -> None:
         """Drop what is kept of positions that a μ no longer has."""
@@ -38,7 +39,11 @@ class _OfSupports(Optimizer):
         return super().__getstate__()
 
     def __setstate__(self, state):
+        before = self.__dict__.get("param_groups", ())
         super().__setstate__(state)
+        for group, own in zip(self.param_groups, before, strict=False):
+            for name, value in own.items():
+                group.setdefault(name, value)
         # The count of changes is a parameter's own: that of a copy begins anew.
         for param, kept in self.state.items():
             if "support" in kept:
@@ -66,8 +71,11 @@ class ProxSGD(_OfSupports):
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "l1": l1, "method": method}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _check(group)
+
+    def add_param_group(self, param_group) -> None:
+        """As for any optimizer."""
+        super().add_param_group(param_group)
+        _check(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -58,7 +58,13 @@ def hold(tensor: Tensor, others: int = 0) -> object | None:
     if lazy is None or sharing is None or transforming():
         return None
     storage, least = tensor.untyped_storage(), LEAST if tensor.is_cpu else 1
-    if storage.nbytes() < least or storage.nbytes() != tensor.nbytes or sharing(storage._cdata) > 2 + others:
+    # One that was read from a file has no allocator, which a write would ask for other memory.
+    if (
+        not storage.resizable()
+        or storage.nbytes() < least
+        or storage.nbytes() != tensor.nbytes
+        or sharing(storage._cdata) > 2 + others
+    ):
         return None
     try:
         with torch.no_grad():

@@ -182,7 +182,8 @@ def kernel_serves(op: str, tensor: Tensor) -> bool:
 
 def takes_one(op: str, tensor: Tensor) -> bool:
     """Whether what serves `op` now takes tensors such as this one without the client axis, for one client."""
-    return op in _one_client and tensor.is_cpu and type(tensor) in PLAIN and _serving is _dispatched
+    dispatched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
+    return op in _one_client and tensor.is_cpu and type(tensor) in PLAIN and _serving is _dispatched and not dispatched
 
 
 @contextlib.contextmanager

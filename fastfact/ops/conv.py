@@ -1,5 +1,6 @@
 """Convolution and linear layers computed from their factors, without writing the weight."""
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -390,7 +391,7 @@ def separable_conv2d(
     u [r, i, kh], v [r, o, kw]; the rest, the client axis and what is raised as in `factored_conv2d`. μ is sparse; with
     a dense one (σ) this costs more than W does. Multiplications at stride 1, as a part of the dense layer's:
     r / (o·kw) + r / (i·kh). Made of PyTorch's convolutions, and differentiable as they are; clients run as groups, or
-    on a GPU in `fused_conv2d`.
+    on a GPU in `fused_conv2d`. On the CPU float16 is computed in float32: the r channels may need its range.
     """
     op = "separable_conv2d"
     if u is None:
@@ -421,21 +422,26 @@ def separable_conv2d(
         how = {"size": (size[0], u.shape[clients], 1, size[3]), "stride": (1, sx), "padding": (0, px)}
         mu = v.transpose(-3, -2).unsqueeze(-2)
         return fused_conv2d(hidden, mu=mu, bias=bias, dilation=(1, dx), **how)
-    k = x.shape[0] if clients else 1
+    k, images = x.shape[0] if clients else 1, x
     u, v = (t if clients else t.unsqueeze(0) for t in (u, v))
+    in_second = None if bias is None or values is not None else bias.flatten()
+    wide = x.dtype == torch.float16 and x.is_cpu
+    if wide:
+        x, u, v, in_second = (t if t is None else t.float() for t in (x, u, v, in_second))
     rank, parts = u.shape[1], k * groups
     down = u.unsqueeze(1).expand(-1, groups, -1, -1, -1).reshape(parts * rank, size[1], size[2], 1)
     across = v.transpose(1, 2).reshape(k * size[0], rank, 1, size[3])
     hidden = x.movedim(0, 1).flatten(1, 2) if clients else x
-    hidden = F.conv2d(hidden, down, None, *first, (dy, 1), parts)
-    in_second = None if bias is None or values is not None else bias.flatten()
-    out = F.conv2d(hidden, across, in_second, *second, (1, dx), parts)
+    with torch.autocast("cpu", enabled=False) if wide else contextlib.nullcontext():
+        hidden = F.conv2d(hidden, down, None, *first, (dy, 1), parts)
+        out = F.conv2d(hidden, across, in_second, *second, (1, dx), parts)
+    out = out.half() if wide else out
     if clients:
         out = out.unflatten(1, (k, size[0])).movedim(1, 0)
     if values is None:
         return out
     how = {"size": size, "stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return out + factored_conv2d(x, None, None, values, index, bias, **how)
+    return out + factored_conv2d(images, None, None, values, index, bias, **how)
 
 
 def factored_linear(

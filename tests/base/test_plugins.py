@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 from calls import SMALL, call
@@ -88,6 +89,31 @@ def test_a_method_and_a_callback_from_a_file(fresh):
     code, _, err = call(*use, "compare", *SMALL, *both)
     assert code == 0, err
     assert [cell.method for cell in report.read(fresh / "c")] == ["half", "fedavg"]
+
+
+def test_files_of_one_name_are_modules_of_their_own(fresh):
+    """Pickles, and dataclasses, find a class by the name of its module."""
+    paths = [fresh / folder / "own.py" for folder in ("one", "other")]
+    for path in paths:
+        path.parent.mkdir()
+        path.touch()
+        plugins.use(str(path))
+    names = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
+    for path in paths:
+        del sys.modules[names[str(path)]]
+
+
+def test_a_file_below_a_folder_with_the_separator_of_paths(fresh):
+    """What one process has imported, those that it starts import too."""
+    paths = [fresh / f"a{os.pathsep}{os.pathsep}b" / "first.py", fresh / "second.py"]
+    paths[0].parent.mkdir()
+    for path in paths:
+        path.touch()
+        plugins.use(str(path))
+    plugins.use("json")
+    plugins._loaded.clear()
+    plugins.load()
+    assert {*map(str, paths), "json"} <= plugins._loaded
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import forked
@@ -20,9 +21,10 @@ import fastfact
 from fastfact.base import files
 from fastfact.cli import main as cli
 from fastfact.cli import terminal
-from fastfact.experiment import build, plots, report
+from fastfact.experiment import build, page, plots, report
 from fastfact.experiment.compare import Comparison
 from fastfact.experiment.config import Config, cell_config
+from fastfact.nn import choice
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -232,6 +234,22 @@ def test_file_and_command_line(tmp_path):
     assert (only.method, only.seed, only.settings) == ("fedavg", 5, {"fedavg": {"l1": 0.1}})
 
 
+def test_files_are_utf8_wherever_they_are_read(tmp_path):
+    """With a byte-order mark too, and whatever the locale says."""
+    (tmp_path / "x.toml").write_bytes('\ufeffclients = 3\ndata-dir = "μ"\n'.encode())
+    (tmp_path / "rows.json").write_bytes('{"rows": [{"op": "forward", "shape": "μ"}]}'.encode())
+    (tmp_path / report.METRICS).write_bytes('{"left_out": "μ"}\n'.encode())
+    read = "from fastfact.experiment import config, report; from pathlib import Path; a, b, c = map(Path, {!r})\n"
+    read += "print(ascii((config.read_file(a), report.read_layers(b), report.read_metrics(c))))"
+    paths = [str(tmp_path / name) for name in ("x.toml", "rows.json", report.METRICS)]
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", read.format(paths)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **ascii_only})
+    assert done.returncode == 0, done.stderr
+    expected = {"clients": 3, "data_dir": "μ"}, [{"op": "forward", "shape": "μ"}], [{"left_out": "μ"}]
+    assert done.stdout.strip() == ascii(expected)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -264,6 +282,21 @@ def test_permuted_labels_keep_classifier_and_norm_with_the_client():
     asked = Config(method="fedavg", scenario="permuted-iid", settings={"fedavg": {"share_norm": True}})
     assert build.strategy(asked).share_norm and "fedavg.share_norm" in build.sharing_note(asked)
     assert build.sharing_note(Config(scenario="iid")) is None
+
+
+def test_the_simulation_has_no_permuted_labels_in_any_scenario():
+    simulated = Config(dataset="simulation", scenario="permuted-iid", method="fedavg", model="mlp1", clients=2)
+    assert build.strategy(simulated).share_classifier and build.sharing_note(simulated) is None
+    assert report.facts(asdict(simulated)) == ["simulation", "2 clients"]
+
+
+@pytest.mark.parametrize(("warmup", "noted"), [(2, False), (3, True)])
+def test_a_warmup_that_no_round_comes_after_is_noted(tmp_path, no_pictures, warmup, noted):
+    """After the last of two rounds μ is pruned still."""
+    options = ["--warmup", warmup, "--target-density", "0.1", "--out", tmp_path / "a"]
+    code, out, err = call("run", *SMALL, *options)
+    assert code == 0 and ("warmup=3: μ stays dense, as there are 2 rounds" in out) == noted, err
+    assert (report.read_cell(tmp_path / "a").result["summary"]["density"] > 0.5) == noted
 
 
 @pytest.mark.parametrize(
@@ -365,6 +398,8 @@ def test_compare_adds_methods_and_seeds_and_takes_none_away(comparison, tmp_path
         (["--methods", "factorized-fl-beta,fedavg", "--seeds", "1"], "with factorized-fl-beta-seed1, fedavg-seed1 too"),
         ([*both, "--seed", "7"], "methods and seeds can be added, not taken away"),
         (["--methods", more, "--seeds", "2", "--lr", "0.5"], "lr is 0.01 there, 0.5 now"),
+        ([*both, "--rounds", "3"], "rounds=3: "),
+        ([*both, "--rounds", "1"], "holds a comparison over 2 rounds, which cannot be changed"),
         ([*both, "--set", "fedavg.l1=0.1"], "settings is {} there"),
     ):
         code, _, err = call(*base, *change)
@@ -537,6 +572,25 @@ def test_a_store_that_is_not_found_is_no_new_run(tmp_path, monkeypatch, no_pictu
     assert [row["round"] for row in report.read_metrics(run / report.METRICS)[::3]] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("store", ["a", "a/clients", "."])
+def test_a_store_stands_beside_the_run(tmp_path, store):
+    code, _, err = call("run", *SMALL, "--store", tmp_path / store, "--out", tmp_path / "a")
+    assert code == 2 and "must stand beside --out" in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_of_another_run_is_named_before_anything_is_written(tmp_path, no_pictures):
+    for name in ("a", "b"):
+        options = ["--cohort", "1", "--store", tmp_path / f"{name}-clients", "--out", tmp_path / name]
+        assert call("run", *SMALL, *options)[0] == 0
+    before = content(tmp_path)
+    code, _, err = call("run", *SMALL, "--store", tmp_path / "a-clients", "--out", tmp_path / "c")
+    assert code == 2 and "holds the clients of a run, which goes on by run --resume" in err and err.count("\n") == 1
+    code, _, err = call("run", "--resume", tmp_path / "a", "--store", tmp_path / "b-clients", "--rounds", "3")
+    assert code == 2 and "holds the clients of another run" in err and err.count("\n") == 1
+    assert content(tmp_path) == before and not (tmp_path / "c").exists()
+
+
 def test_a_finished_run_without_checkpoints_is_not_trained_again(one_run, tmp_path, no_pictures):
     directory, _ = one_run
     shutil.copytree(directory / "a", tmp_path / "a")
@@ -666,6 +720,26 @@ def test_where_nobody_may_draw_all_else_is_written(comparison, tmp_path, monkeyp
 def test_the_table_counts_the_clients_that_were_trained(tmp_path, no_pictures):
     code, out, err = call("run", *SMALL, "--only", "1,3", "--out", tmp_path / "a")
     assert code == 0 and "permuted-non-iid, 2 clients, 2 rounds" in out, err
+    cells = report.read(tmp_path / "a")
+    assert "permuted-non-iid · 2 clients · 2 rounds" in page.render(cells)
+    assert plots._label(cells) == "digits, permuted-non-iid, 2 clients, 1 seed"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are text")
+def test_a_path_that_is_no_text(one_run, tmp_path):
+    """In a process of its own whose output must be text."""
+    directory, _ = one_run
+    odd = tmp_path / os.fsdecode(b"z\xe9")
+    shutil.copytree(directory / "a", odd)
+    files = {f"--{end}": tmp_path / f"p.{end}" for end in ("html", "csv", "json")}
+    options = [os.fsencode(part) for pair in files.items() for part in pair]
+    command = [sys.executable, "-m", "fastfact", "report", os.fsencode(odd), *options]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    )
+    assert done.returncode == 0 and b"z\xe9/density.png" in done.stdout, done.stderr
+    assert os.fspath(odd) in json.loads(files["--json"].read_text())["command"]
+    assert r"z\udce9" in files["--html"].read_text() and files["--csv"].is_file()
 
 
 def test_info_of_a_comparison(comparison):
@@ -686,6 +760,16 @@ def test_info_of_a_comparison(comparison):
 def test_info_refuses_what_it_would_ignore(arguments, message):
     code, _, err = call("info", *arguments)
     assert code == 2 and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["lstm", "lstm-words", "transformer"])
+def test_the_plan_of_a_network_that_reads_tokens(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "BUDGET", 0.0)
+    options = ["--input", "4", "--batch", "2", "--json", tmp_path / "plan.json"]
+    code, _, err = call("info", "--plan", model, *options)
+    assert code == 0, err
+    rows = json.loads((tmp_path / "plan.json").read_text())["layers"]
+    assert rows[-1]["layer"] == "fc" and rows[0]["input"].startswith("2×")
 
 
 @pytest.mark.parametrize(

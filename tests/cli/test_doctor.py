@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import pwd
 
 import pytest
 import torch
 from calls import call
 
+from fastfact.base import machine
 from fastfact.cli import doctor
 from fastfact.ops.backends import Backend
 
@@ -70,9 +72,17 @@ def test_a_gpu_without_kernels(monkeypatch):
     assert found("GPU").state == doctor.WRONG and found("GPU").detail == "a device has compute capability 7.5"
 
 
-def test_choices_that_cannot_be_kept(monkeypatch, tmp_path):
+def test_choices_that_cannot_be_kept(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FASTFACT_CHOICE", str(tmp_path / "file" / "below"))
     assert found("measured choices").state == doctor.WRONG
+    monkeypatch.setenv("FASTFACT_CHOICE", "")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    # A container that is run by any user id.
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    finding = found("measured choices")
+    assert finding.state == doctor.WRONG and "there is no home directory" in finding.detail
+    assert machine.remembered({"q": 1}, dict) is None and "cannot keep what was measured" in caplog.text
     monkeypatch.setenv("FASTFACT_CHOICE", "fixed")
     assert found("measured choices").mend == "unset FASTFACT_CHOICE"

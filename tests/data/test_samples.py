@@ -68,6 +68,13 @@ def test_entries_lie_side_by_side_and_come_apart_again():
     assert torch.equal(client.entries.packed(found), x)
 
 
+def test_a_mask_of_booleans_beside_numbers():
+    mask = torch.tensor([[True, False], [False, False]])
+    samples = {"x": torch.rand(2, 3), "mask": mask, "label": [0, 1]}
+    client = ff.Client(train=samples, test=samples)
+    assert torch.equal(client.entries.unpacked(client.train[0])["mask"], mask)
+
+
 def test_sequences_are_brought_to_one_length():
     table = Table(input_ids=TOKENS, labels=TOKENS, kind=[1, 2, 3])
     client = ff.Client(train=table, test=table, collate=data.pad(3, input_ids=1))

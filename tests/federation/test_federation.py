@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import fastfact as ff
 from fastfact.federation.tensors import tensors_of
@@ -342,14 +343,8 @@ def test_similarity(make):
 
 
 def test_similarity_where_the_layer_before_the_classifier_is_frozen(make):
-    def frozen(*layers):
-        model = make.mlp()
-        for layer in layers:
-            model[layer].requires_grad_(False)
-        return model
-
     for layers, name in (((2,), "0.weight"), ((0, 2), "4.weight")):
-        fed = make(lambda layers=layers: frozen(*layers))
+        fed = make(lambda layers=layers: frozen(make, *layers))
         fed.fit(1)
         a, b = fed.states.state[name][:2].flatten(1)
         torch.testing.assert_close(fed.similarity()[0, 1], torch.nn.functional.cosine_similarity(a, b, dim=0))
@@ -429,6 +424,17 @@ def test_accuracies_as_downloaded_are_those_of_the_next_round(make, method):
     assert make(method="stand-alone").accuracies_as_downloaded() is None
 
 
+class WithAuxiliary(nn.Module):
+    """Two outputs in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3).double()
+
+    def forward(self, x):
+        return (self.head(x), self.head(x)) if self.training else self.head(x)
+
+
 BAD = [
     ({"epochs": 0}, r"epochs=0.*at least 1"),
     ({"epochs": 1.5}, r"epochs=1.5"),
@@ -462,6 +468,10 @@ BAD = [
     ({"model": lambda: nn.Flatten()}, r"no parameter"),
     ({"model": lambda: nn.Linear(9, 3).double()}, r"does not take samples torch.float64 \[6\]"),
     ({"model": lambda: nn.Sequential(nn.Linear(6, 3), nn.Unflatten(1, (3, 1))).double()}, r"gives \[2, 3, 1\]"),
+    ({"model": lambda: torch.jit.script(nn.Linear(6, 3))}, r"returned a scripted model"),
+    ({"model": lambda: prune.identity(nn.Linear(6, 3), "weight")}, r"cannot be copied; what torch.nn.utils.prune"),
+    ({"model": lambda: nn.Linear(6, 3).to(torch.complex64)}, r"weight is complex, parameters must be real"),
+    ({"model": lambda: WithAuxiliary()}, r"gives tuple in training, must give outputs \[n, …\]"),
     ({"clients": []}, r"at least one client"),
     ({"clients": [3]}, r"client 0 is int"),
     ({"clients": iter([3])}, r"clients=list_iterator\): must be a sequence"),
@@ -604,6 +614,145 @@ def test_layers_and_roles():
     assert turned["0.u"].classifier and turned["0.u"].layer == 2 and turned["3.u"].layer == 1
     with pytest.raises(ValueError, match="classifier='1'"):
         ff.federation.tensors.describe(model, classifier="1")
+
+
+class Tied(nn.Module):
+    """A language model whose classifier has the weight of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mid, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11)
+        self.head.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.mid(self.embedding(x)).relu())
+
+
+def test_an_embedding_that_is_tied_to_the_classifier_is_the_classifiers(make):
+    infos = ff.federation.tensors.describe(Tied())
+    assert {name: (info.layer, info.classifier) for name, info in infos.items()} == {
+        "embedding.weight": (3, True),
+        "mid.weight": (2, False),
+        "mid.bias": (2, False),
+        "head.bias": (3, True),
+    }
+    draw = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(11, (9, 5), generator=draw) for _ in range(2)]
+    clients = [ff.Client(train=(x[:6], x[:6]), test=(x[6:], x[6:])) for x in tokens]
+    for method in (ff.methods.FedAvg(share_classifier=False), "fedper", "fedrep", "fedbabu", "moon"):
+        fed = make(Tied, clients=clients, method=method, loss="next_token")
+        fed.fit(1)
+        assert fed.shared == ["mid.weight", "mid.bias"] or fed.method.name == "moon"
+        moved = not torch.equal(fed.models[0].head.weight, fed.initial["embedding.weight"][0])
+        assert moved == (fed.method.name != "fedbabu")
+        # What the classifier gets to see, not the embedding.
+        assert fed.encode(tokens[0]).shape == (2, 9, 5 * 6)
+
+
+def test_the_bias_of_a_parametrized_classifier_is_part_of_it(make):
+    def model():
+        net = make.mlp()
+        net[2], net[4] = (nn.utils.parametrizations.weight_norm(net[n]) for n in (2, 4))
+        return net
+
+    infos = ff.federation.tensors.describe(model())
+    assert {info.layers for info in infos.values()} == {3}
+    assert [name for name, info in infos.items() if info.classifier] == [
+        "4.bias",
+        "4.parametrizations.weight.original0",
+        "4.parametrizations.weight.original1",
+    ]
+    assert infos["2.bias"].layer == infos["2.parametrizations.weight.original1"].layer == 2
+    fed = make(model, method=ff.methods.MOON(share_classifier=False))
+    fed.fit(1)
+    assert not any(name.startswith("4.") for name in fed.shared) and fed.encode(fed.clients[0].test[0]).shape[2] == 5
+
+
+class HandWrittenNorm(nn.Module):
+    """Of one weight of this shape."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_normalisation_that_is_written_by_hand_is_one():
+    block = type("NormBlock", (nn.Sequential,), {})(nn.Linear(4, 4), nn.LayerNorm(4))
+    model = nn.Sequential(HandWrittenNorm(4), HandWrittenNorm(1, 4, 1, 1), HandWrittenNorm(1, 4), block)
+    infos = ff.federation.tensors.describe(model)
+    assert {name: (info.layer, info.norm) for name, info in infos.items()} == {
+        "0.weight": (0, True),
+        "1.weight": (0, True),
+        "2.weight": (1, False),
+        "3.0.weight": (2, False),
+        "3.0.bias": (2, False),
+        "3.1.weight": (2, True),
+        "3.1.bias": (2, True),
+    }
+    assert not ff.methods.FedBN().shares(infos["0.weight"]) and ff.methods.FedBN().shares(infos["2.weight"])
+
+
+def frozen(make, *layers):
+    model = make.mlp()
+    for layer in layers:
+        model[layer].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_a_phase_in_which_nothing_trains_is_refused(make, cohort):
+    cases = {
+        "phase 1 of 2 of its local training; .* is 0.weight, 0.bias, 2.weight, …": ("fedrep", (4,)),
+        r"phase 1 of 2 \(head_first\) of its local": (ff.methods.FedAvg(head_first=1), (4,)),
+        "phase 1 of 1 of its local training; .* is 4.weight, 4.bias$": ("fedbabu", (0, 2)),
+        "phase 1 of 1 of its adapting before": (ff.methods.FedBABU(finetune="head"), (4,)),
+    }
+    for message, (method, layers) in cases.items():
+        with pytest.raises(ValueError, match=f"nothing trains in {message}"):
+            make(lambda layers=layers: frozen(make, *layers), method=method, cohort=cohort)
+    make(lambda: frozen(make, 4), method=ff.methods.FedRep(head_epochs=0), cohort=cohort).fit(1)
+
+
+@pytest.mark.parametrize("method", ["moon", ff.methods.SimFed(factorized=False), "simfed"])
+def test_what_a_frozen_classifier_gets_to_see(make, method):
+    fed = make(lambda: frozen(make, 4), method=method)
+    fed.fit(2)
+    x, model = fed.clients[0].test[0], fed.models[1]
+    torch.testing.assert_close(fed.encode(x)[1], model[:4](x).detach())
+
+
+class Calls(nn.Module):
+    """Calls its classifier with x and −x, or with the x of all samples and of one."""
+
+    def __init__(self, alike=True):
+        super().__init__()
+        self.body, self.head, self.alike = nn.Linear(6, 5), nn.Linear(5, 3), alike
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.body(x).relu()) + self.head(self.body(-x if self.alike else x[:1]).relu())
+
+
+def test_a_classifier_that_is_called_twice_has_both_inputs_side_by_side(make):
+    fed = make(Calls, method=ff.methods.SimFed(factorized=False))
+    fed.fit(2)
+    x, body = fed.clients[0].test[0], fed.models[1].body
+    wanted = torch.cat([body(x).relu(), body(-x).relu()], 1).detach()
+    torch.testing.assert_close(fed.encode(x)[1], wanted)
+    assert fed.key_vectors().shape == (3, 10)
+    with pytest.raises(ValueError, match="classifier head is called with 1, 4 rows in one forward"):
+        make(lambda: Calls(alike=False)).encode(x[:4])
+    with pytest.raises(ValueError, match="classifier 1 is called by no forward"):
+        make(lambda: Unused(make.mlp(), nn.Linear(6, 3).double())).encode(x)
+
+
+class Unused(nn.Sequential):
+    def forward(self, x):
+        return self[0](x)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "factorized-fl-beta"])

@@ -129,6 +129,13 @@ def test_dropout_of_a_convolution():
     check(gradients(layer, x), gradients(layer, x, formula))
 
 
+def test_a_convolution_is_exported_for_any_number_of_images():
+    layer, x = adapter(nn.Conv2d(4, 5, 3, padding=1), (2, 4, 6, 6), ff.LowRank(rank=1))
+    program = torch.export.export(layer.eval(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    x = torch.cat([x, x, x[:1]]).detach()
+    torch.testing.assert_close(program.module()(x), layer(x).detach())
+
+
 @pytest.mark.parametrize("spec", [SPEC, ff.LowRank(ratio=0.1), ff.LowRank(ratio=0.1, layout="view")], ids=str)
 def test_layers_by_ratio_take_it_too_where_sigma_is_frozen(spec):
     layer, x = adapter(nn.Linear(40, 30), (50, 40), spec)

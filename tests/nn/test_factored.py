@@ -676,6 +676,24 @@ def test_separable_steps_over_the_width_where_pytorch_is_safe(kernel, last):
     assert y.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_separable_has_the_range_of_float32_between_its_two_convolutions(autocast):
+    dtype = torch.float32 if autocast else torch.float16
+    x, u, v = torch.full((2, 3, 6, 6), 200.0), torch.full((4, 3, 3), 50.0), torch.full((4, 8, 3), 1e-3)
+    x, u, v = (t.to(dtype).requires_grad_() for t in (x, u, v))
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        y = ff.ops.separable_conv2d(x, u, v, size=(8, 3, 3, 3))
+    weight = torch.einsum("rih,row->oihw", u.double(), v.double())
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.double(), F.conv2d(x.double(), weight), rtol=2e-3, atol=0)
+    for gradient, expected in zip(
+        torch.autograd.grad(y.sum() / 64, (x, u, v)),
+        torch.autograd.grad(F.conv2d(x.double(), weight).sum() / 64, (x, u, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=4e-3, atol=0)
+
+
 def test_separable_checks_its_factors():
     t = draw(2, (6, 5, 3, 3), 8, 8, 0, 0.2, torch.float32)
     with pytest.raises(ValueError, match="u and v must be given"):

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastfact as ff
 
@@ -376,6 +377,48 @@ def test_prune_without_mu_is_an_error():
 def test_bad_settings(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def layers_and_inputs():
+    conv, linear = ff.nn.FactorizedConv2d(6, 4, 3), ff.nn.FactorizedLinear(6, 4)
+    return (conv, torch.ones(2, 6, 5, 5)), (linear, torch.ones(3, 6))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_an_input_of_another_dtype_is_told_as_one(training, dtype):
+    for layer, x in (
+        (ff.nn.FactorizedConv2d(6, 4, 3), torch.ones(2, 6, 5, 5)),
+        (ff.nn.FactorizedLinear(6, 4), torch.ones(3, 6)),
+    ):
+        layer.compact()
+        layer.train(training)(x)
+        with pytest.raises((RuntimeError, ValueError), match=f"x is {dtype}, must be torch.float32"):
+            layer(x.to(dtype))
+
+
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
+def test_images_without_pixels_are_refused_on_every_path(path):
+    layer = ff.nn.FactorizedConv2d(4, 4, 3, padding=2)
+    layer.compact()
+    layer.path = path
+    with pytest.raises((RuntimeError, ValueError), match=r"zero channel|small|no pixels"):
+        layer(torch.ones(2, 4, 9, 0))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_fake_inputs_of_a_real_layer(compact):
+    for layer, x in (
+        (ff.nn.FactorizedConv2d(6, 4, 3), torch.ones(2, 6, 5, 5)),
+        (ff.nn.FactorizedLinear(6, 4), torch.ones(3, 6)),
+    ):
+        if compact:
+            layer.compact()
+        wanted = layer(x).shape
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert layer(mode.from_tensor(x)).shape == wanted
+            with torch.no_grad():
+                assert layer.eval()(mode.from_tensor(x)).shape == wanted
 
 
 def test_spec_of_the_wrong_type():

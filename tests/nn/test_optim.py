@@ -122,6 +122,24 @@ def test_state_dict_round_trip_and_groups():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("dense", "ours"), [("SGD", "ProxSGD"), ("AdamW", "ProxAdamW")])
+def test_the_state_of_the_dense_optimizer_leaves_l1_as_it_is(dense, ours):
+    net = model()
+    before = getattr(torch.optim, dense)(net.parameters(), lr=0.02)
+    train(net, before, 1)
+    after = getattr(ff.optim, ours)(net.parameters(), lr=0.01, l1=50.0)
+    after.load_state_dict(before.state_dict())
+    assert after.param_groups[0]["l1"] == 50 and after.param_groups[0]["lr"] == 0.02
+    train(net, after, 2)
+    assert not net[0].mu.count_nonzero()
+
+
+def test_a_group_that_is_added_is_checked():
+    optimizer = ff.optim.ProxSGD(model()[0].parameters())
+    with pytest.raises(ValueError, match=r"ProxSGD\(momentum=1.5\)"):
+        optimizer.add_param_group({"params": model()[2].parameters(), "momentum": 1.5})
+
+
 def test_closure_and_channels_last():
     torch.manual_seed(0)
     net = ff.nn.FactorizedConv2d(3, 4, 3).to(memory_format=torch.channels_last)

@@ -111,6 +111,12 @@ for form in SPECS:
             optimizer.step()
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.full_tensor(), b.detach(), msg=lambda text: f"{{form}} {{name}}: {{text}}")
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(X), plain.eval()(X))
+        plain[0].path = plain[3].path = "reconstruct"
+        fully_shard(plain[3])
+        fully_shard(plain)(X)
+    assert len(plain[0]._cache) and not len(plain[3]._cache), "only where the factors are whole is W kept"
 dist.destroy_process_group()
 """
 

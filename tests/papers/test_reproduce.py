@@ -71,6 +71,13 @@ def test_settings_come_in_layers():
     assert len(given) == 1 and given[0].rounds == 3
 
 
+def test_the_simulated_clients_of_fedfac_share_their_classifier():
+    """§3.2: layers that are not split are shared, and Λ is within 1 … L − 1."""
+    for name in ("figure-6", "figure-7"):
+        for config in recipes.find("fedfac", name).resolve().cells().values():
+            assert config.settings[config.method]["share_classifier"] and build.strategy(config).share_classifier
+
+
 def test_columns_of_the_same_runs_share_them():
     recipe = recipes.find("factorized-fl", "table-1-domains")
     assert len(recipe.resolve({"seeds": 1}).cells()) == len(recipe.rows)

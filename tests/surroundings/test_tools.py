@@ -55,6 +55,18 @@ def test_accelerate(model):
     assert not torch.equal(accelerator.unwrap_model(prepared)[3].bias, before)
 
 
+def test_accelerate_leaves_nothing_of_what_it_offloads(model, tmp_path):
+    from accelerate import disk_offload
+
+    model.eval()[0].compact(0.5)
+    wanted = model(X).detach()
+    offloaded = disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(offloaded(X), wanted)
+    assert all(len(layer._cache) == len(layer._nodes) == 0 for layer in ff.factorized_layers(model).values())
+
+
 def test_lightning_with_swa(model, tmp_path):
     import lightning
 

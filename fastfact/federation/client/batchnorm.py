@@ -29,11 +29,13 @@ def _seen_by(model: nn.Module, kinds: type | tuple[type, ...], see: Callable) ->
 def recalibrate(net: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Mean and unbiased variance of what each batch-norm layer gets to see of x [n, …] in training: a `Phase.update`.
 
-    In batches of at most 1,024 samples, averaged by their sizes; a batch is normalised by itself.
+    In batches of 1,024 samples; a batch is normalised by itself. Where a layer gets to see several, of samples or of
+    the calls of one forward, they are averaged by their rows: more than the samples where time steps are among them.
     Why: running statistics are an average over the last 1 / momentum steps. A client that downloads other weights and
     trains them for 10 steps at momentum 0.1 still has .9¹⁰ = 35 % of the statistics of the weights it had before.
     """
     sums: dict[str, Tensor] = {}
+    rows: dict[str, int] = {}
 
     def see(path: str, module: nn.Module, inputs: tuple[Tensor]) -> None:
         if not module.track_running_stats:
@@ -45,19 +47,21 @@ def recalibrate(net: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         for name, value in (("running_mean", mean), ("running_var", variance)):
             key = f"{path}.{name}" if path else name
             sums[key] = sums.get(key, 0) + value * len(seen)
+            rows[key] = rows.get(key, 0) + len(seen)
 
     with _seen_by(net.model, nn.modules.batchnorm._BatchNorm, see):
-        for some in x.split(BATCH):
-            net(some)
-    return {name: total / len(x) for name, total in sums.items()}
+        for begin, end in batches(len(x), BATCH):
+            net(x[begin:end])
+    return {name: total / rows[name] for name, total in sums.items()}
 
 
 def moments(net: Any, x: Tensor) -> Tensor:
     """Mean and standard deviation of each channel that the normalisation layers get to see of x [n, …], over samples
     and places, layer after layer: float32 [2, channels of all of them], none for a model without such a layer.
 
-    Batch- and instance-norm normalise by what they see, as in training, in batches of at most 1,024 samples; all else
-    is in eval mode. Channels are the axis after the samples, of layer- and RMS-norm the first that they normalise.
+    Of the layers of torch.nn: those that are written by hand need not have channels. Batch- and instance-norm normalise
+    by what they see, as in training, in batches of 1,024 samples; all else is in eval mode. Channels are the axis after
+    the samples, of layer- and RMS-norm the first that they normalise.
     """
     found: dict[str, tuple[int, Tensor]] = {}
 

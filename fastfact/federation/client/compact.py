@@ -29,9 +29,10 @@ from fastfact.nn.schedule import Schedule, dense_gradients
 
 
 def mu_layers(model: nn.Module) -> dict[str, FactorizedLayer]:
-    """The name of each μ → its layer."""
+    """The name of each μ that trains → its layer."""
     layers = {f"{path}.mu" if path else "mu": layer for path, layer in factorized_layers(model).items()}
-    return {name: layer for name, layer in layers.items() if "mu" in layer._parameters}
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    return {name: layer for name, layer in layers.items() if name in trained}
 
 
 def prune_(state: State, names: Sequence[str], schedule: Schedule) -> None:

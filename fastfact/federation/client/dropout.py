@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fastfact.ops.common import is_mapped
+
 _SPATIAL = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 
 
@@ -37,8 +39,18 @@ class Streams(TorchFunctionMode):
                 # One draw a channel; without a batch axis the channels come first.
                 axes = input.dim() - _SPATIAL[func]
                 shape = (*shape[:axes], *[1] * _SPATIAL[func])
-            mask = _Mask.apply(input, tuple(shape), p, self.generators)
+            like = input if is_mapped(input) else _mapped(input, len(self.generators))
+            mask = _Mask.apply(like, tuple(shape), p, self.generators)
             return input.mul_(mask) if inplace else input * mask
+
+
+def _mapped(tensor: Tensor, clients: int) -> Tensor:
+    """What all clients share, as each one's under the `vmap` over them; itself where there is none."""
+    functorch = torch._C._functorch
+    for interpreter in functorch.get_interpreter_stack() or ():
+        if interpreter.key() == functorch.TransformType.Vmap:
+            return functorch._add_batch_dim(tensor.expand(clients, *tensor.shape), 0, interpreter.level())
+    return tensor
 
 
 def _draw(like: Tensor, shape: Sequence[int], p: float, generator: torch.Generator) -> Tensor:

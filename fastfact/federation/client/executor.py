@@ -194,7 +194,8 @@ def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int)
     """
     expected = rule(trainers[ONE], data[ONE])
     if clients == 1 or trainers[ONE].device.type != "cpu":
-        chosen = expected if clients > 1 and expected.cohort > 1 else ExecutionPlan(ONE)
+        together = clients > 1 and expected.cohort > 1
+        chosen = _that_runs(trainers, data, expected) if together else ExecutionPlan(ONE)
         log.info("cohort=auto: %s", chosen)
         return chosen
     settings, (x, y) = trainers[ONE].settings, data[ONE]
@@ -210,9 +211,21 @@ def choose(trainers: dict[str, Trainer], data: dict[str, Samples], clients: int)
     if (settings.optimizer, settings.precision) != ("sgd", "full"):
         question["optimizer"] = [settings.optimizer, settings.precision]
     found = machine.remembered(question, lambda: asdict(_fastest(trainers, data, clients, expected)))
-    chosen = ExecutionPlan(**found) if found else expected
+    chosen = ExecutionPlan(**found) if found else _that_runs(trainers, data, expected)
     log.info("cohort=auto: %s", chosen)
     return chosen
+
+
+def _that_runs(trainers, data, expected: ExecutionPlan) -> ExecutionPlan:
+    """What is expected to be fastest, unmeasured, or one client at a time where the model cannot train over the client
+    axis."""
+    if expected.how == BATCHED:
+        try:
+            check_together(trainers[BATCHED], data[BATCHED], expected.cohort)
+        except ValueError as error:
+            log.info("cohort=auto: %s", error)
+            return ExecutionPlan(ONE)
+    return expected
 
 
 def _fastest(trainers, data, clients: int, expected: ExecutionPlan) -> ExecutionPlan:

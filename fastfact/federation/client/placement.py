@@ -82,8 +82,7 @@ class Placement:
             )
         for x, _ in (client.train, client.test) if client.entries is not None and client.entries.mixed else ():
             for name, column in client.entries.unpacked(x).items():
-                if not column.is_floating_point():
-                    client.entries.check(name, int(column.abs().max()), self.dtype)
+                client.entries.check(name, column, self.dtype)
         if client.train[0].shape[1:] != self.shape:
             raise ValueError(
                 f"Federation(clients=): samples of client {k} have shape {list(client.train[0].shape[1:])}, of client"

@@ -358,41 +358,48 @@ class Trainer:
 class Encoder:
     """encoder(state, x) → what each client's classifier gets to see of x.
 
-    shape, dtype, device: of a sample as the model takes it. vocabulary: how many tokens the model knows (the rows of
-    its first embedding), None for a model without embeddings.
+    path: of the classifier in the model, None where there is none. shape, dtype, device: of a sample as the model takes
+    it. vocabulary: how many tokens the model knows (the rows of its first embedding), None for a model without
+    embeddings.
     """
 
-    def __init__(self, trainer: Trainer, shape: Sequence[int], dtype: torch.dtype):
-        self.trainer, self.shape, self.dtype, self.device = trainer, tuple(shape), dtype, trainer.device
-        paths = {info.name.rpartition(".")[0] for info in trainer.infos.values() if info.classifier}
-        self.classifier = trainer.model.get_submodule(paths.pop()) if paths else None
+    def __init__(self, trainer: Trainer, path: str | None, shape: Sequence[int], dtype: torch.dtype):
+        self.trainer, self.path, self.shape, self.dtype = trainer, path, tuple(shape), dtype
+        self.device = trainer.device
         tables = (m.num_embeddings for m in trainer.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
         self.vocabulary = next(tables, None)
 
     @torch.no_grad()
     def __call__(self, state: State, x: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """The input of the classifier of each row of `state` [k, …] for x [n, …], in eval mode: [k, n, d].
+        """The input of the classifier of each row of `state` [k, …] for x [n, …], in eval mode: [k, n, d]. Of a
+        classifier that a forward calls several times, the inputs stand beside each other along d.
 
-        Raises ValueError for a model without a classifier (a layer with a weight), and for a made-up x where the model
-        takes several entries by name.
+        Raises ValueError for a model without a classifier (a layer with a weight) or whose forward does not call it, or
+        calls it with numbers of rows that differ, and for a made-up x where the model takes several entries by name.
         """
         task = self.trainer.settings.task
         if isinstance(x, Mapping) and task.entries is not None:
             x = task.entries.packed(x, next(iter(self.trainer.params.values())).dtype).to(self.device)
         elif task.entries is not None:
             raise ValueError(f"clients cannot be compared by one x that is drawn: samples are of {task.entries}")
-        if self.classifier is None:
+        if self.path is None:
             raise ValueError("the model has no layer with a weight, so no classifier whose input could be taken")
-        seen: list[Tensor] = []
-        handle = self.classifier.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].flatten(1)))
+        seen, encodings = list[Tensor](), list[Tensor]()
+        classifier = self.trainer.model.get_submodule(self.path)
+        handle = classifier.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].flatten(1)))
         self.trainer.model.eval()
         try:
             for row in range(len(next(iter(state.values())))):
                 self.trainer.bind(state, row)
+                seen.clear()
                 task.output(self.trainer.model, x)
+                if len(rows := {len(part) for part in seen}) != 1:
+                    calls = f"with {', '.join(map(str, sorted(rows)))} rows in one forward" if rows else "by no forward"
+                    raise ValueError(f"the classifier {self.path} is called {calls}, so it has no encoding of a sample")
+                encodings.append(torch.cat(seen, dim=1))
         finally:
             handle.remove()
-        return torch.stack(seen)
+        return torch.stack(encodings)
 
 
 Batch = tuple[int, int, Part]

@@ -15,7 +15,7 @@ from fastfact.federation.server.privacy import Noise
 from fastfact.federation.server.processes import Shard
 from fastfact.federation.server.strategy import Offer, Strategy, Uploads
 from fastfact.federation.state import State, flattened, index_of
-from fastfact.federation.tensors import TensorInfo
+from fastfact.federation.tensors import TensorInfo, largest
 from fastfact.federation.wire.format import Sizes, Wire
 from fastfact.federation.wire.ledger import Ledger
 from fastfact.nn.sparsity import hard_threshold
@@ -297,7 +297,9 @@ def client_round(
     for name, tensor in start.items() if exchange.keeps_start else ():
         state[START + name].copy_(tensor)
     losses, seconds = train(state)
-    broken = not_finite(clients, state)
+    # What stays with the client may hold what it will, as a mask of −∞ does.
+    kept = {name for name, info in exchange.infos.items() if not info.averages}
+    broken = not_finite(clients, {name: tensor for name, tensor in state.items() if name not in kept})
     sent, sizes = exchange.wire.roundtrip(exchange.keyed(state), exchange.uploaded, masks)
     norms = robust.norms(sent, start).tolist() if start else None
     return ClientRound(sent, sizes, losses, seconds, before, broken, norms, answers)
@@ -435,22 +437,16 @@ def not_finite(clients: list[int], state: State) -> dict[int, str]:
     reasons = {}
     for row in (row for row, is_fine in enumerate(torch.stack(fine).all(0).tolist()) if not is_fine):
         for name in names:
-            limit = _largest(state[name].dtype)
+            limit = largest(state[name].dtype)
             # What is not finite first: NaN is not above anything.
             if not state[name][row].isfinite().all():
                 reasons[clients[row]] = f"{name} has NaN or inf"
-            elif (largest := state[name][row].abs().max().item()) > limit:
-                reasons[clients[row]] = f"{name} has {largest:.3g}, above {limit:.3g}, whose square overflows"
+            elif (most := state[name][row].abs().max().item()) > limit:
+                reasons[clients[row]] = f"{name} has {most:.3g}, above {limit:.3g}, whose square overflows"
             else:
                 continue
             break
     return reasons
-
-
-def _largest(dtype: torch.dtype) -> float:
-    """Half precision is narrow: a norm may well pass 256 there."""
-    most = torch.finfo(dtype).max
-    return most if dtype == torch.float16 else math.sqrt(most)
 
 
 def diverged(clients: Sequence[int], losses: Sequence[float], known: Mapping[int, str], most: float) -> dict[int, str]:

@@ -154,8 +154,10 @@ class Strategy:
     other methods take their loss from `Net.loss`.
     letters: other names of settings, as {"mu": "prox"}: what its paper calls them.
 
-    share_classifier: the last layer with a weight (off where labels differ between clients).
-    share_norm, share_norm_statistics: learned scale and shift of normalisation layers; their running statistics.
+    share_classifier: the last layer with a weight, and an embedding that is tied to it (off where labels differ between
+    clients).
+    share_norm, share_norm_statistics: learned scale and shift of normalisation layers (those of torch.nn, and what
+    `tensors.is_norm` takes for one); their running statistics.
     l1: λ on μ; l1_method: "proximal" (soft threshold) or "subgradient" (see `ff.optim.ProxSGD`), or "evaluation", λ has
     no part in training, but where models are evaluated and their density counted, entries with |μ| < λ are zeros: what
     the official Factorized-FL code does, whose penalty has no gradient. The threshold of "proximal" is
@@ -254,7 +256,10 @@ class Strategy:
         """Raise ValueError if the method cannot work on a model of these tensors. Called once, before anything runs."""
 
     def allowed(self, info: TensorInfo) -> bool:
-        """Whether the sharing policy (classifier, norm, statistics) lets `info` leave the client."""
+        """Whether the sharing policy (classifier, norm, statistics) lets `info` leave the client. A buffer that has no
+        mean stays."""
+        if not info.averages:
+            return False
         if info.norm:
             return self.share_norm_statistics if info.statistic else self.share_norm
         return self.share_classifier or not info.classifier

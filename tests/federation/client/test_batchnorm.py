@@ -54,6 +54,46 @@ def test_the_statistics_of_several_batches_and_of_models_without_any(make, monke
     assert len(without.history) == 3
 
 
+class Steps(nn.Module):
+    """A batch-norm of the time steps of x [n, t, 3]: folded into the batch, or one call for each."""
+
+    def __init__(self, folded):
+        super().__init__()
+        self.norm, self.folded = nn.BatchNorm1d(3), folded
+
+    def forward(self, x):
+        if self.folded:
+            return self.norm(x.flatten(0, 1)).view_as(x)
+        return torch.stack([self.norm(step) for step in x.unbind(1)], 1)
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_a_layer_may_see_more_rows_than_there_are_samples(folded):
+    """Folded, all of a batch at once; else the mean over the calls, which are normalised one by one."""
+    from fastfact.federation.client import batchnorm as statistics
+    from fastfact.federation.client.phase import Net
+
+    model, x = Steps(folded).double().train(), 2 + torch.randn(10, 4, 3, dtype=torch.float64)
+    with torch.no_grad():
+        found = statistics.recalibrate(Net(model, dict(model.named_parameters()), {}, None), x, None)
+    torch.testing.assert_close(found["norm.running_mean"], x.mean((0, 1)))
+    torch.testing.assert_close(found["norm.running_var"], x.flatten(0, 1).var(0) if folded else x.var(0).mean(0))
+
+
+def test_a_last_batch_of_one_sample_joins_the_one_before_it(make, monkeypatch):
+    from fastfact.federation.client import batchnorm as statistics
+
+    def model():
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+    accuracies = []
+    for batch in (6, 7):
+        monkeypatch.setattr(statistics, "BATCH", batch)
+        fed = make(model, clients=make.clients(sizes=(7, 7), test=40), method=ff.methods.FedBN(recalibrate=True))
+        accuracies.append([row["accuracy"] for row in fed.fit(1)])
+    assert accuracies[0] == accuracies[1]
+
+
 class EveryNorm(nn.Module):
     """Normalisation layers of all kinds, one of them twice, and dropout."""
 

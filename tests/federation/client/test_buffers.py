@@ -1,5 +1,7 @@
 """Buffers that a forward replaces, as `self.mean = …`: each client has its own, however clients train."""
 
+import math
+
 import pytest
 import torch
 from small import Scale, make_clients, mlp
@@ -52,6 +54,65 @@ def test_each_client_has_what_plain_pytorch_gives(make, cohort):
         x, y = client.test
         model = fed.models[k].eval()
         assert (model(x).argmax(1) == y).double().mean() == fed.history[k]["accuracy"]
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_memory_of_parameters_with_gaps_or_overlaps_is_each_clients_own(make, cohort):
+    def sliced(cut: bool) -> nn.Module:
+        net = centred()
+        if cut:
+            wide = torch.zeros(6, 9, dtype=torch.float64)
+            wide[:, :6] = net[0].weight.detach()
+            net[0].weight = nn.Parameter(wide[:, :6])
+        net.register_buffer("scale", torch.ones(1).expand(3) if cut else torch.ones(3))
+        return net
+
+    plain, gaps = (make(lambda cut=cut: sliced(cut), cohort=cohort) for cut in (False, True))
+    for fed in (plain, gaps):
+        fed.fit(2)
+    for name, tensor in plain.states.state.items():
+        assert torch.equal(gaps.states.state[name], tensor)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        torch.triu(torch.full((3, 3), -math.inf), 1),
+        torch.full((3,), torch.finfo(torch.float64).min, dtype=torch.float64),
+        torch.polar(torch.ones(3), torch.arange(3.0)),
+        torch.tensor([2**60 + 1]),
+    ],
+    ids=["infinite", "as good as infinite", "complex", "large integers"],
+)
+def test_one_that_has_no_mean_stays_as_it_is(make, numbers):
+    def net() -> nn.Module:
+        net = centred()
+        net[2].register_buffer("mask", numbers.clone())
+        return net
+
+    fed = make(net, method="fedavg")
+    fed.fit(2)
+    assert not any(row["left_out"] for row in fed.history)
+    assert fed.exchange.shared == ["0.weight", "0.bias", "2.weight", "2.bias", "1.mean"]
+    assert all(torch.equal(fed.models[k][2].mask, numbers) for k in range(3))
+
+
+def test_samples_are_numbers_as_the_first_floating_parameter_is(make):
+    class Coded(nn.Module):
+        """A weight of 8 bits and its scale."""
+
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.ones(4, 6, dtype=torch.int8), requires_grad=False)
+            self.scale = nn.Parameter(torch.ones(1))
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(x @ (self.codes * self.scale).T)
+
+    fed = make(Coded)
+    assert fed._data[0].train[0].dtype == torch.float32
+    torch.testing.assert_close(fed._data[0].train[0], fed.clients[0].train[0].float())
 
 
 def test_they_are_mixed_kept_and_gone_on_with(make, same, tmp_path):

@@ -130,6 +130,22 @@ def test_absent_clients_are_pruned_when_they_take_part(make):
             assert row["density"] < 0.3
 
 
+@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("method", ["factorized-fl-alpha", "factorized-fl-beta", "factorized-fedavg", "simfed"])
+def test_a_frozen_mu_stays_as_it_is(make, method, cohort):
+    def model():
+        net = make.cnn()
+        net[0].requires_grad_(False)
+        return net
+
+    fed = make(model, (1, 6, 6), method=method, sparsity=SCHEDULE, cohort=cohort)
+    before = fed.template[0].weight.clone()
+    fed.fit(5)
+    assert torch.equal(fed.models[1][0].weight, before)
+    # Of what trains alone.
+    assert list(fed.density()) == ["3", "8"] and fed.history.of(5)[0]["density"] == pytest.approx(0.25, abs=0.02)
+
+
 def test_clients_can_join_later(make):
     fed = start(make)
     fed.fit(3)
@@ -140,7 +156,7 @@ def test_clients_can_join_later(make):
     "method, schedule, message",
     [
         ("factorized-fl-alpha", Schedule(warmup=0, target_density=0.1), "warmup of at least 1"),
-        ("fedavg", FIXED, "no layer of the model has a μ"),
+        ("fedavg", FIXED, "no layer of the model has a μ that trains"),
         ("factorized-fl-alpha", "often", "sparsity='often'"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fastfact as ff
@@ -63,6 +64,27 @@ def test_clients_of_a_cohort_have_their_own_masks(make):
     fed.fit(1)
     first, second = fed.states.state["6.weight"]
     assert not torch.equal(first, second)
+
+
+class Locked(nn.Module):
+    """Dropout of what no client has for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x):
+        kept = F.dropout(torch.ones(6, dtype=x.dtype), 0.5, self.training)
+        return self.out(x * kept + F.dropout(self.place, 0.5, self.training))
+
+
+def test_so_they_have_of_what_they_share(make):
+    runs = [make(lambda: Locked().double(), method="stand-alone", cohort=cohort) for cohort in (1, 3)]
+    for fed in runs:
+        fed.fit(1)
+    one, together = (fed.states.state["out.weight"] for fed in runs)
+    torch.testing.assert_close(together, one, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("have, clients, wanted", [(2, 1, [2]), (2, 5, [1, 1, 1, 1, 2]), (8, 3, [2, 2, 2]), (2, 0, [])])
@@ -198,6 +220,17 @@ def wide(inputs: int = 64) -> nn.Module:
 def many(n: int) -> list[ff.Client]:
     y = torch.arange(8) % 3
     return [ff.Client((torch.randn(8, 64), y), (torch.randn(2, 64), y[:2])) for _ in range(n)]
+
+
+def test_auto_unmeasured_takes_no_cohort_of_a_model_that_has_none(make, monkeypatch):
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3)).double()
+
+    monkeypatch.setenv("FASTFACT_CHOICE", "fixed")
+    assert make(lambda: nn.Linear(6, 3).double(), cohort="auto").plan.how == BATCHED
+    fed = make(net, cohort="auto")
+    fed.fit(1)
+    assert fed.plan == ExecutionPlan(ONE)
 
 
 def test_a_limit_that_is_too_small_is_refused_before_any_work(tmp_path):
