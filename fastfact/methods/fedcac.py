@@ -90,7 +90,7 @@ class FedCAC(Strategy):
         m = len(masks)
         own = torch.eye(m, dtype=torch.bool)
         count = int(masks[0].sum())
-        if m < 2 or count == 0:
+        if m < 2 or count == 0 or round > self.beta:
             return own
         bits = masks.to(torch.float32)
         # ‖M_i − M_j‖₁ = 2 (count − common), so that the overlap is the common share.

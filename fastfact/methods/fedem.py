@@ -12,29 +12,39 @@ from torch import Tensor, nn
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.state import State
-from fastfact.federation.tensors import TensorInfo, describe
+from fastfact.federation.tensors import TensorInfo, describe, frozen, is_norm
 
 
 class Mixture(nn.Module):
     """M models and their weights `pi` [M] (a buffer): forward(x) is log Σ_m π_m softmax_m(x), [n, c]; with apart=True
     the log-probabilities of each, [n, M, c].
 
-    The first component is the model as it was built, the others are drawn anew (`reset_parameters` of its layers).
+    The first component is the model as it was built, the others are drawn anew (`reset_parameters` of its layers). In a
+    network that is frozen in part this is what trains, without the norms, in which nothing is random: the frozen
+    parameters are the same for all components.
     """
 
     def __init__(self, model: nn.Module, count: int):
         super().__init__()
-        self.components = nn.ModuleList([model, *(copy.deepcopy(model) for _ in range(count - 1))])
-        for component in self.components[1:]:
-            for module in component.modules():
-                if callable(getattr(module, "reset_parameters", None)):
-                    module.reset_parameters()
+        self.components = nn.ModuleList([model, *(_drawn_anew(model) for _ in range(count - 1))])
         like = next(model.parameters())
         self.register_buffer("pi", torch.full((count,), 1 / count, dtype=like.dtype, device=like.device))
 
     def forward(self, x: Tensor, apart: bool = False) -> Tensor:
         each = torch.stack([component(x).log_softmax(-1) for component in self.components], dim=1)
         return each if apart else (each + self.pi.log()[:, None]).logsumexp(1)
+
+
+def _drawn_anew(model: nn.Module) -> nn.Module:
+    """A copy of `model` with the same frozen parameters."""
+    copied, fixed = copy.deepcopy(model), frozen(model)
+    for module in copied.modules():
+        trains = any(param.requires_grad for param in module.parameters()) and not is_norm(module)
+        if callable(getattr(module, "reset_parameters", None)) and (trains or not fixed):
+            module.reset_parameters()
+    # What of a layer is frozen was drawn with the rest.
+    same = {id(param): fixed[name] for name, param in frozen(copied).items()}
+    return copy.deepcopy(copied, same) if same else copied
 
 
 @register

@@ -120,6 +120,13 @@ def elements(infos: Mapping[str, TensorInfo], skip: Sequence[str] = ()) -> list[
     return found
 
 
+def inputs_first(module: nn.Module) -> bool:
+    """Whether the first axis of a module's weight is that of its inputs: in transposed convolutions, and in `Conv1D` of
+    transformers."""
+    transformers = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return transformers or isinstance(module, nn.modules.conv._ConvTransposeNd)
+
+
 @dataclass(kw_only=True)
 class _Split(Strategy):
     """Output channels of the split layers are shared or personal: a shared one is averaged with the weights n_k / N
@@ -127,7 +134,8 @@ class _Split(Strategy):
 
     With a channel go its bias and its learned scale, shift and running statistics in the batch-norm behind it, about
     which the text says nothing. Layers that are not split are shared as in FedAvg; the classifier never is split
-    (Λ ⊂ {1, …, L − 1}), embeddings neither. The units of an LSTM or GRU are split with all their gates.
+    (Λ ⊂ {1, …, L − 1}), nor are embeddings, transposed convolutions and `Conv1D` of transformers, whose rows are no
+    output channels. The units of an LSTM or GRU are split with all their gates.
 
     The server's step η_g is 1: the average replaces the shared channels (§3.2 averages plainly, the Algorithms by n_k;
     the latter is done). Only what is shared travels, and one bit a channel that says so.
@@ -136,11 +144,15 @@ class _Split(Strategy):
     paper: ClassVar[str] = "FedSplit/FedFac, 2023"
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        self._tables = tuple(p for p, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        self._whole = tuple(
+            path
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) or inputs_first(module)
+        )
         return super().prepare(model)
 
     def bind(self, infos: dict[str, TensorInfo]) -> None:
-        self._elements = [e for e in elements(infos, self._tables) if all(self.shares(infos[n]) for n in e.weights)]
+        self._elements = [e for e in elements(infos, self._whole) if all(self.shares(infos[n]) for n in e.weights)]
         self._infos = infos
 
     def channel_masks(self, direction: str, server_state: State) -> State:

@@ -17,6 +17,8 @@ from fastfact.federation.tensors import TensorInfo
 from fastfact.methods.lora import FACTORS, Adapters
 from fastfact.nn.specs import LowRank, Spec
 
+GLOBAL = "global/"
+
 
 @register
 @dataclass(kw_only=True)
@@ -27,6 +29,10 @@ class HetLoRA(Adapters):
     server pads with zeros to the largest rank and averages with the weights ‖B_k A_k‖_F / Σ_j ‖B_j A_j‖_F over all
     layers (Sparsity-Weighted Aggregation), by which a client of a large rank that has learned little does not wash the
     others out. What `train` names is averaged by n_k.
+
+    A rank that no client of a round has stays as the server had it, at first as in the initial model: zeros in A and B
+    alike would never train again. For the same reason a robust rule takes each rank from the clients that have it, and
+    makes it smaller by the share of their weights, as padding makes the mean.
 
     Everybody's tensors have the largest rank here, zeros where r_k ends: these stay zero in training, as neither factor
     has a gradient there. On the wire they cost a bit each. The setting `rank` is not used. Ranks are of what travels:
@@ -61,11 +67,10 @@ class HetLoRA(Adapters):
         self._require("pruning", not self.pruning or bool(self._roles), "must be 0 where no adapter is shared")
 
     def server_state(self, state: State) -> State:
-        if not self.pruning:
-            return super().server_state(state)
-        k = len(next(iter(state.values())))
-        ranks = torch.tensor([self.ranks[client % len(self.ranks)] for client in range(k)])
-        return super().server_state(state) | {"ranks": ranks}
+        kept = super().server_state(state) | {GLOBAL + name: state[name][:1].clone() for name in self._roles}
+        if self.pruning:
+            kept["ranks"] = self._ranks(range(len(next(iter(state.values())))))
+        return kept
 
     def phases(self, epochs: int) -> list[Phase]:
         if not self.pruning:
@@ -99,20 +104,46 @@ class HetLoRA(Adapters):
         return info.role in FACTORS
 
     def first(self, clients: Sequence[int], state: State) -> State:
-        return self._truncated(clients, {name: state[name] for name in self._roles})
+        return self._truncated(self._ranks(clients), {name: state[name] for name in self._roles})
 
     def mix(self, uploads: Uploads, names: list[str], guests: Uploads | None = None) -> State:
         mixed = super().mix(uploads, [name for name in names if name not in self._roles], guests)
         served = uploads.clients[uploads.here.start : uploads.here.stop] if guests is None else guests.clients
-        if self.pruning:
-            ranks = uploads.server_state["ranks"].clone()
-            ranks[uploads.clients] = _rank_of({name: uploads.state[name] for name in self._roles}).to(ranks)
-            uploads.server_state["ranks"] = ranks
+        kept = uploads.server_state
+        if guests is None:
+            if self.pruning:
+                kept["ranks"] = kept["ranks"].clone()
+                own = {name: uploads.state[name] for name in self._roles}
+                kept["ranks"][uploads.clients] = _rank_of(own).to(kept["ranks"])
+            kept |= {GLOBAL + name: tensor for name, tensor in self._averaged(uploads).items()}
+        factors = {name: kept[GLOBAL + name] for name in self._roles}
+        return mixed | self._truncated(self._ranks(served, kept.get("ranks")), factors)
+
+    def _averaged(self, uploads: Uploads) -> State:
+        """The global factors after a round, [1, …]."""
         weights = self._norms(uploads.state)
         total = weights.sum()
         weights = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
-        factors = uploads.mix(weights.expand(len(served), -1), [name for name in names if name in self._roles])
-        return mixed | self._truncated(served, factors, uploads.server_state.get("ranks"))
+        ranks = self._ranks(uploads.clients, uploads.server_state.get("ranks"))
+        # A row for each rank where clients end: the weights of those that have it, all of them in the first.
+        levels = ranks[weights > 0].unique()
+        matrix = weights * (ranks >= levels[:, None])
+        share = matrix.sum(1)
+        share = share / share[0]
+        plain = uploads.rule == "mean"
+        made = uploads.mix(weights[None] if plain else matrix / share[:, None], list(self._roles))
+        for name, tensor in made.items():
+            rows, before = (self._rows(name, t) for t in (tensor, uploads.server_state.get(GLOBAL + name, tensor[:1])))
+            at = torch.arange(rows.shape[1], device=rows.device)
+            if not plain:
+                level = torch.searchsorted(levels.to(at), at, right=True).clamp(max=len(levels) - 1)
+                rows = rows[level, at][None] * share.to(rows)[level, None]
+            made[name] = self._rows(name, torch.where((at < levels[-1])[:, None], rows, before)).contiguous()
+        return made
+
+    def _rows(self, name: str, factor: Tensor) -> Tensor:
+        """A factor with its ranks before its other axis, and back."""
+        return factor if self._roles[name] == "A" else factor.mT
 
     def _norms(self, state: State) -> Tensor:
         """‖B A‖_F over all layers of each client, float64 [m]: ‖B A‖² = ⟨BᵀB, A Aᵀ⟩."""
@@ -123,15 +154,17 @@ class HetLoRA(Adapters):
                 squares = squares.to(a.device) + ((b.mT @ b) * (a @ a.mT)).sum((1, 2))
         return squares.double().clamp(min=0).sqrt().cpu()
 
-    def _truncated(self, clients: Sequence[int], factors: State, ranks: Tensor | None = None) -> State:
-        """The factors [k, …] of these clients, zero beyond the rank of each: that in `ranks`, for newcomers theirs."""
-        known = [] if ranks is None else ranks.tolist()
-        each = [known[client] if client < len(known) else self.ranks[client % len(self.ranks)] for client in clients]
+    def _ranks(self, clients: Sequence[int], known: Tensor | None = None) -> Tensor:
+        """The rank of each of these clients: that in `known`, for newcomers theirs."""
+        given = [] if known is None else known.tolist()
+        return torch.tensor([given[k] if k < len(given) else self.ranks[k % len(self.ranks)] for k in clients])
+
+    def _truncated(self, ranks: Tensor, factors: State) -> State:
+        """The factors [k or 1, …] for clients of these ranks [k], zero beyond the rank of each."""
         cut = {}
         for name, tensor in factors.items():
             axis = 1 if self._roles[name] == "A" else 2
-            rank = torch.tensor(each, device=tensor.device)
-            kept = torch.arange(tensor.shape[axis], device=tensor.device) < rank[:, None]
+            kept = torch.arange(tensor.shape[axis], device=tensor.device) < ranks.to(tensor.device)[:, None]
             cut[name] = torch.where(kept.unsqueeze(3 - axis), tensor, 0)
         return cut
 

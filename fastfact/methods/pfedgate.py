@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.tensors import TensorInfo, describe
+from fastfact.methods.fedfac import inputs_first
 
 
 class Gate(nn.Module):
@@ -48,7 +49,13 @@ class Gated(nn.Module):
             path = name.rpartition(".")[0]
             if info.buffer or info.norm or not info.shape:
                 continue
-            rows = info.shape[0]
+            layer, parametrized, _ = f".{path}".partition(".parametrizations.")
+            if parametrized:
+                raise ValueError(
+                    f"pfedgate: {layer[1:] or 'the model'} has a weight that is made of others (parametrized)"
+                )
+            channels = _channels(model.get_submodule(path), info.shape)
+            rows = int(channels.max()) + 1
             parts = torch.arange(rows) * min(blocks, rows) // rows
             if (path, rows) not in begin:
                 begin[path, rows] = len(sizes)
@@ -57,7 +64,7 @@ class Gated(nn.Module):
             index = parts + begin[path, rows]
             for part in index.tolist():
                 sizes[part] += info.numel // rows
-            self.where[name] = index
+            self.where[name] = index[channels]
         like = next(model.parameters())
         self.where = {name: index.to(like.device) for name, index in self.where.items()}
         self.sizes, self.budget = torch.tensor(sizes, device=like.device), int(density * sum(sizes))
@@ -75,10 +82,7 @@ class Gated(nn.Module):
         mask = self.select(importance.detach())
         gates = weight * (mask + importance - importance.detach())
         params = dict(self.model.named_parameters())
-        gated = {
-            name: params[name] * gates[index].view(-1, *[1] * (params[name].dim() - 1))
-            for name, index in self.where.items()
-        }
+        gated = {name: params[name] * gates[index] for name, index in self.where.items()}
         return functional_call(self.model, gated, (x,))
 
     def select(self, importance: Tensor) -> Tensor:
@@ -92,6 +96,16 @@ class Gated(nn.Module):
         return torch.zeros_like(worth).scatter(0, order, active.to(worth))
 
 
+def _channels(module: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """The output channel of each number of a module's parameter of this shape, [shape[0], 1, …], [in, out, 1, …] where
+    the inputs come first."""
+    if len(shape) < 2 or not inputs_first(module):
+        return torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1))
+    groups = getattr(module, "groups", 1)
+    channels = torch.arange(groups * shape[1]).view(groups, 1, shape[1])
+    return channels.expand(-1, shape[0] // groups, -1).reshape(*shape[:2], *[1] * (len(shape) - 2))
+
+
 @register
 @dataclass(kw_only=True)
 class PFedGate(Strategy):
@@ -100,9 +114,9 @@ class PFedGate(Strategy):
     φ and θ train together; θ is averaged by n_k, φ stays.
 
     density: s of the paper, its "sparse factor". blocks: a layer is cut into that many groups of output channels (5 in
-    the authors' runs), biases with their channels; normalisation is not gated. features: the gate sees a sample
-    averaged to so many numbers and normalised, then one linear map each for G and for the blocks' importance, sigmoids,
-    mean over the batch.
+    the authors' runs), biases with their channels; normalisation is not gated. Weights must be parameters: parametrized
+    ones (`weight_norm`) are refused. features: the gate sees a sample averaged to so many numbers and normalised, then
+    one linear map each for G and for the blocks' importance, sigmoids, mean over the batch.
 
     Chosen where the text leaves it open, or for simplicity: the knapsack is solved greedily (importance for each
     number, until the budget is used up), but the best block of a layer is always kept, within the budget or not; its

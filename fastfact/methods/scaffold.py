@@ -55,7 +55,8 @@ class Scaffold(ServerStep):
     a (weighted) mean of gradients. Weight decay and L1 are part of these gradients.
     "I": the gradient of client i's loss at x, in eval mode, which takes another pass over its samples. It also stands
     in for II where no gradient can be read off the distance: with Adam, schedules, clipped gradients, and momentum that
-    is kept from round to round. `head_first` is for a classifier that is not shared: its steps are not corrected.
+    is kept from round to round. `head_first` is for a classifier that is not shared: its steps are not corrected; where
+    they are all there are, option II leaves c_i as it is.
 
     Down: x and c. Up: y_i and c + c_i⁺ − c_i, which is (x − y_i) / (K η_l), so that the server reads off the change of
     either as it does that of a model, and clipping, robust rules and left-out clients mean the same for both. c_i stays
@@ -118,6 +119,8 @@ class Scaffold(ServerStep):
         plain = how.optimizer == "sgd" and not how.scheduled and how.max_grad_norm is None
         if self.option == "II" and plain and (how.optimizer_states == "dropped" or how.momentum == 0):
             steps = steps_of([training], parts(batches(len(y), how.batch_size), how.accumulate))
+            if not steps:
+                return {}
             length = how.lr * sum((1 - how.momentum**j) / (1 - how.momentum) for j in range(1, steps + 1))
             mean = {name: (start[name] - net.params[name]) / length for name in self._controlled}
             own = {name: start[f"own/{name}"] - start[_control(name)] + mean[name] for name in self._controlled}

@@ -162,6 +162,15 @@ def test_scaffold_corrects_all_steps_of_what_it_controls():
             torch.testing.assert_close(fed.states.state[f"own/model.{name}"][k], mean)
 
 
+def test_scaffold_without_a_step_keeps_its_variates():
+    fed = federation(ff.methods.Scaffold(head_first=EPOCHS, share_classifier=False), normed)
+    fed.fit(2)
+    assert all(row["left_out"] is None for row in fed.history)
+    for name, tensor in fed.states.state.items():
+        moved = tensor != fed.initial[name] if name in fed.initial else tensor != 0
+        assert moved.any() == (name.startswith("model.7.") or fed.infos[name.removeprefix("own/")].statistic), name
+
+
 def test_scaffold_counts_the_steps_of_accumulated_batches():
     """Without momentum c_i⁺ is the mean of the corrected steps' gradients: what a step of all batches at once takes."""
     feds = [federation("scaffold", epochs=1, momentum=0.0, **how) for how in ({"accumulate": 9}, {"batch_size": 12})]

@@ -296,6 +296,17 @@ def test_the_elements_of_convolutions():
     assert torch.equal(z[:, 5], torch.cat([state["2.weight"][k, 5].flatten() for k in (0, 1)]))
 
 
+def test_layers_whose_weights_have_the_inputs_first_are_shared_whole():
+    net = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 1), nn.ConvTranspose2d(4, 4, 1), nn.BatchNorm2d(4))
+    net += nn.Sequential(nn.Flatten(), nn.Linear(24, 3))
+    fed = federation(ff.methods.FedFacDynamic(), net.double)
+    assert [e.path for e in fed.method._elements] == ["1"]
+    fed.fit(2)
+    assert set(fed.method.channel_masks("down", fed.server_state)) == {"1.weight", "1.bias"}
+    with pytest.raises(ValueError, match=r"shared_channels='2'\): must be a layer that can be split, 1$"):
+        federation(ff.methods.FedSplit(shared_channels={"2": [0]}), net.double)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [

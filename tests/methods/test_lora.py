@@ -221,6 +221,59 @@ def test_a_client_that_missed_rounds_keeps_the_rank_it_pruned_to():
     assert ranks == [int((row != 0).any(1).sum()) for row in fed.states.state["2.A"]] and max(ranks) < 4
 
 
+def test_hetlora_keeps_the_ranks_that_no_reporter_has():
+    fed = federation(ff.methods.make("hetlora", ranks=RANKS, scaling=SCALING), lambda: shifted(3), participation=0.5)
+    known = {name: tensor[0].clone() for name, tensor in fed.initial.items()}
+    states, last, most = [dict(known) for _ in SIZES], [], []
+    for round in range(1, 9):
+        if last:
+            mixed = [dict(states[k]) for k in last]
+            average_by_norm(mixed)
+            most.append(rank := max(RANKS[k % 2] for k in last))
+            for name, tensor in mixed[0].items():
+                axis = 0 if name.endswith("A") else 1
+                ends = tensor.narrow(axis, 0, rank), known[name].narrow(axis, rank, 3 - rank)
+                known[name] = torch.cat(ends, axis)
+        last, work = fed.select(round), [dict(known) for _ in SIZES]
+        for k, state in enumerate(work):
+            cut(state, RANKS[k % 2])
+        local(fed, work, round)
+        for k in last:
+            states[k] = work[k]
+    fed.fit(8)
+    check(fed, states)
+    assert 1 in most and 3 in most[most.index(1) :]
+
+
+def test_hetlora_takes_no_rank_from_those_that_did_not_prune():
+    """One client a round, all for the first time: B is zero in ranks that nobody has trained, none is dropped."""
+    fed = federation(ff.methods.make("hetlora", ranks=RANKS, pruning=0.1), lambda: adapted(3), participation=0.25)
+    seen = []
+    while len(seen) < len(SIZES):
+        fed.fit(1)
+        (k,) = fed.reported.clients
+        if k not in seen and (RANKS[k % 2] == 1 or 3 not in [RANKS[j % 2] for j in seen]):
+            assert (fed.states.state["2.A"][k] != 0).any(1).sum() == RANKS[k % 2]
+        seen += [k] if k not in seen else []
+
+
+def test_robust_rules_give_each_rank_by_those_who_have_it():
+    """As the mean of factors padded with zeros where nothing is trimmed."""
+
+    def mixed(**how):
+        made = ff.methods.make("hetlora", ranks=[1, 1, 1, 1, 3])
+        fed = federation(made, lambda: shifted(3), clients((9, 6, 12, 7, 8)), **how)
+        fed.fit(2)
+        return [fed.mixed()[k].state_dict() for k in (0, 4)]
+
+    for state, other in zip(mixed(rule="trimmed-mean", hostile=0.0), mixed(), strict=True):
+        for name in names(state, "A") + names(state, "B"):
+            torch.testing.assert_close(state[name], other[name], rtol=1e-8, atol=1e-10)
+    for rule in ("median", "trimmed-mean", "multi-krum"):
+        _, state = mixed(rule=rule)
+        assert all((state[name] != 0).any(1).all() for name in names(state, "A")), rule
+
+
 @pytest.mark.parametrize("pruning", [0.0, 0.7])
 def test_hetlora_has_ranks_of_what_travels(pruning):
     """A classifier that stays with the client has the largest rank, whenever the client came first."""

@@ -1,7 +1,7 @@
 """FedProx, the methods that share a fixed part of the model, and FedPara against plain loops."""
 
 import pytest
-from baseline_loop import EPOCHS, average, check, clients, federation, forward, give, normed, rows_of, sent, train
+from baseline_loop import EPOCHS, average, check, clients, federation, forward, give, mlp, normed, rows_of, sent, train
 from torch.nn import functional as F
 
 import fastfact as ff
@@ -124,6 +124,22 @@ def test_fedpara_with_tensors(personalized):
     assert set(fed.shared) == set(fed.infos) - (of_second if personalized else set())
     fed.fit(2)
     assert all(row["left_out"] is None for row in fed.history)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("fedpara", ff.Rank1()),
+        ("pfedpara", ff.LowRank(rank=2)),
+        ("fedpara", ff.Hadamard(personalized=True)),
+        ("pfedpara", ff.Hadamard()),
+    ],
+)
+def test_fedpara_needs_its_own_layers(name, spec):
+    needed = rf"{name}: .*it needs ff\.Hadamard\(personalized={name == 'pfedpara'}\) layers"
+    with pytest.raises(ValueError, match=needed):
+        federation(name, lambda: ff.factorize(mlp(), spec))
+    federation(name, lambda: ff.factorize(mlp(), ff.Hadamard(personalized=name == "pfedpara"), skip=["4"])).fit(1)
 
 
 @pytest.mark.parametrize(

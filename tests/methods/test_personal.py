@@ -28,6 +28,7 @@ import fastfact as ff
 from fastfact.federation.server.strategy import Uploads
 from fastfact.federation.state import generator_for
 from fastfact.methods.fedcac import pack_bits, unpack_bits
+from fastfact.methods.pfedgate import Gated
 
 
 def vector(state, names):
@@ -251,6 +252,15 @@ def test_fedcac(tau, beta):
     assert marks == K * (ROUNDS + 1) * sum(7 + -(-fed.infos[n].numel // 8) for n in params) and numbers > 0
 
 
+def test_fedcac_ends_after_beta():
+    """Of two clients the largest overlap is the mean one, and so it is where all are the same."""
+    masks = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]], dtype=torch.bool)
+    for some in (masks, masks[:1].expand(3, -1)):
+        method, alone = ff.methods.FedCAC(beta=2), torch.eye(len(some), dtype=torch.bool)
+        assert method._partners(some, 2).all()
+        assert torch.equal(method._partners(some, 3), alone)
+
+
 @pytest.mark.parametrize("cohort", [1, 4])
 @pytest.mark.parametrize("share_classifier", [True, False])
 def test_fedrod(cohort, share_classifier):
@@ -340,6 +350,32 @@ def test_fedem(cohort, share_classifier):
         assert row["accuracy"] == pytest.approx(float((p.argmax(1) == y).double().mean()))
 
 
+@pytest.mark.parametrize("cohort", [1, 4])
+def test_fedem_draws_anew_what_trains(cohort):
+    """What is frozen, and the norms, which suit it, stay those of the given network."""
+
+    def model():
+        net = normed()
+        net[2].running_mean += 2.0
+        return ff.factorize(net, ff.LowRank(rank=2), freeze=True, skip=["7"], train=["2", "7"])
+
+    fed = federation(ff.methods.FedEM(components=3), model, cohort=cohort)
+    first, *others = fed.template.components
+    drawn = {"1.A", "5.A", "7.weight", "7.bias"}
+    for other in others:
+        for (name, tensor), same in zip(first.named_parameters(), other.parameters(), strict=True):
+            assert tensor is same if not tensor.requires_grad else torch.equal(tensor, same) == (name not in drawn), (
+                name
+            )
+        assert torch.equal(first[2].running_mean, other[2].running_mean)
+    frozen = {name: tensor.clone() for name, tensor in fed.template.named_parameters() if not tensor.requires_grad}
+    given = federation("fedavg", model).template.state_dict()
+    assert all(torch.equal(tensor, given[name.split(".", 2)[2]]) for name, tensor in frozen.items())
+    fed.fit(2)
+    assert all(row["left_out"] is None for row in fed.history)
+    assert all(torch.equal(tensor, fed.template.get_parameter(name)) for name, tensor in frozen.items())
+
+
 def choose(importance, sizes, groups, budget):
     """The best block of every layer, then the others, by importance for each number, while the budget lasts."""
     worth = [i / s for i, s in zip(importance.tolist(), sizes, strict=True)]
@@ -411,6 +447,34 @@ def test_pfedgate(density, cohort):
         g, p = maps(state, x)
         logits = apply(state, g * choose(p, sizes, groups, int(density * sum(sizes))), x, False)
         assert row["accuracy"] == pytest.approx(float((logits.argmax(1) == y).double().mean()))
+
+
+class Conv1D(nn.Module):
+    """As that of transformers."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.weight, self.bias = nf, nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize("layer", [nn.ConvTranspose2d(4, 6, 2, groups=g) for g in (1, 2)] + [Conv1D(6, 3)])
+def test_pfedgate_gates_output_channels_where_the_inputs_come_first(layer):
+    x = torch.randn(2, 4, 3, 3) if hasattr(layer, "groups") else torch.randn(2, 3)
+    gated = Gated(nn.Sequential(layer), density=0.7, blocks=3, features=2, classifier=None)
+    assert gated.sizes.tolist() == [sum(p.numel() for p in layer.parameters()) // 3] * 3
+    weight, importance = gated.gate(x)
+    gates = (weight * gated.select(importance)).repeat_interleave(2)
+    torch.testing.assert_close(gated(x), layer(x) * gates.view(1, 6, *[1] * (x.dim() - 2)), rtol=1e-5, atol=1e-6)
+
+
+def test_pfedgate_takes_weights_that_are_parameters():
+    """A weight that is divided by its norm is not finite where its block is left out."""
+    norm = nn.utils.parametrizations.weight_norm
+    with pytest.raises(ValueError, match=r"pfedgate: 4 has a weight that is made of others"):
+        federation("pfedgate", lambda: nn.Sequential(*mlp()[:4], norm(mlp()[4])))
 
 
 @pytest.mark.parametrize(
