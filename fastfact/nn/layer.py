@@ -712,6 +712,9 @@ class FactorizedLayer(Factors):
         else:
             self._cache.read_anew()
             self._nodes = self._nodes.of(None)
+        for tensor in (*self._parameters.values(), self._buffers.get(INDEX)):
+            if tensor is not None:
+                weight_cache.settle(tensor)
         if self._noted is not None:
             # What asks for memory to write to, as `torch.save` does, has them moved.
             self._hold_positions(self._noted[0])

@@ -58,7 +58,7 @@ def hold(tensor: Tensor, others: int = 0) -> object | None:
     if lazy is None or sharing is None or transforming():
         return None
     storage, least = tensor.untyped_storage(), LEAST if tensor.is_cpu else 1
-    # One that was read from a file has no allocator, which a write would ask for other memory.
+    # One that was read from a file has no allocator, which a write would ask for other memory: see `settle`.
     if (
         not storage.resizable()
         or storage.nbytes() < least
@@ -72,6 +72,24 @@ def hold(tensor: Tensor, others: int = 0) -> object | None:
     except RuntimeError:  # of memory that is not PyTorch's own
         return None
     return direct.hold(held) if tensor.is_cpu else held
+
+
+def settle(tensor: Tensor) -> None:
+    """Have a tensor that was read from a file (`torch.load`), which cannot be held, in memory that can. Nobody may use
+    it meanwhile."""
+    lazy, sharing = getattr(torch, "_lazy_clone", None), getattr(torch._C, "_storage_Use_Count", None)
+    if lazy is None or sharing is None or type(tensor) not in PLAIN or not tensor.is_cpu:
+        return
+    storage = tensor.untyped_storage()
+    if storage.resizable() or not LEAST <= storage.nbytes() == tensor.nbytes or sharing(storage._cdata) > 2:
+        return
+    with torch.no_grad():
+        copy = tensor.detach().clone()
+        try:
+            lazy(tensor.detach())  # leaves a storage that no write may meet: it goes at once
+        except RuntimeError:
+            return  # numpy's, or shared with other processes, who see what is written there
+        tensor.data = copy
 
 
 def watch(tensors: Sequence[Tensor], others: int = 0, holds: bool = True) -> direct.Watch | None:

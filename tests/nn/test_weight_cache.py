@@ -7,6 +7,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ import fastfact as ff
 from fastfact.nn import choice, layers, weight_cache
 from fastfact.nn import layer as layer_module
 from fastfact.nn.layer import FactorizedLayer
-from fastfact.nn.weight_cache import MOVES, WeightCache, hold
+from fastfact.nn.weight_cache import MOVES, WeightCache, hold, settle
 from fastfact.ops import common
 
 
@@ -846,7 +847,37 @@ def test_what_others_may_write_to_is_not_held():
     file = io.BytesIO()
     torch.save(torch.ones(2048), file)
     file.seek(0)
-    assert hold(torch.load(file)) is None  # which has no allocator to move it
+    loaded = torch.load(file)  # which has no allocator to move it
+    at = loaded.data_ptr()
+    assert hold(loaded) is None
+    settle(loaded)
+    assert loaded.data_ptr() != at and loaded.eq(1).all() and hold(loaded) is not None
+
+
+def test_what_others_see_stays_where_it_is():
+    array = np.ones(2048, dtype=np.float32)
+    for tensor in (torch.from_numpy(array), torch.ones(2048).share_memory_(), torch.ones(2048)):
+        at = tensor.data_ptr()
+        settle(tensor)
+        assert tensor.data_ptr() == at
+
+
+def test_a_layer_from_a_file_goes_on_as_any_other(large):
+    layer, x = large, torch.randn(2, SIZE, 6, 6)
+    file = io.BytesIO()
+    torch.save(layer.compact(0.5), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False).eval()
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(loaded(x), layer.eval()(x))
+    assert all(hold(tensor) for tensor in (loaded.mu, loaded.mu_index))
+    for parameter in loaded.parameters():
+        parameter.data.add_(1)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(x), nn.functional.conv2d(x, loaded.weight, loaded.bias, padding=1))
+    loaded.train()(x).sum().backward()
+    torch.save(loaded.state_dict(), io.BytesIO())
 
 
 @torch.no_grad()
