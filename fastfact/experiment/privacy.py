@@ -16,7 +16,7 @@ from fastfact.base.kinds import type_error
 from fastfact.federation import Client, Federation
 from fastfact.federation.client.placement import placed
 from fastfact.federation.state import generator_for
-from fastfact.federation.tensors import tensors_of
+from fastfact.federation.tensors import first_number, tensors_of
 from fastfact.nn.convert import factorized_layers
 
 Gradients = dict[str, Tensor]
@@ -144,7 +144,7 @@ def leakage(
     names = seen_by_server(federation)
     if not names:
         raise ValueError(f"leakage: {federation.method.name} uploads nothing that trains")
-    dtype = next(federation.template.parameters()).dtype
+    dtype = first_number(federation.template).dtype
     masks = federation.method.channel_masks("up", federation.server_state)
     rows = []
     for k in known if clients is None else clients:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from fastfact.federation.state import as_bytes
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """The normalisation layers of torch.nn."""
+_NORM = re.compile(r"norm(?!al(?!i[sz]))")
+"""Not the normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def is_norm(module: nn.Module) -> bool:
     FilterResponseNorm2d, …), which is told by a class name with "norm" in it and by its parameters. They are all its
     own, and none has more than one axis of several numbers; with two axes it is taken for that of a linear layer.
     """
-    if isinstance(module, NORMS) or "norm" not in type(module).__name__.lower():
+    if isinstance(module, NORMS) or not _NORM.search(type(module).__name__.lower()):
         return isinstance(module, NORMS)
     params = dict(module.named_parameters())
     own = bool(params) and not any("." in name for name in params)
@@ -162,9 +165,12 @@ def averages(buffer: Tensor) -> bool:
         return not buffer.is_complex()
     if buffer.dtype == torch.bool:
         return True
-    if not buffer.is_floating_point():
-        return not buffer.numel() or -(2**53) <= int(buffer.min()) <= int(buffer.max()) <= 2**53
-    return bool((buffer.abs() <= largest(buffer.dtype)).all())
+    try:
+        if not buffer.is_floating_point():
+            return not buffer.numel() or -(2**53) <= int(buffer.min()) <= int(buffer.max()) <= 2**53
+        return bool((buffer.abs() <= largest(buffer.dtype)).all())
+    except NotImplementedError:  # of uint16, float8, …, with which PyTorch does not compute
+        return False
 
 
 def largest(dtype: torch.dtype) -> float:

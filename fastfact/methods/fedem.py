@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.state import State
-from fastfact.federation.tensors import TensorInfo, describe, frozen, is_norm
+from fastfact.federation.tensors import TensorInfo, describe, first_number, frozen, is_norm
 
 
 class Mixture(nn.Module):
@@ -27,7 +27,7 @@ class Mixture(nn.Module):
     def __init__(self, model: nn.Module, count: int):
         super().__init__()
         self.components = nn.ModuleList([model, *(_drawn_anew(model) for _ in range(count - 1))])
-        like = next(model.parameters())
+        like = first_number(model)
         self.register_buffer("pi", torch.full((count,), 1 / count, dtype=like.dtype, device=like.device))
 
     def forward(self, x: Tensor, apart: bool = False) -> Tensor:

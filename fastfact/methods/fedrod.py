@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.state import State
-from fastfact.federation.tensors import TensorInfo, describe
+from fastfact.federation.tensors import TensorInfo, classifier_of
 
 
 class TwoHeads(nn.Linear):
@@ -55,8 +55,9 @@ class FedRoD(Strategy):
     minimised together. The personal model, which is evaluated, is the sum. The personal head starts from zero, the text
     leaves it open; the form with a hypernetwork is not here.
 
-    The classifier must be an `nn.Linear`. The personal head is never shared; with `share_classifier=False` the generic
-    one stays too, and only the features are averaged. Batch-norm (not mentioned) is shared as in FedAvg.
+    The classifier must be an `nn.Linear`; one that is tied to an embedding has a weight of its own from then on. The
+    personal head is never shared; with `share_classifier=False` the generic one stays too, and only the features are
+    averaged. Batch-norm (not mentioned) is shared as in FedAvg.
     """
 
     name: ClassVar[str] = "fedrod"
@@ -65,10 +66,12 @@ class FedRoD(Strategy):
     trains_head: ClassVar[bool] = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        path = next((n.rpartition(".")[0] for n, i in describe(model, self.classifier).items() if i.classifier), None)
+        path = classifier_of(model, self.classifier)
         head = None if path is None else model.get_submodule(path)
-        if path is None or type(head) is not nn.Linear:
+        if path is None or head is None or type(head) is not nn.Linear:
             raise ValueError(f"{self.name}: the classifier ({path}) is {type(head).__name__}, must be an nn.Linear")
+        if not any(param.requires_grad for param in head.parameters()):
+            raise ValueError(f"{self.name}: the classifier ({path}) is frozen, must train")
         if head is model:
             return TwoHeads(head)
         parent, _, last = path.rpartition(".")

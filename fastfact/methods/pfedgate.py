@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fastfact.federation.server.strategy import Strategy, register
-from fastfact.federation.tensors import TensorInfo, describe
+from fastfact.federation.tensors import TensorInfo, describe, first_number
 from fastfact.methods.fedfac import inputs_first
 
 
@@ -65,7 +65,7 @@ class Gated(nn.Module):
             for part in index.tolist():
                 sizes[part] += info.numel // rows
             self.where[name] = index[channels]
-        like = next(model.parameters())
+        like = first_number(model)
         self.where = {name: index.to(like.device) for name, index in self.where.items()}
         self.sizes, self.budget = torch.tensor(sizes, device=like.device), int(density * sum(sizes))
         # The model comes last: its classifier is the last layer with a weight.

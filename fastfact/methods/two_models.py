@@ -15,7 +15,7 @@ from fastfact.base.kinds import setting
 from fastfact.federation.client.phase import Phase
 from fastfact.federation.server.strategy import Strategy, register
 from fastfact.federation.state import State
-from fastfact.federation.tensors import TensorInfo, copy_of, describe
+from fastfact.federation.tensors import TensorInfo, copy_of, describe, first_number
 
 SHARED, PERSONAL = "shared.", "personal."
 
@@ -38,7 +38,7 @@ class Interpolated(TwoModels):
 
     def __init__(self, model: nn.Module, alpha: float):
         super().__init__(model)
-        like = next(model.parameters())
+        like = first_number(model)
         self.register_buffer("alpha", torch.full((1,), alpha, dtype=like.dtype, device=like.device))
         # Where these are swapped for a client's own, they may be tensors that take no gradient.
         self.mixed = [name for name, param in model.named_parameters() if param.requires_grad]

@@ -74,8 +74,8 @@ class ProxSGD(_OfSupports):
 
     def add_param_group(self, param_group) -> None:
         """As for any optimizer."""
+        _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        _check(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -173,8 +173,8 @@ class ProxAdamW(_OfSupports, torch.optim.AdamW):
 
     def add_param_group(self, param_group) -> None:
         """As for any optimizer."""
+        _check_l1("ProxAdamW", param_group.get("l1", 0.0))
         super().add_param_group(param_group)
-        _check_l1("ProxAdamW", self.param_groups[-1].get("l1", 0.0))
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -694,6 +694,10 @@ def test_a_normalisation_that_is_written_by_hand_is_one():
         "3.1.bias": (2, True),
     }
     assert not ff.methods.FedBN().shares(infos["0.weight"]) and ff.methods.FedBN().shares(infos["2.weight"])
+    named = [
+        type(name, (HandWrittenNorm,), {})(4) for name in ("RMSNormalization", "Normalise", "LogNormal", "NormalHead")
+    ]
+    assert [ff.federation.tensors.is_norm(module) for module in named] == [True, True, False, False]
 
 
 def frozen(make, *layers):

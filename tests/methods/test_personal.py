@@ -297,6 +297,24 @@ def test_fedrod(cohort, share_classifier):
         assert row["accuracy"] == pytest.approx(float((both.argmax(1) == y).double().mean()))
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6)
+        self.head.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, x):
+        return self.head(x @ self.embedding.weight)
+
+
+def test_fedrod_unties_the_classifier():
+    fed = federation("fedrod", Tied)
+    fed.fit(1)
+    assert {"embedding.weight", "head.weight", "head.personal_weight"} <= set(fed.infos)
+    assert not torch.equal(fed.models[0].embedding.weight, fed.models[0].head.weight)
+
+
 def test_fedrod_needs_a_linear_classifier():
     def pixelwise():
         return nn.Sequential(nn.Unflatten(1, (6, 1, 1)), nn.Conv2d(6, 3, 1), nn.Flatten()).double()

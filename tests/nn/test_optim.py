@@ -135,9 +135,10 @@ def test_the_state_of_the_dense_optimizer_leaves_l1_as_it_is(dense, ours):
 
 
 def test_a_group_that_is_added_is_checked():
-    optimizer = ff.optim.ProxSGD(model()[0].parameters())
-    with pytest.raises(ValueError, match=r"ProxSGD\(momentum=1.5\)"):
-        optimizer.add_param_group({"params": model()[2].parameters(), "momentum": 1.5})
+    for optimizer in (ff.optim.ProxSGD(model()[0].parameters()), ff.optim.ProxAdamW(model()[0].parameters())):
+        with pytest.raises(ValueError, match=r"\(l1=-1"):
+            optimizer.add_param_group({"params": model()[2].parameters(), "l1": -1})
+        assert len(optimizer.param_groups) == 1
 
 
 def test_closure_and_channels_last():

@@ -39,7 +39,9 @@ class Streams(TorchFunctionMode):
                 # One draw a channel; without a batch axis the channels come first.
                 axes = input.dim() - _SPATIAL[func]
                 shape = (*shape[:axes], *[1] * _SPATIAL[func])
-            like = input if is_mapped(input) else _mapped(input, len(self.generators))
+            like = input
+            if len(self.generators) > 1 and not is_mapped(input):
+                like, inplace = _mapped(input, len(self.generators)), False
             mask = _Mask.apply(like, tuple(shape), p, self.generators)
             return input.mul_(mask) if inplace else input * mask
 

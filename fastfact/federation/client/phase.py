@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value
+from torch.utils._pytree import tree_map
 
 from fastfact.federation.client.task import CLASSES, Task
 from fastfact.federation.state import State
@@ -58,7 +59,7 @@ class Net:
     def _of(self, x: Tensor, tensors: State | None, options: dict | None = None) -> Tensor:
         output = self.task.output(self.model, x, tensors, options)
         # Autocast leaves some losses in half precision.
-        return output.float() if torch.is_autocast_enabled(output.device.type) else output
+        return tree_map(Tensor.float, output) if torch.is_autocast_enabled(x.device.type) else output
 
     def loss(self, x: Tensor, y: Tensor, params: dict[str, Tensor] | None = None, **options) -> Tensor:
         """The loss of the federation (`Federation(loss=)`) of net(x, params, …) and y, a mean over the batch."""

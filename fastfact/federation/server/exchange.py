@@ -299,7 +299,8 @@ def client_round(
     losses, seconds = train(state)
     # What stays with the client may hold what it will, as a mask of −∞ does.
     kept = {name for name, info in exchange.infos.items() if not info.averages}
-    broken = not_finite(clients, {name: tensor for name, tensor in state.items() if name not in kept})
+    checked = {name: tensor for name, tensor in state.items() if name.rpartition("/")[2] not in kept}
+    broken = not_finite(clients, checked)
     sent, sizes = exchange.wire.roundtrip(exchange.keyed(state), exchange.uploaded, masks)
     norms = robust.norms(sent, start).tolist() if start else None
     return ClientRound(sent, sizes, losses, seconds, before, broken, norms, answers)

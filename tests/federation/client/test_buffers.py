@@ -81,20 +81,22 @@ def test_memory_of_parameters_with_gaps_or_overlaps_is_each_clients_own(make, co
         torch.full((3,), torch.finfo(torch.float64).min, dtype=torch.float64),
         torch.polar(torch.ones(3), torch.arange(3.0)),
         torch.tensor([2**60 + 1]),
+        torch.ones(3).to(torch.float8_e4m3fn),
     ],
-    ids=["infinite", "as good as infinite", "complex", "large integers"],
+    ids=["infinite", "as good as infinite", "complex", "large integers", "of 8 bits"],
 )
-def test_one_that_has_no_mean_stays_as_it_is(make, numbers):
+@pytest.mark.parametrize("method", ["fedavg", "moon"])
+def test_one_that_has_no_mean_stays_as_it_is(make, method, numbers):
     def net() -> nn.Module:
         net = centred()
         net[2].register_buffer("mask", numbers.clone())
         return net
 
-    fed = make(net, method="fedavg")
+    fed = make(net, method=method)
     fed.fit(2)
     assert not any(row["left_out"] for row in fed.history)
     assert fed.exchange.shared == ["0.weight", "0.bias", "2.weight", "2.bias", "1.mean"]
-    assert all(torch.equal(fed.models[k][2].mask, numbers) for k in range(3))
+    assert all(torch.equal(fed.models[k][2].mask.view(torch.uint8), numbers.view(torch.uint8)) for k in range(3))
 
 
 def test_samples_are_numbers_as_the_first_floating_parameter_is(make):
@@ -110,6 +112,8 @@ def test_samples_are_numbers_as_the_first_floating_parameter_is(make):
         def forward(self, x):
             return self.head(x @ (self.codes * self.scale).T)
 
+    assert make(Coded, method="fedem").initial["pi"].dtype == torch.float32
+    assert make(Coded, method="apfl").initial["alpha"].dtype == torch.float32
     fed = make(Coded)
     assert fed._data[0].train[0].dtype == torch.float32
     torch.testing.assert_close(fed._data[0].train[0], fed.clients[0].train[0].float())

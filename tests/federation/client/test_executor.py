@@ -79,8 +79,24 @@ class Locked(nn.Module):
         return self.out(x * kept + F.dropout(self.place, 0.5, self.training))
 
 
-def test_so_they_have_of_what_they_share(make):
-    runs = [make(lambda: Locked().double(), method="stand-alone", cohort=cohort) for cohort in (1, 3)]
+class Ensemble(nn.Module):
+    """Heads over the client's own `vmap`."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x):
+        scales = torch.arange(1.0, 4.0, dtype=x.dtype)
+        of = torch.func.vmap(
+            lambda scale: F.dropout(x.clone(), 0.5, self.training, True) * scale, randomness="different"
+        )
+        return self.out(of(scales).mean(0))
+
+
+@pytest.mark.parametrize("net", [Locked, Ensemble])
+def test_so_they_have_of_what_they_share(make, net):
+    runs = [make(lambda: net().double(), method="stand-alone", cohort=cohort) for cohort in (1, 3)]
     for fed in runs:
         fed.fit(1)
     one, together = (fed.states.state["out.weight"] for fed in runs)

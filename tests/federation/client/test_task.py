@@ -257,6 +257,31 @@ def test_what_does_not_go_together_is_refused(make, target, options, message):
         make(head(3), clients=clients_of(target), **options)
 
 
+class WithAuxiliary(nn.Module):
+    """Two outputs in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.other = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+
+    def forward(self, x):
+        return (self.main(x), self.other(x)) if self.training else self.main(x)
+
+
+@pytest.mark.parametrize(("cohort", "precision"), [(1, "full"), (3, "full"), (1, "bfloat16")])
+def test_a_loss_may_take_what_training_alone_gives(make, cohort, precision):
+    def loss(output, y):
+        return sum(F.cross_entropy(one, y) for one in (output if isinstance(output, tuple) else (output,)))
+
+    options = {"loss": loss, "cohort": cohort, "precision": precision}
+    fed = make(WithAuxiliary, clients=clients_of(lambda x: x[:, :3].argmax(1)), **options)
+    before = fed.initial["other.weight"].clone()
+    fed.fit(1)
+    assert not any(row["left_out"] for row in fed.history) and not torch.equal(
+        fed.states.state["other.weight"][:1], before
+    )
+
+
 @pytest.mark.parametrize("name", ["cross_entropy", "next_token"])
 def test_labels_of_several_places_are_those_of_the_model(make, name):
     """Where they count."""
