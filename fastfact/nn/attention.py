@@ -1,6 +1,5 @@
 """Attention whose packed input projections are made from factors."""
 
-import functools
 import math
 
 import torch
@@ -107,11 +106,11 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         if mask is not None:
             shape = [query.shape[1], key.shape[1]]
             if mask.dim() == 3:
-                shape.insert(0, len(query) * self.num_heads)
+                shape.insert(0, query.shape[0] * self.num_heads)
             if list(mask.shape) != shape:
                 raise RuntimeError(f"attn_mask has shape {list(mask.shape)}, must be {shape}")
         q, k, v = self._projected(query, key, value)
-        n, keys = len(q), k.shape[1]
+        n, keys = q.shape[0], k.shape[1]  # not len(q), which a graph for any number of sequences cannot have
         if self.bias_k is not None:
             k, v = (torch.cat([t, bias.expand(n, -1, -1)], 1) for t, bias in ((k, self.bias_k), (v, self.bias_v)))
         q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k, v))
@@ -154,7 +153,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values; what is the same tensor is projected in one product."""
         e, bias = self.embed_dim, self.in_proj_bias
-        weight_of = functools.cache(self._projection)
+        made: dict[str, Tensor | None] = {}
 
         def part(name: str, x: Tensor, begin: int, end: int, at: int = 0) -> Tensor:
             """x by rows begin … end of a weight, whose first has the place `at` in the bias."""
@@ -165,7 +164,9 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
                 return layer._apart(x, layer._tensors(), own, None if whole else outputs)
             if whole:
                 return layer(x) if own is None else layer(x) + own
-            return F.linear(x, weight_of(name)[outputs], own)
+            if name not in made:
+                made[name] = self._projection(name)
+            return F.linear(x, made[name][outputs], own)
 
         if not self._qkv_same_embed_dim:
             names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

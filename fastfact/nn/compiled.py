@@ -58,6 +58,12 @@ def _layer(how: str, factors: Sequence[Tensor], bias: Tensor | None) -> Any:
     return layer
 
 
+def forget(first: Tensor | None) -> None:
+    """Keep no layer whose first factor this is."""
+    for key in [key for key in _layers if key[1] == id(first)]:
+        del _layers[key]
+
+
 def _forward(how: str, x: Tensor, factors: list[Tensor], bias: Tensor | None) -> Tensor:
     with torch.no_grad():
         layer = _layer(how, factors, bias)

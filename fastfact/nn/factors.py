@@ -110,7 +110,7 @@ class Factors(nn.Module):
         if self.spec.sparse_factor not in self._names:
             return 0.0 if self.spec.sparse_factor else 1.0
         mu = self.mu
-        return math.nan if mu.is_meta else torch.count_nonzero(mu).item() / torch.Size(self.size).numel()
+        return math.nan if mu.is_meta else sparsity.nonzeros(mu) / torch.Size(self.size).numel()
 
     def _require_mu(self, what: str) -> nn.Parameter:
         name = self.spec.sparse_factor

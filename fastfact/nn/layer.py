@@ -15,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fastfact.nn import choice, sparsity, weight_cache
+from fastfact.nn import choice, compiled, sparsity, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.factors import INDEX, Factors, is_dense
 from fastfact.nn.specs import LowRank, Rank1, Spec
@@ -103,6 +103,9 @@ class FactorizedLayer(Factors):
 
         It is no place to write to: an assignment raises AttributeError, an in-place operation on it RuntimeError.
         """
+        return self._derived_weight()
+
+    def _derived_weight(self) -> Tensor:
         weight = self._kept_weight()
         if weight is None:
             weight = self._weight(self.channels_last or None)
@@ -735,7 +738,24 @@ class FactorizedLayer(Factors):
 
     def _apply(self, *args, **kwargs):
         self._forget()
+        self._forget_compiled()
         return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args) -> None:
+        self._forget_compiled()
+        super()._load_from_state_dict(*args)
+
+    def _forget_compiled(self) -> None:
+        """Leave no weak reference to a factor, with which PyTorch swaps no tensors."""
+        for parameter in self._parameters.values():
+            compiled.forget(parameter)
+
+    def __deepcopy__(self, memo):
+        # As by `__getstate__`, which `torch.nn.utils.parametrize` takes away.
+        other = memo[id(self)] = self.__new__(type(self))
+        state = {name: value for name, value in self.__dict__.items() if name not in OF_PROCESS}
+        other.__setstate__(copy.deepcopy(state, memo))
+        return other
 
     def __getstate__(self):
         return {name: value for name, value in super().__getstate__().items() if name not in OF_PROCESS}

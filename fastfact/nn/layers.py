@@ -338,7 +338,8 @@ class FactorizedConv2d(FactorizedLayer):
         image = x if x.dim() == 4 else x.unsqueeze(0)
         how = self._convolution()._asdict()
         seen = self._adapter_input(image)
-        down, across = tensors["B"].mT.unflatten(-1, (i, kh)), (spec.scaling * tensors["A"]).unflatten(-1, (o, kw))
+        down = tensors["B"].transpose(0, 1).unflatten(-1, (i, kh))  # ONNX's older exporter knows no .mT
+        across = (spec.scaling * tensors["A"]).unflatten(-1, (o, kw))
         adapter = ops.separable_conv2d(image if seen is None else seen, down, across, size=self.size, **how)
         y = F.conv2d(image, tensors["sigma"], bias, **how) + adapter
         return y if x.dim() == 4 else y.squeeze(0)
@@ -388,7 +389,7 @@ class FactorizedConv1d(FactorizedConv2d):
     @property
     def weight(self) -> Tensor:
         """W in PyTorch's order [out, in / groups, k], as `FactorizedLayer.weight`."""
-        return super().weight.squeeze(2)
+        return self._derived_weight().squeeze(2)
 
     def _pair(self, setting: str) -> tuple[int, int]:
         return (0 if setting == "padding" else 1), *super()._pair(setting)
@@ -534,7 +535,7 @@ class FactorizedLinear(FactorizedLayer):
     def weight(self) -> Tensor:
         """W in PyTorch's order, as `FactorizedLayer.weight`. Where the layer `is_only_multiplied`, `F.linear(x,
         layer.weight, layer.bias)` is the layer, on the path that it takes."""
-        weight = super().weight
+        weight = self._derived_weight()
         if self.is_only_multiplied and type(weight) is Derived and isinstance(self.spec, Rank1):
             weight.multiply = functools.partial(_multiply, weakref.ref(self), self._state())
         return weight

@@ -26,7 +26,13 @@ def _check_density(density: float) -> None:
 
 def density(x: Tensor) -> float:
     """Fraction of nonzeros in `x` (0 for a tensor without elements)."""
-    return torch.count_nonzero(x).item() / x.numel() if x.numel() else 0.0
+    return nonzeros(x) / x.numel() if x.numel() else 0.0
+
+
+def nonzeros(x: Tensor) -> int:
+    """How many there are in `x`, on all ranks where it is sharded."""
+    count = torch.count_nonzero(x)
+    return int((count.full_tensor() if hasattr(count, "full_tensor") else count).item())
 
 
 @torch.no_grad()

@@ -15,6 +15,9 @@ LARGEST = 2**31 - 1
 """The largest integer argument: sizes of tensors beyond it are out of reach of memory and of kernels."""
 
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
 def call(function, clients: bool, tensors, *settings):
     """Call an op, adding the client axis (k = 1) when `tensors` come without it, and taking it off again."""
     if clients:
@@ -23,6 +26,11 @@ def call(function, clients: bool, tensors, *settings):
     if isinstance(out, Tensor):
         return out.squeeze(0)
     return tuple(t.squeeze(0) if t.dim() > 1 else t for t in out)
+
+
+def no_view(y: Tensor) -> Tensor:
+    """y, of which nobody has another part, as no view, so that what a node of the graph gives may be written to."""
+    return _unsafe_view(y, y.shape) if y._is_view() else y
 
 
 def fold(batch: int, in_dims, clients: bool, tensors) -> list[Tensor | None]:

@@ -26,6 +26,7 @@ from fastfact.ops.common import (
     fold,
     is_mapped,
     must_be_plain,
+    no_view,
     pair,
     transforming,
     unfold,
@@ -36,7 +37,6 @@ from fastfact.ops.common import (
 from fastfact.ops.weights import follows_channels_last
 
 OP, FUSED, LAYER = "factored_conv2d", "fused_conv2d", "factored_linear"
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def _forward(op, clients, settings, x, u, v, mu, index, bias):
@@ -93,7 +93,7 @@ class _EagerConv(torch.autograd.Function):
         ctx.save_for_backward(x, u, v, mu, index)
         out = _forward(op, clients, settings, x, u, v, mu, index, bias)
         # Where the client axis was taken off it is a view, which a Function may not return to in-place activations.
-        return _unsafe_view(out, out.shape) if out._is_view() else out
+        return no_view(out)
 
     @staticmethod
     def backward(ctx, grad):

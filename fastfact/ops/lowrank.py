@@ -15,6 +15,7 @@ from fastfact.ops.common import (
     check_size,
     check_tensor,
     must_be_plain,
+    no_view,
     number,
     transforming,
     unfold,
@@ -56,7 +57,9 @@ def _kernel_pays(op: str, x: Tensor, sigma: Tensor) -> bool:
 
 def _plain(x: Tensor, seen: Tensor, sigma: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
     """The layer in plain PyTorch, differentiable in everything."""
-    y = x @ sigma.mT + scaling * ((seen @ a.mT) @ b.mT)
+    # No .mT, which ONNX's older exporter does not know.
+    sigma, a, b = (t.transpose(-1, -2) for t in (sigma, a, b))
+    y = x @ sigma + scaling * ((seen @ a) @ b)
     return y if bias is None else y + bias.unsqueeze(-2)
 
 
@@ -248,7 +251,8 @@ def layer(x, sigma, a, b, bias=None, *, scaling: float = 1.0, seen=None) -> Tens
     x, sigma, a, b, bias, seen = autocast(x, sigma, a, b, bias, seen)
     rows, seen = (t if t is None else _as_rows(t, 0) for t in (x, seen))
     y = _linear(rows, seen, sigma, a, b, bias, scaling)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    return y if transforming() or must_be_plain() else no_view(y)
 
 
 def _takes_sigma(x: Tensor, sigma: Tensor, a: Tensor) -> bool:

@@ -26,6 +26,7 @@ from fastfact.ops.common import (
     fold,
     is_channels_last,
     must_be_plain,
+    no_view,
     number,
     transforming,
     unfold,
@@ -266,7 +267,7 @@ class _PlannedLayer(torch.autograd.Function):
         made = _forward(of.how, dense, f1, f2, f3, f4)
         ctx.of = of
         ctx.save_for_backward(x, made, bias, dense, f1, f2, f3, f4)
-        return _dense_layer(x, made, bias, of.settings)
+        return no_view(_dense_layer(x, made, bias, of.settings))
 
     @staticmethod
     def backward(ctx, grad):
@@ -293,7 +294,7 @@ class _Made:
         made = _forward(how, *_parts(u, v, mu, index))
         ctx.plan = plan
         ctx.save_for_backward(x, u, v, mu, index, bias, made)
-        return _dense_layer(x, made, bias, settings)
+        return no_view(_dense_layer(x, made, bias, settings))
 
     @staticmethod
     def backward(ctx, grad, saved):

@@ -48,6 +48,19 @@ def calls(monkeypatch):
     torch._dynamo.reset()
 
 
+@torch.no_grad()
+def test_parameters_may_be_swapped_after_it():
+    model = network()
+    state, x = copy.deepcopy(model.state_dict()), torch.randn(2, 8, 14, 14)
+    y = torch.compile(model, backend="eager")(x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(state)
+        torch.testing.assert_close(model.double()(x.double()).float(), y, rtol=1e-4, atol=1e-4)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @torch.no_grad()

@@ -240,6 +240,32 @@ def test_buffers_may_be_written_with_what_they_hold():
         assert torch.equal(layer(sample(layer)), expected)
 
 
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("spec", [*SPECS, "adapter"], ids=str)
+def test_in_place_operations_after_a_linear_layer(spec, bias, shape, train):
+    how = {"freeze": True} if spec == "adapter" else {}
+    layer = ff.factorize(nn.Linear(6, 5, bias=bias), ff.LowRank(rank=2) if how else spec, **how).train(train)
+    x = torch.randn(shape, requires_grad=True)
+    wanted = torch.autograd.grad((F.linear(x, layer.weight.detach(), layer.bias) / 2).relu().sum(), x)
+    for _ in range(3):
+        found = torch.autograd.grad(F.relu_(layer(x).div_(2)).sum(), x)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("density", [None, 0.4, 1.0])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_layer_that_has_run_is_copied_with_its_parametrizations(density, train):
+    layer = ff.nn.FactorizedLinear(64, 64)
+    if density:
+        layer.compact(density)
+    x = torch.ones(2, 64)
+    layer.train(train)(x)
+    nn.utils.parametrize.register_parametrization(layer, "v", nn.Identity())
+    torch.testing.assert_close(copy.deepcopy(layer)(x), layer(x))
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("density", [0.3, None])
 @pytest.mark.parametrize("path", ["auto", "reconstruct", "factored", "fused"])

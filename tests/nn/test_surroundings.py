@@ -132,6 +132,7 @@ REPLICATED = """
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
 from test_surroundings import SPECS, network
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import fastfact as ff
 rank = int(sys.argv[1])
@@ -152,6 +153,9 @@ for form in SPECS:
             optimizer.step()
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, msg=lambda text: f"{{form}} {{name}}: {{text}}")
+    densities = [layer.density for layer in ff.factorized_layers(model).values()]
+    fully_shard(model)
+    assert [layer.density for layer in ff.factorized_layers(model).values()] == densities
 dist.destroy_process_group()
 """
 
@@ -164,6 +168,28 @@ def test_replicas_of_distributed_data_parallel_step_as_one_on_all_images(tmp_pat
     ]
     ends = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], ends[0][-3000:] + ends[1][-3000:]
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return ff.factorize(layer, ff.Rank1(), init="svd").eval(), torch.randn(3, 5, 16)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_transformer_is_exported_for_any_number_of_sequences(strict):
+    layer, x = encoder()
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("n")},), strict=strict)
+    torch.testing.assert_close(program.module()(x[:2]), layer(x[:2]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_transformer_in_evaluation_is_one_graph(graph):
+    torch._dynamo.reset()
+    layer, x = encoder()
+    with torch.set_grad_enabled(graph):
+        found = torch.compile(layer, fullgraph=True, backend="eager")(x)
+        torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["compact", "compact, kernel"])

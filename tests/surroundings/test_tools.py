@@ -25,6 +25,14 @@ def model(request):
 
 
 @pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("freeze", [True, False])
+def test_onnx_of_adapters(tmp_path, freeze, dynamo):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(64, 5))
+    ff.factorize(model, ff.LowRank(rank=2), freeze=freeze)
+    test_onnx(model, tmp_path, dynamo)
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
 def test_onnx(model, tmp_path, dynamo):
     import onnxruntime
 
