@@ -182,8 +182,13 @@ def kernel_serves(op: str, tensor: Tensor) -> bool:
 
 def takes_one(op: str, tensor: Tensor) -> bool:
     """Whether what serves `op` now takes tensors such as this one without the client axis, for one client."""
-    dispatched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
-    return op in _one_client and tensor.is_cpu and type(tensor) in PLAIN and _serving is _dispatched and not dispatched
+    plain = op in _one_client and tensor.is_cpu and type(tensor) in PLAIN and _serving is _dispatched
+    # With a fake input the op's own fake serves, which takes the axis.
+    return plain and (torch.compiler.is_compiling() or not _is_fake_mode())
+
+
+def _is_fake_mode() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @contextlib.contextmanager
