@@ -60,7 +60,8 @@ def write(path: str | Path, content: str | bytes, keep: bool = False) -> None:
 def write_json(path: str | Path, content: Mapping[str, Any], sealed: bool = False, **options) -> None:
     """Write JSON as `write` does. sealed: with a digest of its content beside it, which `read_sealed` verifies."""
     content = {**content, "digest": _seal(content)} if sealed else content
-    write(path, json.dumps(content, **options) + "\n")
+    # A path may have bytes that are no text: what stands for them is written as JSON escapes it.
+    write(path, (json.dumps(content, **options) + "\n").encode(errors="backslashreplace"))
 
 
 def read_sealed(path: Path, sealed: str | None = None) -> dict[str, Any]:

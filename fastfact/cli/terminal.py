@@ -1,6 +1,5 @@
 """What the commands share: the console, progress, the table of a comparison, results as JSON."""
 
-import json
 import os
 import shlex
 import sys
@@ -160,9 +159,7 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     held = [f"{name}={os.environ[name]}" for name in HELD if name in os.environ]
     content = {"command": shlex.join([*held, "fastfact", *sys.argv[1:]]), **content, **machine.provenance()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    # A path may have bytes that are no text: what stands for them is written as JSON escapes it.
-    files.write(path, text.encode(errors="backslashreplace"))
+    files.write_json(path, content, indent=1, ensure_ascii=False)
 
 
 def outcome(result: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ def is_norm(module: nn.Module) -> bool:
     return own and all(p.dim() != 2 and sum(size > 1 for size in p.shape) <= 1 for p in params.values())
 
 
-def _layer(path: str) -> str:
+def layer_of(path: str) -> str:
     """The path of the layer that a module is part of: of what parametrizes a tensor
     (`torch.nn.utils.parametrizations`), that of the layer which has the tensor."""
     before, found, _ = f".{path}.".partition(".parametrizations.")
@@ -101,7 +101,9 @@ def weight_layers(model: nn.Module) -> list[str]:
     """The paths of the layers that have a weight, in the order in which the model registers them: they own a parameter
     of two or more dimensions, or what parametrizes them does, and are no normalisation."""
     modules = dict(model.named_modules())
-    weights = {_layer(path) for path, module in modules.items() if any(p.dim() >= 2 for p in module.parameters(False))}
+    weights = {
+        layer_of(path) for path, module in modules.items() if any(p.dim() >= 2 for p in module.parameters(False))
+    }
     return [path for path, module in modules.items() if path in weights and not is_norm(module)]
 
 
@@ -112,7 +114,7 @@ def classifier_of(model: nn.Module, classifier: str | None = None) -> str | None
     paths = weight_layers(model)
     if classifier is None:
         return paths[-1] if paths else None
-    path = _layer(classifier)
+    path = layer_of(classifier)
     found = [path] if path in paths else [other for other in paths if other.endswith(f".{path}")]
     if not found:
         raise ValueError(
@@ -135,13 +137,13 @@ def describe(model: nn.Module, classifier: str | None = None) -> dict[str, Tenso
     for path, module in model.named_modules():
         number = numbers.get(path, number)
         where[path] = number, is_norm(module)
-        if _layer(path) == last:
+        if layer_of(path) == last:
             head |= {id(tensor) for tensor in [*module.parameters(False), *module.buffers(False)]}
     buffers = dict(model.named_buffers())
     infos = {}
     for name, tensor in tensors_of(model).items():
         path, _, role = name.rpartition(".")
-        layer, norm = where[_layer(path)]
+        layer, norm = where[layer_of(path)]
         infos[name] = TensorInfo(
             name=name,
             shape=tuple(tensor.shape),

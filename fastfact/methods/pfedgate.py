@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fastfact.federation.server.strategy import Strategy, register
-from fastfact.federation.tensors import TensorInfo, describe, first_number
+from fastfact.federation.tensors import TensorInfo, describe, first_number, layer_of
 from fastfact.methods.fedfac import inputs_first
 
 
@@ -49,11 +49,8 @@ class Gated(nn.Module):
             path = name.rpartition(".")[0]
             if info.buffer or info.norm or not info.shape:
                 continue
-            layer, parametrized, _ = f".{path}".partition(".parametrizations.")
-            if parametrized:
-                raise ValueError(
-                    f"pfedgate: {layer[1:] or 'the model'} has a weight that is made of others (parametrized)"
-                )
+            if (layer := layer_of(path)) != path:
+                raise ValueError(f"pfedgate: {layer or 'the model'} has a weight that is made of others (parametrized)")
             channels = _channels(model.get_submodule(path), info.shape)
             rows = int(channels.max()) + 1
             parts = torch.arange(rows) * min(blocks, rows) // rows

@@ -8,7 +8,7 @@ cached, and which one by its factors: a layer of its own that has them is kept f
 import functools
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,9 +58,10 @@ def _layer(how: str, factors: Sequence[Tensor], bias: Tensor | None) -> Any:
     return layer
 
 
-def forget(first: Tensor | None) -> None:
-    """Keep no layer whose first factor this is."""
-    for key in [key for key in _layers if key[1] == id(first)]:
+def forget(factors: Iterable[Tensor | None]) -> None:
+    """Keep no layer whose first factor is one of these."""
+    forgotten = set(map(id, factors))
+    for key in [key for key in _layers if key[1] in forgotten]:
         del _layers[key]
 
 

@@ -747,8 +747,7 @@ class FactorizedLayer(Factors):
 
     def _forget_compiled(self) -> None:
         """Leave no weak reference to a factor, with which PyTorch swaps no tensors."""
-        for parameter in self._parameters.values():
-            compiled.forget(parameter)
+        compiled.forget(self._parameters.values())
 
     def __deepcopy__(self, memo):
         # As by `__getstate__`, which `torch.nn.utils.parametrize` takes away.
@@ -814,7 +813,7 @@ def as_leaf(module: nn.Module, x: Proxy, *others) -> Proxy:
 
 def _nonzeros(mu: Tensor) -> tuple[Tensor, Tensor] | None:
     """μ in compact form; None where it is not mostly zeros."""
-    return sparsity.gather(mu) if torch.count_nonzero(mu).item() <= PACKED * mu.numel() else None
+    return sparsity.gather(mu) if sparsity.nonzeros(mu) <= PACKED * mu.numel() else None
 
 
 MAKERS = (BasePruningMethod, WeightNorm, SpectralNorm)
