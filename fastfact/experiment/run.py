@@ -19,7 +19,7 @@ from fastfact.federation import Client, Federation, newcomers
 from fastfact.federation.client import memory
 from fastfact.federation.server.processes import Group
 from fastfact.federation.storage import run_directory
-from fastfact.federation.storage.states import DATABASE, MEMORY, about_database
+from fastfact.federation.storage.states import DATABASE, MEMORY, Database, about_database
 
 STARTED = "run.json"
 """The whole configuration of a run, for `fastfact resume`."""
@@ -250,6 +250,19 @@ def _train(
         group.root(lambda: probes.forget(directory, fed.round))
     else:
         fed = build.assemble(config, parts, group)
+    with contextlib.closing(fed.states) if isinstance(fed.states, Database) else contextlib.nullcontext():
+        return _finish(fed, config, parts, directory, on_round, recorders)
+
+
+def _finish(
+    fed: Federation,
+    config: Config,
+    parts: build.Parts,
+    directory: Path,
+    on_round: Callable[[int, float], None] | None,
+    recorders: Sequence[str],
+) -> dict[str, Any]:
+    """The rounds that are left, and result.json."""
 
     def keep() -> None:
         probes.write(fed, recorders, config.rounds, directory)
@@ -265,7 +278,7 @@ def _train(
         directory,
         checkpoint_every=-(-config.rounds // 10),
         on_round=after_round,
-        callbacks=build.callbacks(config, directory) if group.rank == 0 else (),
+        callbacks=build.callbacks(config, directory) if fed.group.rank == 0 else (),
     )
     if fed.history and all(row["left_out"] for row in fed.history.last()):
         raise ValueError(
@@ -273,7 +286,7 @@ def _train(
             f" lr={config.lr:g} may be too high"
         )
     similarity = _similarity(fed)
-    if similarity and group.rank == 0:
+    if similarity and fed.group.rank == 0:
         run_directory.save_tensors(directory / report.SIMILARITY, similarity)
     last = fed.history.last()
 
@@ -301,7 +314,7 @@ def _train(
         "signal": {name: float(value) for name, value in probes.signal(fed).items()} if "signal" in recorders else {},
         "layers": {name: float(np.mean(values)) for name, values in fed.density().items()},
     }
-    group.root(lambda: files.write_json(directory / report.RESULT, result, sealed=True, indent=1))
+    fed.group.root(lambda: files.write_json(directory / report.RESULT, result, sealed=True, indent=1))
     return result
 
 

@@ -584,6 +584,7 @@ def test_a_store_of_another_run_is_named_before_anything_is_written(tmp_path, no
         options = ["--cohort", "1", "--store", tmp_path / f"{name}-clients", "--out", tmp_path / name]
         assert call("run", *SMALL, *options)[0] == 0
     before = content(tmp_path)
+    assert [name for name in before if "-clients/" in name] == [f"{name}-clients/clients.sqlite" for name in "ab"]
     code, _, err = call("run", *SMALL, "--store", tmp_path / "a-clients", "--out", tmp_path / "c")
     assert code == 2 and "holds the clients of a run, which goes on by run --resume" in err and err.count("\n") == 1
     code, _, err = call("run", "--resume", tmp_path / "a", "--store", tmp_path / "b-clients", "--rounds", "3")

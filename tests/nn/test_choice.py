@@ -548,7 +548,7 @@ def test_what_a_process_prepares_once_is_no_time_of_a_path():
 
 def test_a_thread_that_waits_for_the_processor_is_not_slow(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    seconds = choice.times({"waits": timed(lambda: time.sleep(0.002)), "works": timed(lambda: work_for(0.001))})
+    seconds = choice.times({"waits": timed(lambda: time.sleep(0.03)), "works": timed(lambda: work_for(0.005))})
     assert seconds["waits"] < seconds["works"]
 
 

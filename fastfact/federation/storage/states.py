@@ -14,6 +14,7 @@ nor records that change their length, as μ does.
 import contextlib
 import copy
 import json
+import os
 import sqlite3
 import threading
 import urllib.parse
@@ -540,7 +541,7 @@ class Database(Records):
             return self.connection.execute("SELECT coalesce(sum(length(record)), 0) FROM client").fetchone()[0]
 
     def close(self) -> None:
-        """Close the file; the object is of no use after."""
+        """Close the file, without what was not committed; the object is of no use after."""
         self.rollback()
         self.pool.shutdown()
         self.reader.close()
@@ -668,8 +669,13 @@ def _connect(path: Path, write: bool = True) -> sqlite3.Connection:
     """Transactions are begun and ended by hand; a connection is used by one thread at a time."""
     with _errors(path):
         if not write:
-            uri = f"file:{urllib.parse.quote(str(path.resolve()))}?mode=ro"
+            # SQLite lays files beside this one, and a connection that may write takes them away. Where none may be
+            # laid, nobody writes unless they are there.
+            mode = "rw" if os.access(path.parent, os.W_OK) else "ro"
+            immutable = mode == "ro" and not path.with_name(f"{path.name}-wal").exists()
+            uri = f"file:{urllib.parse.quote(str(path.resolve()))}?mode={mode}{'&immutable=1' * immutable}"
             connection = sqlite3.connect(uri, isolation_level=None, check_same_thread=False, uri=True)
+            connection.execute("PRAGMA query_only = ON")
         else:
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         # Whatever a file says, nothing but tables is read.

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import sqlite3
@@ -160,6 +161,26 @@ def test_a_changed_store_is_refused(tmp_path, statement, message):
     with pytest.raises(RunDirectoryError, match=message):
         fed = load(tmp_path / "run")
         fed.states.load(range(4))
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_whoever_looks_at_a_store_leaves_nothing(tmp_path, writable, monkeypatch):
+    fed = federation(store=tmp_path / "clients")
+    fed.fit(1, tmp_path / "run")
+    close(fed)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    assert checkpoint.about(tmp_path / "clients", verify=True)["rounds"] == 1
+    assert [path.name for path in (tmp_path / "clients").iterdir() if "sqlite" in path.name] == ["clients.sqlite"]
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_whoever_looks_at_a_store_in_use_sees_its_newest_round(tmp_path, writable, monkeypatch):
+    fed = federation(store=tmp_path / "clients")
+    fed.fit(1)
+    fed.states.commit(server=json.dumps(json.loads(fed.states.value("server")) | {"round": 2}))
+    assert (tmp_path / "clients" / "clients.sqlite-wal").stat().st_size
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    assert checkpoint.about(tmp_path / "clients", verify=True)["rounds"] == 2
 
 
 def test_an_old_record_of_the_same_client_is_found(tmp_path):
