@@ -258,6 +258,7 @@ inline Grid share_out(Grid g, const Geometry& s, Cost cost, int64_t threads) {
 struct Slab {
   int64_t stride[2], origin[2];
   std::vector<int64_t> rows, columns;        // as far from where a segment begins, its first output times the stride
+  int64_t end[2];                            // the first row and column of an image beyond all that are read
   int64_t row, channel;                      // elements from one row, one channel to the next
   std::vector<std::vector<int64_t>> offset;  // of each tap of each phase of the geometry
   int64_t registers() const { return rows.size() * columns.size(); }
@@ -289,7 +290,10 @@ inline std::vector<int64_t> rows_read(const std::vector<Taps>& phases, std::vect
 // For `rows` × `columns` outputs of a segment.
 inline Slab make_slab(const Geometry& s, int64_t rows, int64_t columns, int64_t lanes) {
   Slab out{};
-  for (int d = 0; d < 2; ++d) out.stride[d] = s.stride[d], out.origin[d] = s.origin[d];
+  for (int d = 0; d < 2; ++d) {
+    out.stride[d] = s.stride[d], out.origin[d] = s.origin[d];
+    out.end[d] = read_by(s, d, d ? s.ow : s.oh) - s.origin[d];
+  }
   out.rows = rows_read(s.phases, &Taps::row, s.stride[0], rows);
   out.columns = rows_read(s.phases, &Taps::column, s.stride[1], columns);
   out.row = out.columns.size() * lanes;
@@ -455,7 +459,9 @@ struct Packing {
           line_(x_.channels_last ? ceil_div(group_channels, kLine) * kLine : 0),
           at_(x_.channels_last ? slab.registers() * L : 0),
           zeros_(line_),
-          tail_(x_.channels_last ? 2 * line_ + x_.channels : 0) {
+          tail_(x_.channels_last ? 2 * line_ + x_.channels : 0),
+          height_(std::min(x_.h, slab.end[0])),
+          width_(std::min(x_.w, slab.end[1])) {
       std::memset(static_cast<void*>(zeros_.get()), 0, line_ * sizeof(T));
       if (x_.channels_last) return;
       const auto [low, high] = std::minmax_element(slab.columns.begin(), slab.columns.end());
@@ -511,11 +517,11 @@ struct Packing {
         const T** to = at_.get() + lane;
         for (int64_t y : slab_.rows) {
           const int64_t row = segment.row * slab_.stride[0] - slab_.origin[0] + y;
-          const bool there = segment.image >= 0 && row >= 0 && row < x_.h;
+          const bool there = segment.image >= 0 && row >= 0 && row < height_;
           const int64_t first = (segment.image * x_.h + row) * x_.w + left;
           for (int64_t x : slab_.columns) {
             const int64_t from = (first + x) * x_.channels;
-            const bool inside = there && left + x >= 0 && left + x < x_.w;
+            const bool inside = there && left + x >= 0 && left + x < width_;
             *to = !inside ? zeros_.get() : from < safe ? data + from : tail_.get() + (from - safe);
             to += L;
           }
@@ -561,8 +567,8 @@ struct Packing {
           for (const Grid::Segment& segment : segments) {
             const int64_t y = segment.row * slab_.stride[0] - slab_.origin[0] + slab_.rows[row];
             const int64_t x = segment.column * slab_.stride[1] - slab_.origin[1] + left_ + k * L;
-            const int64_t low = std::clamp<int64_t>(-x, 0, L), high = std::clamp<int64_t>(x_.w - x, low, L);
-            if (segment.image < 0 || y < 0 || y >= x_.h || low == high) {
+            const int64_t low = std::clamp<int64_t>(-x, 0, L), high = std::clamp<int64_t>(width_ - x, low, L);
+            if (segment.image < 0 || y < 0 || y >= height_ || low == high) {
               *to++ = {0, 0, 0}, whole = false;
               continue;
             }
@@ -624,6 +630,7 @@ struct Packing {
     const int64_t line_;    // channels of a group, in whole lines
     Scratch<const T*> at_;  // [register][lane]
     Scratch<T> zeros_, tail_;
+    const int64_t height_, width_;   // of the images, of which something is read
     int64_t left_ = 0, chunks_ = 0;  // the first column that is read; chunks of a row
     std::vector<int64_t> columns_;   // where a column read goes, −1: nowhere
     std::vector<Chunk> chunk_;       // [row][chunk][lane]

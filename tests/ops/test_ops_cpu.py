@@ -296,6 +296,27 @@ def test_not_a_number_stays_where_it_is(layout):
     assert dv.isfinite().sum() >= expected.isfinite().sum() > 0
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("side", [10, 12, 16])
+@pytest.mark.parametrize("stride", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_no_tap_reads_is_in_no_gradient(channels_last, side, stride, dtype):
+    """Lanes of a register without an output of their own would read on, and multiply it by 0."""
+    g = torch.Generator().manual_seed(0)
+    u, v = (torch.randn(*size, generator=g, dtype=dtype).requires_grad_() for size in ((1, 3, 3), (1, 12, 8)))
+    index = torch.arange(0, 12 * 8 * 9, 5, dtype=torch.int32)
+    values = torch.randn(len(index), generator=g, dtype=dtype).requires_grad_()
+    x = torch.full((5, 8, side, side), torch.inf, dtype=dtype)
+    read = (side - 3) // stride * stride + 3
+    x[:, :, :read, :read] = torch.randn(5, 8, read, read, generator=g).to(dtype)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = x.contiguous(memory_format=memory_format).requires_grad_()
+    y = ops.factored_conv2d(x, u, v, values, index, size=(12, 8, 3, 3), stride=stride)
+    y.sum().backward()
+    for tensor in (x, u, v, values):
+        assert tensor.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("layout", ["linear", "spatial", "kernel", "view"])
 def test_gradcheck_rank1(layout):
     shapes = {"linear": ((2, 5), (2, 4), (4, 5))}.get(layout, ((2, 3, 2), (2, 4, 5), (4, 5, 3, 2)))
