@@ -40,7 +40,9 @@ ANSWERS = 256
 """Inputs of so many kinds a layer remembers its path for."""
 OF_WEIGHT = ("reconstruct", "product")
 """The paths that make W."""
-SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode"}
+OFFLOADED = "_hf_hook"
+"""Where accelerate puts what brings a layer's factors for a call."""
+SETTINGS = {"path", "spec", "size", "stride", "padding", "dilation", "groups", "padding_mode", OFFLOADED}
 """What the path, or a kept weight, depends on besides tensors, and one may assign to."""
 
 OF_PROCESS = {"_answers", "_nodes", "_noted", "_held", "_how", "_words"}
@@ -406,7 +408,7 @@ class FactorizedLayer(Factors):
     def _borrows(self) -> bool:
         """Whether the factors are there for one call alone, as accelerate brings those that it has offloaded: what is
         kept would hold them."""
-        hook = self.__dict__.get("_hf_hook")
+        hook = self.__dict__.get(OFFLOADED)
         return hook is not None and any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
 
     def _kept_for(self, tensors: dict[str, Tensor]) -> weight_cache.Kept | None:
@@ -741,9 +743,13 @@ class FactorizedLayer(Factors):
         self._forget_compiled()
         return super()._apply(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         self._forget_compiled()
-        super()._load_from_state_dict(*args)
+        mark = state_dict.get(f"{prefix}weight")
+        if isinstance(mark, Tensor) and not mark.numel():
+            # Of `pretrained`, where a file of transformers has a factorized layer.
+            state_dict = {name: tensor for name, tensor in state_dict.items() if tensor is not mark}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _forget_compiled(self) -> None:
         """Leave no weak reference to a factor, with which PyTorch swaps no tensors."""

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fastfact as ff
 
@@ -112,6 +113,8 @@ def test_the_trainer_trains_saves_and_goes_on(transformers, tmp_path):
     assert losses[-1] < losses[0]
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     torch.testing.assert_close(saved(IDS).logits, model.eval()(IDS).logits)
+    read = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert not compacted(gpt2(transformers)).load_state_dict(read, strict=False).unexpected_keys
     resumed = transformers.Trainer(compacted(gpt2(transformers)).train(), options, train_dataset=rows)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     torch.testing.assert_close(resumed.model.eval()(IDS).logits, model(IDS).logits)
