@@ -69,6 +69,37 @@ def test_what_peft_wrote_has_the_same_logits_here(kind, bias, tmp_path):
     assert trained[0] == trained[1]
 
 
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("spec", [ff.Rank1(rank=2), ff.LowRank(rank=2)])
+def test_adapters_of_peft_on_factorized_layers(spec, dora, tmp_path):
+    import peft
+
+    def factorized():
+        model = ff.factorize(network("llama"), spec, init="svd")
+        if isinstance(spec, ff.Rank1):
+            for layer in ff.factorized_layers(model).values():
+                layer.compact(0.3)
+        return model.eval()
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=dora)
+    config._register_custom_module({ff.nn.FactorizedLinear: peft.tuners.lora.Linear})
+    model = factorized()
+    before = model(IDS).logits
+    adapted = peft.get_peft_model(model, config)
+    torch.testing.assert_close(adapted(IDS).logits, before, rtol=1e-4, atol=1e-5)
+    adapted.train()(IDS).logits.square().mean().backward()
+    assert all((p.grad is not None) == ("lora_" in name) for name, p in adapted.named_parameters())
+    stir(adapted.eval())
+    wanted = adapted(IDS).logits
+    assert (wanted - before).abs().max() > 0.001
+    with pytest.raises(RuntimeError, match="a write to it has no effect on the layer"):
+        adapted.merge_adapter()
+    config.inference_mode = True
+    again = peft.get_peft_model(factorized(), config)
+    peft.set_peft_model_state_dict(again, peft.get_peft_model_state_dict(adapted))
+    torch.testing.assert_close(again(IDS).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
 # Llama has no bias.
 @pytest.mark.parametrize(
     ("kind", "bias"), [("gpt2", ()), ("gpt2", "*.bias"), ("llama", ()), ("bert", ()), ("bert", "*.bias")]
