@@ -43,6 +43,15 @@ def test_onnx(model, tmp_path, dynamo):
     torch.testing.assert_close(torch.from_numpy(out), model(X).detach(), atol=1e-5, rtol=1e-4)
 
 
+def test_aot_inductor(model, tmp_path):
+    with torch.no_grad():
+        program = torch.export.export(model.eval(), (X,), dynamic_shapes=({0: torch.export.Dim("images", min=2)},))
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        compiled = torch._inductor.aoti_load_package(package)
+        for x in (X, torch.cat([X, X])):
+            torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-4)
+
+
 def test_torchao_after_densify(model):
     quantization = importlib.import_module("torchao.quantization")
     ff.densify(model.eval())
