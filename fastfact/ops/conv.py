@@ -429,8 +429,9 @@ def separable_conv2d(
     if wide:
         x, u, v, in_second = (t if t is None else t.float() for t in (x, u, v, in_second))
     rank, parts = u.shape[1], k * groups
-    down = u.unsqueeze(1).expand(-1, groups, -1, -1, -1).reshape(parts * rank, size[1], size[2], 1)
-    across = v.transpose(1, 2).reshape(k * size[0], rank, 1, size[3])
+    # Contiguous: in other formats PyTorch's gradients of a few channels may fail.
+    down = u.unsqueeze(1).expand(-1, groups, -1, -1, -1).reshape(parts * rank, size[1], size[2], 1).contiguous()
+    across = v.transpose(1, 2).reshape(k * size[0], rank, 1, size[3]).contiguous()
     hidden = x.movedim(0, 1).flatten(1, 2) if clients else x
     with torch.autocast("cpu", enabled=False) if wide else contextlib.nullcontext():
         hidden = F.conv2d(hidden, down, None, *first, (dy, 1), parts)

@@ -1,5 +1,6 @@
 """The CPU library against the reference in float64: every op, dtype, layout, rank, memory format and awkward shape."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -495,3 +496,20 @@ def test_a_support_that_is_not_ascending_positions_is_refused(layout, channels_l
             of = (u, v, values, index, layout, *args)
             message = error(op, *(of if op == "compact_weight" else (grad, *of)))
             assert "index must be ascending positions in the weight" in message, (at, wrong)
+
+
+def test_factors_of_a_separable_convolution_may_lie_in_any_order():
+    """PyTorch's own gradient of small convolutions fails for some orders of the weight's axes."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 3, 3, generator=g).requires_grad_()
+    u, v = torch.randn(2, 2, 3, generator=g), torch.randn(2, 1, 3, generator=g)
+    expected = None
+    for orders in itertools.product(itertools.permutations(range(3)), repeat=2):
+        factors = [
+            t.permute(order).contiguous().permute(*map(order.index, range(3))).requires_grad_()
+            for t, order in zip((u, v), orders, strict=True)
+        ]
+        y = ops.separable_conv2d(x, *factors, size=(1, 2, 3, 3))
+        found = torch.autograd.grad(y.square().sum(), (x, *factors))
+        expected = found if expected is None else expected
+        torch.testing.assert_close(found, expected)
