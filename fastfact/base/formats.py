@@ -58,7 +58,9 @@ def to_format(weight: Tensor, channels_last: bool) -> Tensor:
     """`weight` [k, o, i, ky, kx] (or [k, o, i]) with each client's slice contiguous in the format asked for."""
     if weight.dim() < 5 or not channels_last:
         return weight.contiguous()
-    return weight.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+    last = weight.permute(0, 1, 3, 4, 2).contiguous()
+    # PyTorch's batch-norm goes by the strides of axes of one element, too.
+    return last.flatten().view(last.shape).permute(0, 1, 4, 2, 3)
 
 
 def is_channels_last(x: Tensor) -> bool:

@@ -30,7 +30,10 @@ def call(function, clients: bool, tensors, *settings):
 
 def no_view(y: Tensor) -> Tensor:
     """y, of which nobody has another part, as no view, so that what a node of the graph gives may be written to."""
-    return _unsafe_view(y, y.shape) if y._is_view() else y
+    if not y._is_view():
+        return y
+    # `_unsafe_view` gives axes of one element other strides, by which PyTorch's batch-norm goes.
+    return _unsafe_view(y, y.shape) if y.requires_grad else y.data
 
 
 def fold(batch: int, in_dims, clients: bool, tensors) -> list[Tensor | None]:

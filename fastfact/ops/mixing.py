@@ -72,7 +72,7 @@ def similarity_mix(
         threshold(tau, compute, 1 if keys.dtype == torch.int8 else keys.shape[1]),
         min_matches > 1,
     )
-    if min_matches > 1:
+    if min_matches > 1 and not v.is_meta:
         short = (counts + 1 < min(min_matches, m)).nonzero().flatten()
         for some in short.split(512) if len(short) else ():
             _fill(sums, keys, matrices, some, rows.start, epsilon, min_matches, valid)

@@ -259,6 +259,23 @@ def test_channels_last_model_needs_no_permutation(spec):
         assert dense_factor.grad.stride() == dense_factor.stride()
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_one_image_in_channels_last_has_the_strides_of_a_dense_layer(spec, training):
+    """Those of axes of one element too: PyTorch's batch-norm takes its gradient by them."""
+    layer = conv(spec, dtype=torch.float32, padding=1).train(training)
+    x = torch.randn(1, 4, 6, 6).to(memory_format=torch.channels_last)
+    wanted = F.conv2d(x, layer.weight, layer.bias, padding=1).stride()
+    for path in layer.paths:
+        if path == "factored" and not layer.can_factor:
+            continue
+        layer.path = path
+        for grad in (True, False):
+            for _ in range(2):
+                with torch.set_grad_enabled(grad):
+                    assert layer(x).stride() == wanted, path
+
+
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_compile_fullgraph(spec):
     torch._dynamo.reset()

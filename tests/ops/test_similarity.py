@@ -302,3 +302,9 @@ def test_memory_grows_with_the_clients_not_with_their_pairs(backend):
     done = forked.run("-c", code)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 100, "MiB"
+
+
+def test_a_mix_of_tensors_without_numbers_has_its_shapes():
+    v, *uploads = (torch.empty(5, *size, device="meta") for size in ((4,), (2,), (3, 2)))
+    mixed = ops.similarity_mix(v, uploads, 1.0, 0.5, min_matches=3, rows=range(1, 4))
+    assert [tuple(out.shape) for out in mixed] == [(3, 2), (3, 3, 2)] and all(out.is_meta for out in mixed)
