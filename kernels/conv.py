@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.base.formats import KERNEL, SPATIAL, VIEW, is_channels_last, to_format, weight_last
+from fastfact.base.formats import KERNEL, SPATIAL, VIEW, empty_weight, is_channels_last, to_format, weight_last
 from fastfact.kernels import rank1_conv, separable_conv
-from fastfact.kernels.geometry import INT32_LIMIT, Axis, Image, ImageStrides, Slices, accumulator, empty_weight, slices
+from fastfact.kernels.geometry import INT32_LIMIT, Axis, Image, ImageStrides, Slices, accumulator, slices
 from fastfact.kernels.launch import Tile, first_that_fits
 from fastfact.kernels.support import support_bits, support_tile
 from fastfact.kernels.taps import address, pixel, tap_position

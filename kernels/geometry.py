@@ -177,13 +177,5 @@ def gradient(grad: Tensor, contiguous: bool) -> Slices:
     return slices(grad) if contiguous or split else Slices(grad, grad.stride(0))
 
 
-def empty_weight(like: Tensor, size, channels_last: bool) -> Tensor:
-    k = like.shape[0]
-    if channels_last and len(size) == 4:
-        o, i, kh, kw = size
-        return like.new_empty(k, o, kh, kw, i).permute(0, 1, 4, 2, 3)
-    return like.new_empty(k, *size)
-
-
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)

@@ -5,14 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastfact.base.formats import KERNEL, LINEAR, SPATIAL, VIEW, to_format
+from fastfact.base.formats import KERNEL, LINEAR, SPATIAL, VIEW, empty_weight, to_format
 from fastfact.kernels.geometry import (
     INT32_LIMIT,
     Factor,
     Side,
     Slices,
     accumulator,
-    empty_weight,
     gradient,
     hadamard_sides,
     in_format,

@@ -19,7 +19,7 @@ from fastfact.federation import Client, Federation, newcomers
 from fastfact.federation.client import memory
 from fastfact.federation.server.processes import Group
 from fastfact.federation.storage import run_directory
-from fastfact.federation.storage.states import DATABASE, MEMORY, Database, about_database
+from fastfact.federation.storage.states import DATABASE, MEMORY, about_database
 
 STARTED = "run.json"
 """The whole configuration of a run, for `fastfact resume`."""
@@ -250,7 +250,7 @@ def _train(
         group.root(lambda: probes.forget(directory, fed.round))
     else:
         fed = build.assemble(config, parts, group)
-    with contextlib.closing(fed.states) if isinstance(fed.states, Database) else contextlib.nullcontext():
+    with contextlib.closing(fed.states):
         return _finish(fed, config, parts, directory, on_round, recorders)
 
 

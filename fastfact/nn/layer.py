@@ -745,10 +745,10 @@ class FactorizedLayer(Factors):
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         self._forget_compiled()
-        mark = state_dict.get(f"{prefix}weight")
-        if isinstance(mark, Tensor) and not mark.numel():
+        mark = f"{prefix}weight"
+        if isinstance(found := state_dict.get(mark), Tensor) and not found.numel():
             # Of `pretrained`, where a file of transformers has a factorized layer.
-            state_dict = {name: tensor for name, tensor in state_dict.items() if tensor is not mark}
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name != mark}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _forget_compiled(self) -> None:

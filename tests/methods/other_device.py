@@ -90,7 +90,13 @@ def _mapped(function, value):
 def run(func, args, kwargs):
     """An operation on the numbers, its result on the device where it would be. Raises RuntimeError as PyTorch does."""
     tensors: list[Tensor] = []
-    given = _mapped(lambda t: [tensors.append(t), here(t)][1] if isinstance(t, Tensor) else t, (args, kwargs))
+
+    def passed(value):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        return here(value)
+
+    given = _mapped(passed, (args, kwargs))
     any_there, device = any(isinstance(t, There) for t in tensors), kwargs.get("device")
     if any_there and func not in COPIES:
         may = set(map(id, args[1])) if func in INDEXED else set()

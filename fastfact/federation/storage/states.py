@@ -74,6 +74,9 @@ class States(Protocol):
     def rollback(self) -> None:
         """Forget everything stored since the last commit."""
 
+    def close(self) -> None:
+        """Let go of files, without what was not committed; the object is of no use after."""
+
     def touched(self) -> list[int]:
         """The clients that are not in the initial state, ascending."""
 
@@ -169,6 +172,9 @@ class Stacked:
         self.working, self.reserved = None, self.free[:0]
 
     def ahead(self, clients: Sequence[int]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def store(self, clients: Sequence[int], state: State) -> None:
@@ -315,6 +321,9 @@ class PackedStates(Records):
         return {client: self.records[client][0] for client in clients if client in self.records}
 
     def ahead(self, clients: Sequence[int]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def store(self, clients: Sequence[int], state: State) -> None:
@@ -541,7 +550,6 @@ class Database(Records):
             return self.connection.execute("SELECT coalesce(sum(length(record)), 0) FROM client").fetchone()[0]
 
     def close(self) -> None:
-        """Close the file, without what was not committed; the object is of no use after."""
         self.rollback()
         self.pool.shutdown()
         self.reader.close()

@@ -141,7 +141,7 @@ def read_all(directory):
         try:
             assert fed.states.state and isinstance(fed.history.last(), list)
         finally:
-            fed.states.close() if hasattr(fed.states, "close") else None
+            fed.states.close()
     except RunDirectoryError as error:
         assert "\n" not in str(error)
 

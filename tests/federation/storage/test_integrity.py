@@ -50,8 +50,7 @@ def run(request, tmp_path):
 
 
 def close(fed):
-    if hasattr(fed.states, "close"):
-        fed.states.close()
+    fed.states.close()
 
 
 def bits(fed):
