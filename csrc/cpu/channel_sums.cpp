@@ -7,7 +7,7 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kTogether = 512;
+constexpr int64_t kTogether = 256;
 constexpr int64_t kGrain = 16384;  // numbers worth a thread
 constexpr int64_t kChannels = 8;   // planes that an item sums
 constexpr int64_t kColumns = 256;  // of rows that an item sums
@@ -84,13 +84,14 @@ void channel_sums(const ChannelSums& op, ParallelFor parallel_for) {
       return;
     }
     const int64_t parts = ceil_div(op.n, kTogether), pieces = ceil_div(op.channels, kColumns);
-    const int64_t numbers = std::max<int64_t>(1, std::min(op.n, kTogether) * std::min(op.channels, kColumns));
+    const int64_t rows = ceil_div(op.n, std::max<int64_t>(1, parts));
+    const int64_t numbers = std::max<int64_t>(1, rows * std::min(op.channels, kColumns));
     const Scratch<C> sums(parts * op.channels);
     parallel(parallel_for, parts * pieces, ceil_div(kGrain, numbers), [&](int64_t begin, int64_t end) {
       for (int64_t item = begin; item < end; ++item) {
-        const int64_t row = item / pieces * kTogether, column = item % pieces * kColumns;
+        const int64_t row = item / pieces * rows, column = item % pieces * kColumns;
         dispatch<SumRows, T>(static_cast<const T*>(op.data) + row * op.channels + column, op.channels,
-                             std::min(kTogether, op.n - row), std::min(kColumns, op.channels - column),
+                             std::min(rows, op.n - row), std::min(kColumns, op.channels - column),
                              sums.get() + item / pieces * op.channels + column);
       }
     });

@@ -219,7 +219,7 @@ struct MultiplyTiles {
   template <int W>
   FF_INLINE static void multiply_rows(const C* const (&a)[MR], const C* b, int64_t depth, V (&sum)[MR][W]) {
     clear(sum);
-    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[m][d]; });
+    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[m] + d; });
   }
 
   // The same of pairs, which are numbers that follow each other in a row.
@@ -241,9 +241,11 @@ struct MultiplyTiles {
   // sum[m] += Σ_d a[d][m] · b[d]
   template <int W>
   FF_INLINE static void add(const C* a, const C* b, int64_t depth, V (&sum)[MR][W]) {
-    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[d * MR + m]; });
+    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a + (d * MR + m); });
   }
 
+  // left(d, m): where a number is. Of every third row it is an operand in memory of each product, which is an
+  // instruction less, and for all rows would be more loads than there are products.
   template <int W, class Left>
   FF_INLINE static void add_terms(int64_t depth, const C* b, V (&sum)[MR][W], const Left& left) {
 #pragma GCC unroll 4
@@ -253,11 +255,25 @@ struct MultiplyTiles {
       for (int p = 0; p < W; ++p) right[p] = load<B>(b + d * NR + p * L);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; ++m) {
-        const C a = left(d, m);
+        const C* const a = left(d, m);
 #pragma GCC unroll 2
-        for (int p = 0; p < W; ++p) sum[m][p] += right[p] * a;
+        for (int p = 0; p < W; ++p) {
+          V total = sum[m][p];
+          m % 3 == 0 ? add_from_memory(total, right[p], a) : void(total += right[p] * *a);
+          sum[m][p] = total;
+        }
       }
     }
+  }
+
+  FF_INLINE static void add_from_memory(V& sum, V right, const C* a) {
+#if defined(FF_DISPATCH) && !defined(__clang__)
+    if constexpr (B == 64 && std::is_same_v<C, float>) {
+      asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(right), "m"(*a));
+      return;
+    }
+#endif
+    sum += right * *a;
   }
 
   // tile += Σ_d a[d] ⊗ b[d]; with `fresh` it is that. Columns beyond W registers are zeros.

@@ -473,7 +473,7 @@ void multiply_few(const TiledWeight<T>& w, const FactoredLinear& op, ParallelFor
   Forward<T> f{w, op.n, x.row};
   f.chunk = std::clamp<int64_t>(kOfX / op.n, 512, kMostInputs) / 64 * 64;
   f.outputs = std::max(ceil_div(ceil_div(w.o, kItems), kRowsOfW) * kRowsOfW, kLeastOutputs);
-  f.x = x.data.get(), f.hidden = hidden.get(), f.bias = op.bias ? bias.data.get() : nullptr;
+  f.x = x.data.get(), f.hidden = hidden.get(), f.bias = op.bias ? bias.data : nullptr;
   f.y = static_cast<T*>(op.y.data), f.words = expands();
   parallel(parallel_for, ceil_div(w.o, f.outputs), 1,
            [&](int64_t begin, int64_t end) { dispatch<RunFew, T>(f, begin, end); });

@@ -10,6 +10,7 @@
 #include "linear_tiles.h"
 
 #include <memory>
+#include <vector>
 
 #include "gemm.h"
 #include "items.h"
@@ -42,12 +43,18 @@ int64_t slice_of(int64_t depth, int64_t most) {
 template <class T>
 using Weight = TiledWeight<T>;
 
+// A part of a product of rows and W, of whole tiles and panels. No number depends on how a product is cut into parts.
+struct Part {
+  int64_t row, rows, column, columns;
+};
+
 // y [n, columns] = x [n, depth] · right, which is W or, `turned`, Wᵀ.
 template <class T>
 struct RowsProduct {
   Weight<T> w;
   bool turned;
-  int64_t n, depth, columns, slice, group, groups, range, pass;  // rows and columns of an item, rows of a pass
+  int64_t n, depth, columns, slice, group, range, pass;  // columns and rows of an item at most, rows of a pass
+  const Part* parts;                                     // the items
   const float *packed, *bias;  // x [tile][depth][tile's height], or null: it is read where it is; bias padded, or null
   const T* x;
   T* y;
@@ -81,15 +88,15 @@ struct RunProduct {
   static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
   static constexpr int kWide = std::max(B, 32), W = kWide / int(sizeof(float));  // what values are spread to
 
-  // Items are (range of rows, group of columns).
+  // Items are `parts`.
   FF_INLINE static void run(const RowsProduct<T>& p, const Items& items) {
     const int64_t all = ceil_div(std::min(p.group, p.columns), NR);
     const bool again = p.range > p.pass;
     const int64_t factors = p.pairs ? 2 : 1;
     const Scratch<float> slab((again ? p.depth : p.slice) * all * NR), kept(all * ceil_div(p.pass, MR) * MR * NR);
     for (int64_t item; (item = items.take()) < items.count();) {
-      const int64_t first = item / p.groups * p.range, last = std::min(first + p.range, p.n);
-      const int64_t column = item % p.groups * p.group, panels = ceil_div(std::min(p.group, p.columns - column), NR);
+      const auto [first, rows_of_part, column, columns] = p.parts[item];
+      const int64_t last = first + rows_of_part, panels = ceil_div(columns, NR);
       for (int64_t row = first; row < last; row += p.pass) {
         const int64_t rows = std::min(p.pass, last - row), tiles = ceil_div(rows, MR);
         for (int64_t d = 0; d < p.depth; d += p.slice) {
@@ -563,29 +570,59 @@ class Beside {
   const Scratch<Pair> hidden_, factors_;
 };
 
-// Items of a product of rows and W, of whole tiles and panels. No number depends on them.
-struct Cut {
-  int64_t range, group;  // rows, columns
-};
-
-Cut share_out(int64_t rows, int64_t columns, int64_t threads) {
-  constexpr double kMade = 24;  // rows that take as long to be multiplied as W to be made
+// The parts of a product, for threads that take them one by one. Panels of all rows, for which W is made once: several
+// at a time, fewer towards the end. Those that are left over when each thread has had as many are cut by rows, and made
+// again for each part.
+std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t threads) {
+  constexpr double kMade = 32;  // rows that take as long to be multiplied as W to be made
   const int64_t tile = tile_rows(register_bytes()), width = register_bytes() / 2;
-  const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width), fewest = ceil_div(columns, kGroup);
-  Cut out{};
+  const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width), left = panels % threads;
+  std::vector<Part> parts;
+  auto add = [&](int64_t row, int64_t rows_of_part, int64_t panel, int64_t count) {
+    const int64_t column = panel * width;
+    parts.push_back({row, std::min(rows_of_part, rows - row), column, std::min(count * width, columns - column)});
+  };
+  int64_t panel = 0;
+  while (panel < panels - left) {
+    const int64_t to_come = panels - left - panel, fair = threads == 1 ? to_come : to_come / (2 * threads);
+    const int64_t together = std::clamp<int64_t>(fair, 1, kGroup / width);
+    add(0, rows, panel, together), panel += together;
+  }
+  int64_t range = tiles;
   double least = 0;
-  for (int64_t groups = fewest; groups <= std::min(panels, fewest + threads - 1); ++groups) {
-    for (int64_t ranges = 1; ranges <= tiles && (ranges == 1 || (ranges - 1) * groups < 2 * threads); ++ranges) {
-      const int64_t range = ceil_div(tiles, ranges), group = ceil_div(panels, groups);
-      const int64_t items = ceil_div(tiles, range) * ceil_div(panels, group);
-      // Of smaller items fewer are left over where a thread is held up.
-      const double time = (ceil_div(items, threads) + 0.25 * (threads > 1)) * group * (range * tile + kMade);
-      if (least && time > 0.98 * least) continue;
-      least = time, out = {range * tile, group * width};
+  for (int64_t ranges = 1; left && ranges <= std::min(tiles, threads); ++ranges) {
+    const int64_t some = ceil_div(tiles, ranges), items = left * ceil_div(tiles, some);
+    const double time = double(ceil_div(items, threads)) * double(some * tile + kMade);
+    if (least && time > 0.98 * least) continue;
+    least = time, range = some;
+  }
+  for (; panel < panels; ++panel) {
+    for (int64_t at = 0; at < tiles; at += range) add(at * tile, range * tile, panel, 1);
+  }
+  return parts;
+}
+
+// `size` numbers of each rank as [piece][rank][its width], zeros at the end; pieces of a tile's height or a panel's
+// width.
+template <class, int B>
+struct PackFactors {
+  FF_INLINE static void run(const float* from, int64_t size, int64_t row, int64_t rank, bool of_tiles, float* to) {
+    of_tiles ? pack<tile_rows(B)>(from, size, row, rank, to) : pack<B / 2>(from, size, row, rank, to);
+  }
+
+  template <int kWidth>
+  FF_INLINE static void pack(const float* from, int64_t size, int64_t row, int64_t rank, float* to) {
+    for (int64_t at = 0; at < size; at += kWidth) {
+      for (int64_t r = 0; r < rank; ++r, to += kWidth) {
+        if (at + kWidth <= size) {
+          std::memcpy(to, from + r * row + at, kWidth * sizeof(float));
+          continue;
+        }
+        for (int64_t k = 0; k < kWidth; ++k) to[k] = at + k < size ? from[r * row + at + k] : 0;
+      }
     }
   }
-  return out;
-}
+};
 
 template <class T>
 void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y, int64_t threads,
@@ -601,19 +638,15 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice),
       of_columns(ceil_div(columns, nr) * nr * (rank + of_floats)),
       hidden(ceil_div(std::min(n, most), mr) * mr * of_floats);
-  auto pack = [&](const float* from, int64_t row, int64_t row_step, int64_t terms, int64_t term_step, int64_t width,
-                  float* to) {
-    const Operand factor{{from, 0}, steps(row, row_step), steps(terms, term_step)};
-    dispatch<PackPanels, float>(factor, int64_t(0), int(width), to, int64_t(0), ceil_div(row, width));
-  };
   const float *const terms = turned ? w.u : w.v, *const across = turned ? w.v : w.u;
   const int64_t terms_row = turned ? w.u_row : w.v_row, across_row = turned ? w.v_row : w.u_row;
   if (rank) {
     for (int64_t d = 0; d < depth; d += slice) {
-      pack(terms + d, std::min(slice, depth - d), 1, rank, terms_row, mr, of_terms.get() + d / slice * of_slice);
+      dispatch<PackFactors, float>(terms + d, std::min(slice, depth - d), terms_row, rank, true,
+                                   of_terms.get() + d / slice * of_slice);
     }
   }
-  if (rank || of_floats) pack(across, columns, 1, w.rank, across_row, nr, of_columns.get());
+  if (rank || of_floats) dispatch<PackFactors, float>(across, columns, across_row, w.rank, false, of_columns.get());
   std::unique_ptr<const Beside> beside;
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (pairs) beside = std::make_unique<const Beside>(w, turned, std::min(n, most), depth, columns);
@@ -645,10 +678,11 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (pairs) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
     }
-    const Cut cut = share_out(rows, columns, threads);
-    p.range = cut.range, p.group = cut.group, p.groups = ceil_div(columns, p.group);
+    const std::vector<Part> parts = share_out(rows, columns, threads);
+    p.parts = parts.data();
+    for (const Part& part : parts) p.range = std::max(p.range, part.rows), p.group = std::max(p.group, part.columns);
     p.pass = ceil_div(ceil_div(p.range, ceil_div(p.range, kPass)), mr) * mr;
-    const Items items(p.groups * ceil_div(rows, p.range));
+    const Items items(int64_t(parts.size()));
     parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunProduct, T>(p, items); });
   }
 }
@@ -817,9 +851,12 @@ struct RunGradient {
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t first = 0; first < block.outputs; first += Rows::kRows) {
         const int64_t count = std::min(Rows::kRows, block.outputs - first), next = block.i + g.inputs;
-        for (int64_t o = block.o + first; g.dvalues && o < block.o + first + count; ++o) {
-          T* const end = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
-          take_values(w, block, sums + (o - block.o) * NR, o, g.dvalues + w.support.start(o, block.i), end);
+        T *to[Rows::kRows], *end[Rows::kRows];
+        for (int64_t m = 0; g.dvalues && m < count; ++m) {
+          const int64_t o = block.o + first + m;
+          to[m] = g.dvalues + w.support.start(o, block.i);
+          end[m] = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
+          for (T* line = to[m]; line < end[m]; line += 64 / int64_t(sizeof(T))) __builtin_prefetch(line, 1);
         }
         for (int64_t r = 0; du && r < w.rank; r += 2) {
           if (w.rank - r >= 2) {
@@ -828,13 +865,11 @@ struct RunGradient {
             take_factors<1>(w, block, sums + first * NR, block.o + first, count, r, du, dv);
           }
         }
+        for (int64_t m = 0; g.dvalues && m < count; ++m) {
+          take_values(w, block, sums + (first + m) * NR, block.o + first + m, to[m], end[m]);
+        }
       }
     });
-  }
-
-  FF_INLINE static void fetch_written(const T* to) {
-    __builtin_prefetch(to + 192, 1);
-    __builtin_prefetch(to + 208, 1);
   }
 
   // The gradients of the values of row o of a block.
@@ -842,7 +877,6 @@ struct RunGradient {
                                     const T* end) {
     const uint8_t* bits = w.support.bytes(o, block.i);
     for (int64_t panel = 0; panel < block.panels; ++panel, sums += block.panel()) {
-      fetch_written(to);
 #pragma GCC unroll 2
       for (int k = 0; k < NR; k += W) {
         const Vec<float, kWide> x = load<kWide>(sums + k);
@@ -957,11 +991,7 @@ void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dv
   }
   auto add = [&](const float* parts, int64_t count, int64_t row, int64_t size, T* out) {
     for (int64_t r = 0; out && r < w.rank; ++r) {
-      for (int64_t k = 0; k < size; ++k) {
-        float sum = 0;
-        for (int64_t part = 0; part < count; ++part) sum += parts[(part * w.rank + r) * row + k];
-        out[r * size + k] = from_compute<T>(sum);
-      }
+      dispatch<AddChunks, T>(parts + r * row, count, w.rank * row, size, out + r * size);
     }
   };
   add(du_parts.get(), g.row_blocks, w.u_row, w.i, du);
@@ -976,9 +1006,7 @@ struct Made {
 
   template <class Op>
   Made(const Op& op, const Bits& support)
-      : u(op.u, op.rank, op.i),
-        v(op.v, op.rank, op.o),
-        w{op.i, op.o, op.rank, u.row, v.row, u.data.get(), v.data.get()} {
+      : u(op.u, op.rank, op.i), v(op.v, op.rank, op.o), w{op.i, op.o, op.rank, u.row, v.row, u.data, v.data} {
     w.values = static_cast<const T*>(op.mu.values), w.last = w.values + op.mu.count - 8, w.support = support;
     w.u_in_memory = static_cast<const T*>(op.u), w.v_in_memory = static_cast<const T*>(op.v);
   }
@@ -1032,7 +1060,7 @@ bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool ba
 bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
   auto multiply = [&]<class T>(const Weight<T>& w) {
     const Padded<T> bias(op.bias, op.bias ? 1 : 0, op.o);
-    multiply_rows(w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data.get() : nullptr,
+    multiply_rows(w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data : nullptr,
                   static_cast<T*>(op.y.data), op.threads, parallel_for);
   };
   return with_weight(op, op.i, false, parallel_for, multiply,

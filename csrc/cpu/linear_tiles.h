@@ -24,16 +24,28 @@ struct CopyRow {
   }
 };
 
-// Rows [rank, size] as float, each padded with zeros to a multiple of 64 numbers.
+// Rows [rank, size] as float, each padded with zeros to a multiple of 64 numbers; where they lie if they are that.
 template <class T>
 struct Padded {
   int64_t row;
-  Scratch<float> data;
-  Padded(const void* from, int64_t rows, int64_t size) : row(ceil_div(size, 64) * 64), data(rows * row) {
+  const float* data;
+
+  Padded(const void* from, int64_t rows, int64_t size)
+      : row(ceil_div(size, 64) * 64), data(nullptr), own_(std::is_same_v<T, float> && size == row ? 0 : rows * row) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (size == row) {
+        data = static_cast<const float*>(from);
+        return;
+      }
+    }
+    data = own_.get();
     for (int64_t r = 0; r < rows; ++r) {
-      dispatch<CopyRow, T>(static_cast<const T*>(from) + r * size, size, row, data.get() + r * row);
+      dispatch<CopyRow, T>(static_cast<const T*>(from) + r * size, size, row, own_.get() + r * row);
     }
   }
+
+ private:
+  const Scratch<float> own_;
 };
 
 // Whether thin products of n rows and the factors take less than what the factors take beside W or dW.

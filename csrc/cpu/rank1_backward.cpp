@@ -481,32 +481,6 @@ Chunks make_chunks(const Op& op, const WeightPlan& plan) {
   return {units, per_chunk, ceil_div(units, per_chunk)};
 }
 
-// du from the sums of its chunks; of all clients, `size` numbers each, those from `begin` to `end`.
-template <class T, int B>
-struct AddChunks {
-  FF_INLINE static void run(const Compute<T>* partial, int64_t count, int64_t size, T* du, int64_t begin, int64_t end) {
-    using V = Vec<T, B>;
-    constexpr int64_t L = kLanes<T, B>;
-    while (begin < end) {
-      const int64_t at = begin % size, n = std::min(size - at, end - begin);
-      const Compute<T>* const from = partial + begin / size * count * size + at;
-      T* const to = du + begin;
-      int64_t j = 0;
-      for (; j + L <= n; j += L) {
-        V sum = load<B>(from + j);
-        for (int64_t c = 1; c < count; ++c) sum += load<B>(from + c * size + j);
-        store<B>(to + j, sum);
-      }
-      for (; j < n; ++j) {
-        Compute<T> sum = from[j];
-        for (int64_t c = 1; c < count; ++c) sum += from[c * size + j];
-        to[j] = from_compute<T>(sum);
-      }
-      begin += n;
-    }
-  }
-};
-
 // The gradient of the values of compact μ, of the positions in one chunk.
 template <class T, int B>
 struct GatherChunk {
@@ -610,8 +584,14 @@ bool rank1_weight_backward(const Rank1Backward& given, ParallelFor parallel_for)
              });
     if (!op.du) return;
     if (!plan.transpose_u) {
+      const int64_t size = op.rank * un;
       parallel(parallel_for, ranks * un, ceil_div(kGrain, chunks.count), [&](int64_t begin, int64_t end) {
-        dispatch<AddChunks, T>(partial.get(), chunks.count, op.rank * un, static_cast<T*>(op.du), begin, end);
+        while (begin < end) {
+          const int64_t at = begin % size, n = std::min(size - at, end - begin);
+          dispatch<AddChunks, T>(partial.get() + begin / size * chunks.count * size + at, chunks.count, size, n,
+                                 static_cast<T*>(op.du) + begin);
+          begin += n;
+        }
       });
       return;
     }

@@ -7,6 +7,26 @@
 
 namespace fastfact {
 
+// Sums of `count` chunks of n numbers, `step` numbers from one to the next, in order.
+template <class T, int B>
+struct AddChunks {
+  FF_INLINE static void run(const Compute<T>* from, int64_t count, int64_t step, int64_t n, T* to) {
+    using V = Vec<T, B>;
+    constexpr int64_t L = kLanes<T, B>;
+    int64_t j = 0;
+    for (; j + L <= n; j += L) {
+      V sum = load<B>(from + j);
+      for (int64_t c = 1; c < count; ++c) sum += load<B>(from + c * step + j);
+      store<B>(to + j, sum);
+    }
+    for (; j < n; ++j) {
+      Compute<T> sum = from[j];
+      for (int64_t c = 1; c < count; ++c) sum += from[c * step + j];
+      to[j] = from_compute<T>(sum);
+    }
+  }
+};
+
 // `PairedRows` (rank1_pairs.h) has the same functions for bfloat16 in pairs.
 template <class C, int B>
 struct SingleRows {
