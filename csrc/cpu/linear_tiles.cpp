@@ -9,6 +9,7 @@
 // it is where bfloat16 is multiplied in pairs, h being the sum of two numbers of bfloat16.
 #include "linear_tiles.h"
 
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -570,35 +571,44 @@ class Beside {
   const Scratch<Pair> hidden_, factors_;
 };
 
-// The parts of a product, for threads that take them one by one. Panels of all rows, for which W is made once: several
-// at a time, fewer towards the end. Those that are left over when each thread has had as many are cut by rows, and made
-// again for each part.
+// The parts of a product, for threads that take them one by one: several panels of W at a time, fewer towards the end.
+// Panels that each thread has as many of are made once, for all rows, unless these are so many that it costs little to
+// make them again; those that are left over, or are not full, are cut by rows, and so is all of a narrow W.
 std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t threads) {
-  constexpr double kMade = 32;  // rows that take as long to be multiplied as W to be made
-  const int64_t tile = tile_rows(register_bytes()), width = register_bytes() / 2;
-  const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width), left = panels % threads;
+  constexpr double kMade = 32;      // rows that take as long to be multiplied as W to be made
+  constexpr double kHeldUp = 0.25;  // of a part that a thread is left with
+  const int64_t tile = tile_rows(register_bytes()), width = register_bytes() / 2, most = kGroup / width;
+  const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width);
+  const bool narrow = panels <= most, half = threads > 1 && panels * width - columns >= width / 2;
+  const int64_t left = (panels - half) % threads + half;
   std::vector<Part> parts;
-  auto add = [&](int64_t row, int64_t rows_of_part, int64_t panel, int64_t count) {
-    const int64_t column = panel * width;
-    parts.push_back({row, std::min(rows_of_part, rows - row), column, std::min(count * width, columns - column)});
+  auto add = [&](int64_t first, int64_t last, double full, double held_up) {
+    int64_t range = tiles, count = 1;
+    double least = 0;
+    for (int64_t ranges = 1; ranges <= std::min(tiles, 4 * threads); ++ranges) {
+      const int64_t some = ceil_div(tiles, ranges), of_rows = ceil_div(tiles, some);
+      const double time =
+          (std::ceil(full * double(of_rows) / double(threads)) + held_up) * (double(some * tile) + kMade);
+      if (least && time > 0.98 * least) continue;
+      least = time, range = some, count = of_rows;
+    }
+    int64_t to_come = (last - first) * count;
+    for (int64_t row = 0; row < rows; row += range * tile) {
+      for (int64_t panel = first; panel < last;) {
+        const int64_t fair = threads == 1 || narrow ? most : to_come / (2 * threads);
+        const int64_t together = std::min(std::clamp<int64_t>(fair, 1, most), last - panel), column = panel * width;
+        parts.push_back(
+            {row, std::min(range * tile, rows - row), column, std::min(together * width, columns - column)});
+        panel += together, to_come -= together;
+      }
+    }
   };
-  int64_t panel = 0;
-  while (panel < panels - left) {
-    const int64_t to_come = panels - left - panel, fair = threads == 1 ? to_come : to_come / (2 * threads);
-    const int64_t together = std::clamp<int64_t>(fair, 1, kGroup / width);
-    add(0, rows, panel, together), panel += together;
+  if (narrow) {
+    add(0, panels, 1, kHeldUp);
+    return parts;
   }
-  int64_t range = tiles;
-  double least = 0;
-  for (int64_t ranges = 1; left && ranges <= std::min(tiles, threads); ++ranges) {
-    const int64_t some = ceil_div(tiles, ranges), items = left * ceil_div(tiles, some);
-    const double time = double(ceil_div(items, threads)) * double(some * tile + kMade);
-    if (least && time > 0.98 * least) continue;
-    least = time, range = some;
-  }
-  for (; panel < panels; ++panel) {
-    for (int64_t at = 0; at < tiles; at += range) add(at * tile, range * tile, panel, 1);
-  }
+  add(0, panels - left, double(panels - left), threads > 1 && !left ? kHeldUp : 0);
+  add(panels - left, panels, double(left) - 0.5 * half, kHeldUp);
   return parts;
 }
 
