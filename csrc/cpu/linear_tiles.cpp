@@ -96,8 +96,9 @@ struct RunProduct {
     const int64_t factors = p.pairs ? 2 : 1;
     const Scratch<float> slab((again ? p.depth : p.slice) * all * NR), kept(all * ceil_div(p.pass, MR) * MR * NR);
     for (int64_t item; (item = items.take()) < items.count();) {
-      const auto [first, rows_of_part, column, columns] = p.parts[item];
-      const int64_t last = first + rows_of_part, panels = ceil_div(columns, NR);
+      const Part& part = p.parts[item];
+      const int64_t first = part.row, last = first + part.rows;
+      const int64_t column = part.column, panels = ceil_div(part.columns, NR);
       for (int64_t row = first; row < last; row += p.pass) {
         const int64_t rows = std::min(p.pass, last - row), tiles = ceil_div(rows, MR);
         for (int64_t d = 0; d < p.depth; d += p.slice) {

@@ -31,13 +31,8 @@ struct Padded {
   const float* data;
 
   Padded(const void* from, int64_t rows, int64_t size)
-      : row(ceil_div(size, 64) * 64), data(nullptr), own_(std::is_same_v<T, float> && size == row ? 0 : rows * row) {
-    if constexpr (std::is_same_v<T, float>) {
-      if (size == row) {
-        data = static_cast<const float*>(from);
-        return;
-      }
-    }
+      : row(ceil_div(size, 64) * 64), data(static_cast<const float*>(from)), own_(lies_so(size) ? 0 : rows * row) {
+    if (lies_so(size)) return;
     data = own_.get();
     for (int64_t r = 0; r < rows; ++r) {
       dispatch<CopyRow, T>(static_cast<const T*>(from) + r * size, size, row, own_.get() + r * row);
@@ -46,6 +41,8 @@ struct Padded {
 
  private:
   const Scratch<float> own_;
+
+  bool lies_so(int64_t size) const { return std::is_same_v<T, float> && size == row; }
 };
 
 // Whether thin products of n rows and the factors take less than what the factors take beside W or dW.

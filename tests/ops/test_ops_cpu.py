@@ -250,6 +250,35 @@ def test_the_threads_change_no_number_of_an_adapter(sizes):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("sizes", [(200, 70, 49), (400, 96, 160), (130, 90, 600), (1500, 64, 300)], ids=str)
+def test_the_threads_change_no_number_of_a_linear_layer_with_a_dense_mu(sizes, dtype):
+    """However its products are cut: a narrow W, panels left over or not full, many rows."""
+    n, i, o = sizes
+    torch.manual_seed(n)
+    index = torch.randperm(i * o)[: i * o * 6 // 10].sort().values.int()
+    parts = [torch.randn(s).to(dtype) for s in ((n, i), (8, i), (8, o), index.shape, (o,))]
+    grad = torch.randn(n, o).to(dtype)
+
+    def run(dtype):
+        x, u, v, values, bias = leaves = [part.to(dtype).requires_grad_() for part in parts]
+        y = ops.factored_linear(x, u, v, values, index, bias, size=(o, i))
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(dtype))]
+
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            found.append(run(dtype))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    for one, exact in zip(found[0], run(torch.float64), strict=True):
+        assert (one.double() - exact).norm() < (1e-6 if dtype == F32 else 6e-3) * exact.norm()
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 3), st.integers(0, 4), st.integers(0, 9000), st.floats(0, 1), st.integers(0, 9))
 def test_any_bitmap_comes_back(k, rows, n, density, seed):
