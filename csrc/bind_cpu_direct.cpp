@@ -9,7 +9,7 @@
 #include "bind_cpu.h"
 #include "cpu/kernels.h"
 
-// Not there in a PyTorch without oneDNN, or MKL.
+// Not there in a PyTorch without oneDNN.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu_mkldnn__convolution_pointwise(
     AtenTensorHandle x, AtenTensorHandle w, AtenTensorHandle* bias, const int64_t* padding, int64_t,
     const int64_t* stride, int64_t, const int64_t* dilation, int64_t, int64_t groups, const char* then, const double**,
@@ -19,10 +19,6 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise
                                                                                  const char* then, const double**,
                                                                                  int64_t, const char**,
                                                                                  AtenTensorHandle* out);
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__mkl_linear(AtenTensorHandle x, AtenTensorHandle w,
-                                                                           AtenTensorHandle plain_w,
-                                                                           AtenTensorHandle* bias, int64_t rows,
-                                                                           AtenTensorHandle* out);
 
 namespace fastfact::direct {
 namespace {
@@ -119,7 +115,7 @@ constexpr int64_t kFewRows = 16;
 bool multiply_few(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias, const Tensor& y) {
   const int64_t o = w.size(0), i = w.size(1), row = w.stride(1), n = o ? y.numel() / o : 0;
   const auto type = x.scalar_type();
-  if (!n || n > kFewRows || !i || i * o > (n == 1 ? 1 << 16 : 1 << 18) || w.stride(0) != 1 || row < o) return false;
+  if (!n || n > kFewRows || !i || i * o > 1 << 16 || w.stride(0) != 1 || row < o) return false;
   if ((type != ScalarType::Float && type != ScalarType::Double) || w.scalar_type() != type) return false;
   if (layer.kind == Layer::kPixels ? !is_dense(x, {0, 2, 3, 1}) : !is_dense(x, 0)) return false;
   if (bias && (bias->scalar_type() != type || bias->dim() != 1 || bias->size(0) != o || !is_dense(*bias, 0))) {
@@ -292,7 +288,7 @@ bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, 
 
 namespace {
 
-// By a weight in a form of oneDNN or MKL, which both take a bias as it comes.
+// By a weight in a form of oneDNN, which takes a bias as it comes.
 AtenTensorHandle by_form(const Layer& of, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (bias) expect("layer", "bias", *bias, {of.size[0]}, x);
   AtenTensorHandle of_bias = bias ? bias->get() : nullptr, y;
@@ -305,24 +301,53 @@ AtenTensorHandle by_form(const Layer& of, const Tensor& x, const Tensor& w, cons
     return y;
   }
   require(x.dim() > 0 && x.size(x.dim() - 1) == of.size[1], "layer", "x does not fit");
-  if (x.scalar_type() != ScalarType::Float) {
-    require(aoti_torch_cpu__linear_pointwise, "layer", "there is no oneDNN");
-    return linear_by_onednn(x, w, bias);
-  }
-  // For other rows it would take the plain weight, of which only the size is given.
-  require(aoti_torch_cpu__mkl_linear && x.numel() == of.groups * of.size[1], "layer", "there is no MKL");
-  const Tensor size = viewed(empty(x, {1}), {of.size[0], of.size[1]}, {0, 0});
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu__mkl_linear(x.get(), w.get(), size.get(), with_bias, of.groups, &y));
+  require(aoti_torch_cpu__linear_pointwise, "layer", "there is no oneDNN");
+  return linear_by_onednn(x, w, bias);
+}
+
+int64_t panels_of(int64_t o, int64_t width) { return (o + width - 1) / width; }
+
+Tensor by_panels(const Layer& of, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  Layer rows = of;
+  rows.kind = of.channels_last ? Layer::kPixels : Layer::kLinear;
+  const auto type = type_of<fastfact::Type>("layer", x);
+  const int64_t o = of.size[0], i = of.size[1], width = fastfact::panel_width(type, i);
+  require(x.dim() > of.channels_last && x.size(of.channels_last ? 1 : x.dim() - 1) == i && width, "layer",
+          "x does not fit");
+  require(w.scalar_type() == x.scalar_type() && is_dense(w) && w.numel() == panels_of(o, width) * width * i, "layer",
+          "W does not fit");
+  if (bias) expect("layer", "bias", *bias, {o}, x);
+  const Tensor of_x = rows_of(rows, x), whole = is_dense(of_x) ? of_x : torch::stable::contiguous(of_x);
+  const OptionalTensor added = bias && !is_dense(*bias) ? torch::stable::contiguous(*bias) : bias;
+  const Tensor y = like_rows(rows, x, o);
+  fastfact::linear_of_panels({type, x.numel() / i, i, o, data_of(whole), data_of(w), added ? data_of(*added) : nullptr,
+                              y.data_ptr(), torch::stable::get_num_threads()},
+                             parallel_for);
   return y;
 }
 
 }  // namespace
 
+bool panels(AtenTensorHandle out[1], void* w_) {
+  return done(out, 1, [&] {
+    const Tensor w = borrowed(w_);
+    const auto type = type_of<fastfact::Type>("panels", w);
+    require(w.dim() == 2 && is_dense(w), "panels", "W must be a matrix without gaps");
+    const int64_t o = w.size(0), i = w.size(1), width = fastfact::panel_width(type, i);
+    require(width, "panels", "W has no such form");
+    const Tensor found = empty(w, {panels_of(o, width), i, width});
+    fastfact::pack_panels(type, o, i, data_of(w), found.data_ptr(), parallel_for);
+    give(found, out);
+  });
+}
+
 bool dense(AtenTensorHandle out[1], const Layer& of, void* x_, void* w, void* bias_) {
   return done(out, 1, [&] {
     const Tensor x = borrowed(x_);
     const OptionalTensor bias = borrowed_if(bias_);
-    if (of.kind == Layer::kReordered || of.kind == Layer::kPacked) {
+    if (of.kind == Layer::kPanels) {
+      give(by_panels(of, x, borrowed(w), bias), out);
+    } else if (of.kind == Layer::kReordered || of.kind == Layer::kPacked) {
       out[0] = by_form(of, x, opaque(w), bias);
     } else {
       give(dense_layer(of, x, borrowed(w), bias), out);

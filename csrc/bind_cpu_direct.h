@@ -22,8 +22,12 @@ bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, 
                        void* values, void* index);
 
 // out: y of the dense layer with the weight w, which is in oneDNN's form for kReordered, a convolution, and for
-// kPacked, a linear layer; in float32 that one is in MKL's, for as many rows as `groups` says.
+// kPacked, a linear layer, and what `panels` makes for kPanels, a linear layer or, with `channels_last`, a 1×1
+// convolution.
 bool dense(AtenTensorHandle out[1], const Layer& of, void* x, void* w, void* bias);
+
+// out: the weight of a linear layer as `fastfact::pack_panels` has it.
+bool panels(AtenTensorHandle out[1], void* w);
 
 // See `Library`.
 bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void* const* grads, void* const* momenta,

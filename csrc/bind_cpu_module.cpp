@@ -434,6 +434,16 @@ PyObject* given_out(const Layer& of, void* x, bool alone, const F& body) {
   return tuple;
 }
 
+// (W [o, i]) → W in panels, None where there is no such form
+PyObject* panels(PyObject*, PyObject* weight) {
+  void* w;
+  AtenTensorHandle handle;
+  if (!address_of(weight, &w)) return nullptr;
+  if (!released([&] { return fastfact::direct::panels(&handle, w); })) return none();
+  PyObject* out;
+  return wrap(&handle, 1, &out) ? out : nullptr;
+}
+
 PyObject* layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* t[6];  // x, bias, μ, index, u, v
   const Layer* of;
@@ -621,6 +631,7 @@ PyMethodDef functions[] = {FAST(key),
                            FAST(adam_threshold),
                            FAST(take_library),
                            FAST(watch),
+                           {"panels", panels, METH_O, nullptr},
                            {"hold", hold, METH_O, nullptr},
                            {"still", still_watched, METH_O, nullptr},
                            {"compute_backward", compute_backward, METH_O, nullptr},

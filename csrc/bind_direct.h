@@ -22,7 +22,7 @@ using bind::Tensor;
 
 // What a layer is asked for besides tensors; `Layer` of fastfact/ops/direct.py.
 struct Layer {
-  enum : int64_t { kLinear, kPixels, kConvolution, kReordered, kPacked } kind;
+  enum : int64_t { kLinear, kPixels, kConvolution, kReordered, kPacked, kPanels } kind;
   int64_t layout, channels_last;  // of the weight
   int64_t size[4], stride[2], padding[2], dilation[2], groups;
   enum : int64_t { kAsItIs, kHalf, kBFloat16 } cast;  // the type that autocast has layers computed in, not on the CPU

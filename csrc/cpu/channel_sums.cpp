@@ -2,6 +2,7 @@
 // rounding grows little with their number.
 #include <algorithm>
 
+#include "rank1_rows.h"
 #include "vec.h"
 
 namespace fastfact {
@@ -84,7 +85,8 @@ void channel_sums(const ChannelSums& op, ParallelFor parallel_for) {
       return;
     }
     const int64_t parts = ceil_div(op.n, kTogether), pieces = ceil_div(op.channels, kColumns);
-    const int64_t rows = ceil_div(op.n, std::max<int64_t>(1, parts));
+    if (!parts) return void(std::fill_n(static_cast<T*>(op.out), op.channels, from_compute<T>(C(0))));
+    const int64_t rows = ceil_div(op.n, parts);
     const int64_t numbers = std::max<int64_t>(1, rows * std::min(op.channels, kColumns));
     const Scratch<C> sums(parts * op.channels);
     parallel(parallel_for, parts * pieces, ceil_div(kGrain, numbers), [&](int64_t begin, int64_t end) {
@@ -95,11 +97,7 @@ void channel_sums(const ChannelSums& op, ParallelFor parallel_for) {
                              sums.get() + item / pieces * op.channels + column);
       }
     });
-    C* const total = sums.get();
-    for (int64_t part = 1; part < parts; ++part) {
-      for (int64_t c = 0; c < op.channels; ++c) total[c] += total[part * op.channels + c];
-    }
-    for (int64_t c = 0; c < op.channels; ++c) static_cast<T*>(op.out)[c] = from_compute<T>(parts ? total[c] : C(0));
+    dispatch<AddChunks, T>(sums.get(), parts, op.channels, op.channels, static_cast<T*>(op.out));
   });
 }
 

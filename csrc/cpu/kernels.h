@@ -273,6 +273,22 @@ struct DenseRows {
 };
 void dense_rows(const DenseRows& op, ParallelFor);
 
+// W [o, i] of a linear layer in the order in which products of many rows read it, [panel of columns][i][its width], in
+// bfloat16 in pairs, [panel][i / 2][width][2]; the last panel is filled with zeros. panel_width: 0 where there is no
+// such form.
+int64_t panel_width(Type type, int64_t i);
+void pack_panels(Type type, int64_t o, int64_t i, const void* w, void* to, ParallelFor);
+
+// y [n, o] = x [n, i] · Wᵀ + bias (or null), W as `pack_panels` has it.
+struct LinearOfPanels {
+  Type type;
+  int64_t n, i, o;
+  const void *x, *panels, *bias;
+  void* y;
+  int64_t threads = 1;  // how many `parallel_for` has; no number depends on it
+};
+void linear_of_panels(const LinearOfPanels& op, ParallelFor);
+
 // A number that depends on every byte, and on `seed`; two contents have the same one by accident once in 2^64.
 uint64_t digest(const void* data, int64_t bytes, uint64_t seed, ParallelFor);
 

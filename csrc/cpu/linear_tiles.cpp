@@ -56,6 +56,7 @@ struct RowsProduct {
   bool turned;
   int64_t n, depth, columns, slice, group, range, pass;  // columns and rows of an item at most, rows of a pass
   const Part* parts;                                     // the items
+  const float* panels;                                   // W as `pack_panels` has it, or null: it is made
   const float *packed, *bias;  // x [tile][depth][tile's height], or null: it is read where it is; bias padded, or null
   const T* x;
   T* y;
@@ -94,7 +95,8 @@ struct RunProduct {
     const int64_t all = ceil_div(std::min(p.group, p.columns), NR);
     const bool again = p.range > p.pass;
     const int64_t factors = p.pairs ? 2 : 1;
-    const Scratch<float> slab((again ? p.depth : p.slice) * all * NR), kept(all * ceil_div(p.pass, MR) * MR * NR);
+    const Scratch<float> slab(p.panels ? 0 : (again ? p.depth : p.slice) * all * NR);
+    const Scratch<float> kept(all * ceil_div(p.pass, MR) * MR * NR);
     for (int64_t item; (item = items.take()) < items.count();) {
       const Part& part = p.parts[item];
       const int64_t first = part.row, last = first + part.rows;
@@ -103,16 +105,18 @@ struct RunProduct {
         const int64_t rows = std::min(p.pass, last - row), tiles = ceil_div(rows, MR);
         for (int64_t d = 0; d < p.depth; d += p.slice) {
           const int64_t terms = std::min(p.slice, p.depth - d);
-          float* const right = slab.get() + (again ? d / factors * panels * NR : 0);
-          if (row == first) {
+          float* const made = slab.get() + (again ? d / factors * panels * NR : 0);
+          const float* const right = p.panels ? p.panels + (column * p.depth + d * NR) / factors : made;
+          const int64_t step = (p.panels ? p.depth : terms) / factors * NR;
+          if (row == first && !p.panels) {
             if (p.pairs) {
-              make_pairs_of(p, column, panels, d, terms, right);
+              make_pairs_of(p, column, panels, d, terms, made);
             } else if (p.turned) {
-              make_turned(p.w, column, panels, d, terms, right);
+              make_turned(p.w, column, panels, d, terms, made);
             } else {
-              make(p.w, column, panels, d, terms, right);
+              make(p.w, column, panels, d, terms, made);
             }
-            if (p.rank) add_factors(p, column, panels, d, terms, right);
+            if (p.rank) add_factors(p, column, panels, d, terms, made);
           }
           for (int64_t panel = 0; panel < panels; ++panel) {
             with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
@@ -120,7 +124,7 @@ struct RunProduct {
               const int64_t first = column + panel * NR;
               auto by = [&]<int N>() FF_INLINE_LAMBDA {
                 outline<B>([&]() FF_INLINE_LAMBDA {
-                  multiply<E, N>(p, row, rows, first, d, terms, right + panel * (terms / factors) * NR,
+                  multiply<E, N>(p, row, rows, first, d, terms, right + panel * step,
                                  kept.get() + panel * tiles * MR * NR);
                 });
               };
@@ -130,6 +134,13 @@ struct RunProduct {
         }
       }
     }
+  }
+
+  // count < 2 · kPiece numbers, in pieces of powers of two.
+  template <int kPiece>
+  FF_INLINE static void copy_some(const T* from, int64_t count, T* to) {
+    if (count & kPiece) std::memcpy(static_cast<void*>(to), from, kPiece * sizeof(T)), from += kPiece, to += kPiece;
+    if constexpr (kPiece > 1) copy_some<kPiece / 2>(from, count, to);
   }
 
   // To panels of W.
@@ -203,7 +214,12 @@ struct RunProduct {
       }
       put(kept, NR);
       for (int64_t m = 0; ends && m < std::min<int64_t>(MR, last - row); ++m) {
-        for (int64_t k = 0; k < count; ++k) y[m * p.columns + k] = from_compute<T>(kept[m * NR + k]);
+        T numbers[NR];
+#pragma GCC unroll 2
+        for (int k = 0; k < NR; k += L) store<B>(numbers + k, load<B>(kept + m * NR + k));
+        T* const row_of_y = y + m * p.columns;
+        count == NR ? void(std::memcpy(static_cast<void*>(row_of_y), numbers, sizeof(numbers)))
+                    : copy_some<NR / 2>(numbers, count, row_of_y);
       }
     }
   }
@@ -574,14 +590,17 @@ class Beside {
 
 // The parts of a product, for threads that take them one by one: several panels of W at a time, fewer towards the end.
 // Panels that each thread has as many of are made once, for all rows, unless these are so many that it costs little to
-// make them again; those that are left over, or are not full, are cut by rows, and so is all of a narrow W.
-std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t threads) {
+// make them again; those that are left over, or are not full, are cut by rows, and so is all of a narrow W. `element`:
+// bytes of a number of y, whose rows, where they begin within a line of memory, are rather cut than columns: threads
+// that write to one line wait for each other.
+std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t element, int64_t threads) {
   constexpr double kMade = 32;      // rows that take as long to be multiplied as W to be made
   constexpr double kHeldUp = 0.25;  // of a part that a thread is left with
   const int64_t tile = tile_rows(register_bytes()), width = register_bytes() / 2, most = kGroup / width;
   const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width);
   const bool narrow = panels <= most, half = threads > 1 && panels * width - columns >= width / 2;
   const int64_t left = (panels - half) % threads + half;
+  const double more_ranges = columns * element % 64 ? 1.05 : 0.98;  // of the least time, at most
   std::vector<Part> parts;
   auto add = [&](int64_t first, int64_t last, double full, double held_up) {
     int64_t range = tiles, count = 1;
@@ -590,8 +609,8 @@ std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t threads) {
       const int64_t some = ceil_div(tiles, ranges), of_rows = ceil_div(tiles, some);
       const double time =
           (std::ceil(full * double(of_rows) / double(threads)) + held_up) * (double(some * tile) + kMade);
-      if (least && time > 0.98 * least) continue;
-      least = time, range = some, count = of_rows;
+      if (least && time > more_ranges * least) continue;
+      least = least ? std::min(least, time) : time, range = some, count = of_rows;
     }
     int64_t to_come = (last - first) * count;
     for (int64_t row = 0; row < rows; row += range * tile) {
@@ -637,7 +656,7 @@ struct PackFactors {
 
 template <class T>
 void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y, int64_t threads,
-                   ParallelFor parallel_for) {
+                   ParallelFor parallel_for, const float* panels = nullptr) {
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
   const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / (2 * kPass), 1) * 2 * kPass;
   const bool pairs = rows_in_pairs<T>(depth);
@@ -660,7 +679,7 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   if (rank || of_floats) dispatch<PackFactors, float>(across, columns, across_row, w.rank, false, of_columns.get());
   std::unique_ptr<const Beside> beside;
   if constexpr (std::is_same_v<T, BFloat16>) {
-    if (pairs) beside = std::make_unique<const Beside>(w, turned, std::min(n, most), depth, columns);
+    if (pairs && !panels) beside = std::make_unique<const Beside>(w, turned, std::min(n, most), depth, columns);
   }
   // Rows a multiple of a page apart share sets of the first cache, from which each panel has to read them again.
   const bool packs = !(kReadsRows<T, float> || pairs) || (columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0);
@@ -684,12 +703,12 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     p.beside_rank = beside_rank;
     if (of_floats) p.w.rank = 0, p.hidden = hidden.get(), p.beside = of_columns.get();
     p.packed = packs ? packed.get() : nullptr, p.bias = bias, p.x = x + first * depth, p.y = y + first * columns;
-    p.pairs = pairs;
+    p.pairs = pairs, p.panels = panels;
     if (of_floats) make_hidden<T>({p.x, terms, rows, depth, terms_row, of_floats, false, hidden.get()}, parallel_for);
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (pairs) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
+      if (beside) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
     }
-    const std::vector<Part> parts = share_out(rows, columns, threads);
+    const std::vector<Part> parts = share_out(rows, columns, sizeof(T), threads);
     p.parts = parts.data();
     for (const Part& part : parts) p.range = std::max(p.range, part.rows), p.group = std::max(p.group, part.columns);
     p.pass = ceil_div(ceil_div(p.range, ceil_div(p.range, kPass)), mr) * mr;
@@ -1047,7 +1066,44 @@ bool with_weight(const Op& op, int64_t depth, bool backward, ParallelFor paralle
   return valid;
 }
 
+// f(T{}) where W of that type may be kept in panels.
+template <class F>
+void with_panels(Type type, int64_t i, const F& f) {
+  with_type(type, [&](auto one) {
+    using T = decltype(one);
+    if constexpr (!std::is_same_v<T, double>) {
+      if (std::is_same_v<T, float> || rows_in_pairs<T>(i)) f(one);
+    }
+  });
+}
+
 }  // namespace
+
+int64_t panel_width(Type type, int64_t i) {
+  int64_t width = 0;
+  if (i) with_panels(type, i, [&](auto) { width = register_bytes() / 2; });
+  return width;
+}
+
+void pack_panels(Type type, int64_t o, int64_t i, const void* w, void* to, ParallelFor parallel_for) {
+  with_panels(type, i, [&]<class T>(T) {
+    // Two numbers that follow each other in a row are a pair as they lie.
+    const int64_t depth = i * int64_t(sizeof(T)) / int64_t(sizeof(float)), width = register_bytes() / 2;
+    const Operand from{{w, 0}, steps(o, depth), steps(depth, 1)};
+    parallel(parallel_for, ceil_div(o, width), ceil_div(16384, width * depth), [&](int64_t begin, int64_t end) {
+      dispatch<PackPanels, float>(from, int64_t(0), int(width), static_cast<float*>(to), begin, end);
+    });
+  });
+}
+
+void linear_of_panels(const LinearOfPanels& op, ParallelFor parallel_for) {
+  if (!op.n || !op.o) return;
+  with_panels(op.type, op.i, [&]<class T>(T) {
+    const Padded<T> bias(op.bias, op.bias ? 1 : 0, op.o);
+    multiply_rows<T>({op.i, op.o}, true, op.n, static_cast<const T*>(op.x), op.bias ? bias.data : nullptr,
+                     static_cast<T*>(op.y), op.threads, parallel_for, static_cast<const float*>(op.panels));
+  });
+}
 
 bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool backward) {
   if (type == Type::f64 || !spreads(register_bytes())) return false;

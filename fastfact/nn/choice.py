@@ -39,6 +39,9 @@ from fastfact.ops.common import capturing, transforming
 log = logging.getLogger("fastfact")
 
 PATHS = ("reconstruct", "factored", "fused", "product")
+ORDERS = ("product", "panels")
+"""Of a W that is kept, in which rows may be multiplied with it: oneDNN's and this package's."""
+ANSWERS = (*PATHS, "panels")
 KINDS = ("spatial", "kernel", "linear")
 """Of work, those that `rule` knows."""
 FORMER = {"reordered": "reconstruct"}
@@ -71,8 +74,7 @@ class Work(NamedTuple):
     images of an input, or rows of a linear layer's. image: (h, w) of the input, (1, 1) of a linear layer. nonzeros:
     numbers of μ, 0 without μ. step: "evaluation" (what is made once is kept), "forward", "training" (forward and
     backward), "weights" (the same where the input wants no gradient, as in the first layer of a network) or "kept" (the
-    product with a W that is kept: "product" where that is in the order in which PyTorch's library reads it). dense:
-    whether μ is.
+    product with a W that is kept, which may be in another order than PyTorch's: `ORDERS`). dense: whether μ is.
     """
 
     kind: str
@@ -125,7 +127,8 @@ def rule(work: Work) -> str:
     if work.device != "cpu" or not loaded("cpu") or work.kind not in KINDS:
         return "reconstruct"
     if work.step == "kept":
-        return "reconstruct" if work.dtype == torch.float32 else "product"
+        own = work.dtype == torch.float32 and work.rows * math.prod(work.image) > 1
+        return "panels" if own else "reconstruct" if work.dtype == torch.float32 else "product"
     o, i, kh, kw = (*work.size, 1, 1)[:4]
     o, taps = o / work.groups, kh * kw
     if work.kind == "linear":
@@ -196,8 +199,8 @@ def set_choices(table: Mapping[str, str]) -> None:
     """
     global _generation
     for question, path in table.items():
-        if not isinstance(question, str) or path not in (*PATHS, *FORMER):
-            raise ValueError(f"set_choices({question!r}: {path!r}): the path must be one of {', '.join(PATHS)}")
+        if not isinstance(question, str) or path not in (*ANSWERS, *FORMER):
+            raise ValueError(f"set_choices({question!r}: {path!r}): the path must be one of {', '.join(ANSWERS)}")
     with _lock:
         _answers.update(_as_named_now(table))
         _generation += 1
@@ -251,7 +254,7 @@ def _find(question: str, work: Work, sides) -> str:
     found = None
     with contextlib.suppress(_NotNow):
         found = machine.remembered(question, measure, work.device)
-    if found is None or found.get("path") not in PATHS:
+    if found is None or found.get("path") not in ANSWERS:
         return rule(work)
     log.debug("%s: %s", question, found)
     return found["path"]
@@ -281,8 +284,8 @@ def _counted(work: Work, path: str, seconds: float) -> float:
 @functools.cache
 def _table(file: str) -> dict[str, str]:
     table = json.loads(Path(file).read_text())
-    if not isinstance(table, dict) or not set(table.values()) <= {*PATHS, *FORMER}:
-        raise ValueError(f"{machine.VARIABLE}={file}: must hold question → {' | '.join(PATHS)}")
+    if not isinstance(table, dict) or not set(table.values()) <= {*ANSWERS, *FORMER}:
+        raise ValueError(f"{machine.VARIABLE}={file}: must hold question → {' | '.join(ANSWERS)}")
     return _as_named_now(table)
 
 

@@ -5,7 +5,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,14 @@ OF_PROCESS = {"_answers", "_nodes", "_noted", "_held", "_how", "_words"}
 """What a layer knows of this process, and a copy does not."""
 
 
+class Form(NamedTuple):
+    """How W may be kept: under this key as of(W), None: as it is made. call: what is kept → what serves inputs."""
+
+    key: Hashable
+    of: Callable[[Tensor], Tensor] | None
+    call: Callable[[Tensor], direct.Call]
+
+
 class FactorizedLayer(Factors):
     """What the factorized layers share: factors, the paths on which a forward may compute, and the choice of one.
 
@@ -77,10 +85,10 @@ class FactorizedLayer(Factors):
 
     In evaluation mode on the CPU, where no gradient is asked for, "reconstruct" makes W once and keeps it as long as
     every number of the factors is what it was, however they are written to (`nn.weight_cache`), or until `train()`
-    is called; for images in channels_last, and for four rows or more of a linear layer, it is kept in the form
-    that oneDNN or MKL computes with, into which PyTorch brings it in each call. "factored" has the kernels remember the
-    order in which they take the nonzeros of μ. On a GPU W is kept, too, for as long as PyTorch knows of no write to a
-    factor.
+    is called; for images in channels_last in the form that oneDNN computes with, into which PyTorch brings it in each
+    call, and of a linear layer, or a 1×1 convolution of few pixels, in the order of oneDNN (half precision) or of this
+    package's own products where these were measured to be faster. "factored" has the kernels remember the order in
+    which they take the nonzeros of μ. On a GPU W is kept, too, for as long as PyTorch knows of no write to a factor.
     """
 
     origin: tuple[nn.Module, ...] = ()
@@ -375,22 +383,39 @@ class FactorizedLayer(Factors):
         self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, kept: weight_cache.Kept
     ) -> direct.Call | None:
         """What serves inputs such as x on this path from what is kept for the factors; None where nothing does."""
-        if path == "reconstruct":
-            return self._dense_call(x, self._weight_for(is_channels_last(x), tensors, kept), bias)
-        return self._call(path, x, tensors, bias)
+        if path not in OF_WEIGHT:
+            return self._call(path, x, tensors, bias)
+        form = self._form(path, x, tensors, bias)
+        if form.of is None:
+            return form.call(self._weight_for(is_channels_last(x), tensors, kept))
+        # In this form alone is it kept.
+        made = functools.partial(self._made, tensors, len(self.size) == 4)
+        return form.call(kept.value((form.key, self.spec, self.size), lambda: form.of(made())))
+
+    def _form(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Form:
+        """How W is kept for inputs such as x on a path that makes it: the fastest where there are several."""
+        forms = self._forms(path, x, tensors, bias)
+
+        def sides() -> dict[str, choice.Side]:
+            weight = self._made(tensors, len(self.size) == 4)
+            calls = {name: form.call(form.of(weight) if form.of else weight) for name, form in forms.items()}
+            return {name: side(one, x, [], False) for name, one in calls.items()}
+
+        if len(forms) == 1:
+            return forms["reconstruct"]
+        work = self._work(x.shape, {}, is_channels_last(x), "kept", x.dtype, x.device.type)
+        kind = "linear" if len(self.size) == 2 else "kernel"
+        return forms.get(choice.choose(work._replace(kind=kind), sides), forms["reconstruct"])
+
+    def _forms(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> dict[str, Form]:
+        """The forms there are, by what `choice` calls them, "reconstruct" among them."""
+        return {"reconstruct": Form(None, None, lambda weight: self._dense_call(x, weight, bias))}
 
     def _dense_call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> direct.Call:
         """What the dense layer computes with this weight."""
         # A layer that its own nodes hold would live until the garbage is collected.
         layer = weakref.ref(self)
         return direct.Call(lambda x: layer()._dense_forward(x, weight, bias), (None,), 0)
-
-    def _kept_form(
-        self, form: Hashable, tensors: dict[str, Tensor], kept: weight_cache.Kept, of: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """W in another form, of(W), which alone is kept."""
-        made = functools.partial(self._made, tensors, len(self.size) == 4)
-        return kept.value((form, self.spec, self.size), lambda: of(made()))
 
     def _remember(self, asked: tuple, answer: str) -> None:
         answers = self._answers | {asked: answer}

@@ -15,7 +15,7 @@ from fastfact import ops
 from fastfact.nn import choice, compiled, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.factors import INDEX, is_dense, rank1_parts
-from fastfact.nn.layer import PATHS, FactorizedLayer, as_leaf, cast, converted, densified, dtype_of, side
+from fastfact.nn.layer import PATHS, FactorizedLayer, Form, as_leaf, cast, converted, densified, dtype_of
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
@@ -27,12 +27,11 @@ NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
 DEPTHWISE = 4
 """Channels from which on the kernel of depthwise layers serves."""
 FEW_PIXELS = 500
-"""Of the output, up to which a convolution of dense μ may be done without W."""
-FEW_ROWS = 16
-"""Rows up to which a product with a small W is no more than a loop (`multiply_few` in csrc/bind_cpu_direct.cpp)."""
-
-MANY_ROWS = 4
-"""Rows from which on a product with W in the form of oneDNN or MKL may be faster: of fewer, W is read once."""
+"""Of the output, up to which a convolution of dense μ may be done without W, and up to which one with kernels of 1×1
+may be faster as a product of rows than as oneDNN does it."""
+FEW_ROWS, SMALL = 16, 1 << 16
+"""Rows up to which a product with a W of so many numbers is no more than a loop (`multiply_few` in
+csrc/bind_cpu_direct.cpp)."""
 
 __all__ = ["FactorizedConv1d", "FactorizedConv2d", "FactorizedLinear"]
 
@@ -227,23 +226,28 @@ class FactorizedConv2d(FactorizedLayer):
             for side, kernel, padding, dilation, stride in zip(x.shape[2:], self.size[2:], *how, strict=True)
         )
 
-    def _kept_call(self, path, x, tensors, bias, kept):
-        few = path == "reconstruct" and self._multiplies_pixels(x, tensors)
-        if path == "product" or (few and _is_few(x, x.numel() // max(1, x.shape[1]), self.size)):
-            weight = self._kept_form("columns", tensors, kept, lambda w: _by_columns(w.flatten(1)))
-            return self._kept_weight_call(direct.PIXELS, weight, bias)
-        if path == "reconstruct" and self._can_reorder(x, tensors):
+    def _forms(self, path, x, tensors, bias):
+        multiplies = self._multiplies_pixels(x, tensors)
+        rows = x.numel() // max(1, x.shape[1]) if multiplies else 0
+        if path == "product" or (multiplies and _is_few(x, rows, self.size)):
+            call = functools.partial(self._kept_weight_call, direct.PIXELS, bias=bias)
+            return {"reconstruct": Form("columns", lambda w: _by_columns(w.flatten(1)), call)}
+        forms = super()._forms(path, x, tensors, bias)
+        if self._can_reorder(x, tensors):
             reorder, _ = _onednn()
             how = [list(self._pair(name)) for name in ("padding", "stride", "dilation")]
             # For the first size that comes; another form would serve others better, but would have to be kept too.
-            form = "reordered", *map(tuple, how), self.groups
-            weight = self._kept_form(form, tensors, kept, lambda w: reorder(w, *how, self.groups, list(x.shape)))
-            return self._kept_weight_call(direct.REORDERED, weight, bias)
-        return super()._kept_call(path, x, tensors, bias, kept)
+            key = "reordered", *map(tuple, how), self.groups
+            call = functools.partial(self._kept_weight_call, direct.REORDERED, bias=bias)
+            forms = {"reconstruct": Form(key, lambda w: reorder(w, *how, self.groups, list(x.shape)), call)}
+        ordered = 0 < rows <= FEW_PIXELS and _can_order(self, x, x.shape[1], tensors)
+        return forms | _orders(self, x, bias) if ordered else forms
 
     def _multiplies_pixels(self, x, tensors):
         """Whether there is a path "product" for x."""
         if self.size[2:] != (1, 1) or self.groups > 1 or self._pair("stride") != (1, 1):
+            return False
+        if type(self)._conv_forward is not FactorizedConv2d._conv_forward:
             return False
         if self._pair("padding") != (0, 0) or x.dim() != 4 or not self._is_plain(x, tensors, self.bias):
             return False
@@ -470,47 +474,13 @@ class FactorizedLinear(FactorizedLayer):
     def _dense_call(self, x, weight, bias):
         return direct.Call(direct.dense, (direct.settings(direct.LINEAR, 0, False, self.size), None, weight, bias), 1)
 
-    def _kept_call(self, path, x, tensors, bias, kept):
+    def _forms(self, path, x, tensors, bias):
+        forms = super()._forms(path, x, tensors, bias)
         rows = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
-        if path != "reconstruct" or not rows:
-            return super()._kept_call(path, x, tensors, bias, kept)
-        # More rows, and half precision, took up to 10 times as long so.
         if x.is_cpu and _is_few(x, rows, self.size):
-            return self._dense_call(x, self._kept_form("columns", tensors, kept, _by_columns), bias)
-        packed = self._packed_call(x, rows, tensors, bias, kept)
-        return packed or super()._kept_call(path, x, tensors, bias, kept)
-
-    def _packed_call(self, x, rows, tensors, bias, kept):
-        """The product with W in the order in which PyTorch's library reads it, None where that is no faster."""
-        pack = _packing(x.dtype)
-        if rows < MANY_ROWS or pack is None or not self._can_pack(x, tensors):
-            return None
-        # MKL's form is for one number of rows: those that come first, so that no more than one is kept.
-        form = "packed", rows if x.dtype == torch.float32 else None
-        if any(key[0] != form and key[0][:1] == form[:1] for key in kept.values if isinstance(key[0], tuple)):
-            return None
-
-        settings = direct.settings(direct.PACKED, 0, False, self.size, ((1, 1), (0, 0), (1, 1), rows))
-
-        def call(packed: Tensor) -> direct.Call:
-            return direct.Call(direct.dense, (settings, None, packed, bias), 1)
-
-        def sides() -> dict[str, choice.Side]:
-            weight = self._made(tensors, False)
-            calls = {"reconstruct": self._dense_call(x, weight, bias), "product": call(pack(weight, rows))}
-            return {path: side(one, x, [], False) for path, one in calls.items()}
-
-        work = self._work(x.shape, {}, False, "kept", x.dtype, x.device.type)._replace(kind="linear")
-        if choice.choose(work, sides) != "product":
-            return None
-        return call(self._kept_form(form, tensors, kept, lambda w: pack(w, rows)))
-
-    def _can_pack(self, x, tensors):
-        """Whether W may be kept in another form for x, which computes the same."""
-        if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-            return False
-        fits = x.shape[-1] == self.size[1] and _is_of_one_dtype(x, tensors, self.bias)
-        return fits and self._is_plain(x, tensors, self.bias)
+            return {"reconstruct": Form("columns", _by_columns, forms["reconstruct"].call)}
+        ordered = rows and _can_order(self, x, x.shape[-1], tensors)
+        return forms | _orders(self, x, bias) if ordered else forms
 
     def _call(self, path, x, tensors, bias):
         if path != "factored" or isinstance(self.spec, LowRank) or x.dim() < 2:
@@ -582,9 +552,8 @@ def _multiply(
 
 
 def _is_few(x: Tensor, rows: int, size: Sequence[int]) -> bool:
-    """Whether rows are so few that W by columns serves, in evaluation."""
-    small = size[0] * size[1] <= (1 << 16 if rows == 1 else 1 << 18)
-    return x.dtype in (torch.float32, torch.float64) and (1 if small else 2) <= rows <= (FEW_ROWS if small else 3)
+    """Whether rows are so few, and W so small, that W by columns serves, in evaluation."""
+    return x.dtype in (torch.float32, torch.float64) and 1 <= rows <= FEW_ROWS and size[0] * size[1] <= SMALL
 
 
 def _by_columns(weight: Tensor) -> Tensor:
@@ -607,15 +576,42 @@ def _onednn_computes(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or getattr(torch.ops.mkldnn, asked[dtype])()
 
 
+def _can_order(layer: FactorizedLayer, x: Tensor, channels: int, tensors: dict[str, Tensor]) -> bool:
+    """Whether W may be kept in another order for rows of so many channels, with which the same is computed."""
+    if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return False
+    fits = channels == layer.size[1] and _is_of_one_dtype(x, tensors, layer.bias)
+    return fits and layer._is_plain(x, tensors, layer.bias)
+
+
+def _orders(layer: FactorizedLayer, x: Tensor, bias: Tensor | None) -> dict[str, Form]:
+    """W in an order in which a product of rows reads it: "product" as oneDNN brings it there in each product of half
+    precision, for linear layers, and "panels" as this package does."""
+
+    def form(name: str, kind: int, order: Callable[[Tensor], Tensor]) -> Form:
+        settings = direct.settings(kind, 0, len(layer.size) == 4, layer.size)
+        call = lambda weight: direct.Call(direct.dense, (settings, None, weight, bias), 1)  # noqa: E731
+        return Form(name, lambda weight: order(weight.flatten(1)), call)
+
+    forms = {}
+    if len(layer.size) == 2 and (pack := _packing(x.dtype)):
+        forms["product"] = form("packed", direct.PACKED, pack)
+    if _has_panels(x.dtype, layer.size[1] % 2 == 0):
+        forms["panels"] = form("panels", direct.PANELS, direct.panels)
+    return forms
+
+
 @functools.cache
-def _packing(dtype: torch.dtype) -> Callable[[Tensor, int], Tensor] | None:
-    """(W [o, i], rows) → W as PyTorch's libraries would bring it into order in each product, where they have that."""
-    if not _onednn_computes(dtype) or (dtype == torch.float32 and not torch.backends.mkl.is_available()):
-        return None
-    of, name = torch.ops.mkldnn, "_reorder_linear_weight"
-    if dtype == torch.float32:
-        of, name = torch.ops.mkl, "_mkl_reorder_linear_weight"
-    return getattr(of, name).default if hasattr(of, name) else None
+def _packing(dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """W [o, i] → W in oneDNN's order, where products of this dtype gain by it."""
+    there = dtype != torch.float32 and _onednn_computes(dtype) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return torch.ops.mkldnn._reorder_linear_weight.default if there else None
+
+
+@functools.cache
+def _has_panels(dtype: torch.dtype, even: bool) -> bool:
+    """Whether this package multiplies rows of this dtype, and of an even number of channels, with W in panels."""
+    return direct.panels(torch.empty(0, 2 if even else 1, dtype=dtype)) is not None
 
 
 @functools.cache

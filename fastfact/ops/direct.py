@@ -27,10 +27,9 @@ from fastfact.ops import backends
 from fastfact.ops.backends import PLAIN, dispatches
 from fastfact.ops.common import has_tangents
 
-LINEAR, PIXELS, CONVOLUTION, REORDERED, PACKED = range(5)
+LINEAR, PIXELS, CONVOLUTION, REORDERED, PACKED, PANELS = range(6)
 """Kinds of layers: x Wᵀ, a 1×1 convolution as one product of pixels, any convolution, one with W in oneDNN's form, x Wᵀ
-with W in oneDNN's form or, in float32, in MKL's for as many rows as its `groups` are."""
-
+with W in oneDNN's form, and x Wᵀ or, in channels_last, a 1×1 convolution, with W as `panels` has it."""
 
 CASTS = {None: 0, torch.float16: 1, torch.bfloat16: 2}
 """What autocast may have a layer computed in, on a device with a library of its own."""
@@ -165,6 +164,11 @@ def dense(of: bytes, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     """The layer with this weight."""
 
 
+def panels(weight: Tensor) -> Tensor | None:
+    """W [o, i] in the order in which this library's products of rows read it, for layers of the kind `PANELS`; None
+    where it has no such form."""
+
+
 def prox_sgd_step(params, grads, momenta, l1, lr: float, momentum: float, weight_decay: float, proximal: bool) -> bool:
     """`ops.prox_sgd_step` of plain tensors that lie alike in memory; whether they do, and it was made."""
     return False
@@ -197,7 +201,10 @@ OTHER = "cuda"
 _apply = ByOps.apply
 _there = False
 """Whether there is the library, of this package."""
-_FUNCTIONS = ("serve", "key", "layer", "factored", "dense", "prox_sgd_step", "adam_threshold", "watch", "still", "hold")
+_FUNCTIONS = (
+    *("serve", "key", "layer", "factored", "dense", "panels"),
+    *("prox_sgd_step", "adam_threshold", "watch", "still", "hold"),
+)
 
 
 def load() -> None:

@@ -516,7 +516,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 def forms(layer):
     """Those, other than PyTorch's, in which W is kept."""
-    return {key[0] for key in layer._cache._kept.values if isinstance(key[0], tuple)}
+    return {key[0] for key in layer._cache._kept.values if isinstance(key[0], (tuple, str))}
 
 
 def expected_and_allowed(function, x, weight, bias):
@@ -531,41 +531,66 @@ def expected_and_allowed(function, x, weight, bias):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What was asked about a product with a kept weight, which is said to be faster packed."""
+    """What was asked about a product with a kept weight, and the orders there were, the last of which is taken."""
     found, choose = [], choice.choose
 
     def answer(work, sides):
         if work.step != "kept":
             return choose(work, sides)
-        found.append(work)
-        times = choice.times(sides())
-        assert list(times) == ["reconstruct", "product"]
-        return "product"
+        names = list(choice.times(sides()))
+        found.append((work, names))
+        assert names[0] == "reconstruct"
+        return names[-1]
 
     monkeypatch.setattr(choice, "choose", answer)
     return found
 
 
+def orders(dtype, inputs):
+    """The orders there are for a linear layer's weight of this dtype."""
+    onednn = dtype in (torch.bfloat16, torch.float16) and layers._onednn_computes(dtype)
+    own = dtype == torch.float32 or layers._has_panels(dtype, inputs % 2 == 0)
+    return ["product"] * onednn + ["panels"] * own
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(300, 230), (301, 220)], ids=str)
 @torch.no_grad()
-def test_a_linear_layer_keeps_its_weight_packed_for_the_rows_that_come_first(asked, dtype, bias):
+def test_a_linear_layer_keeps_its_weight_in_another_order(asked, sizes, dtype, bias):
     torch.manual_seed(0)
-    layer = ff.nn.FactorizedLinear(300, 70, bias=bias, dtype=dtype).eval()
+    layer = ff.nn.FactorizedLinear(*sizes, bias=bias, dtype=dtype).eval()
     nn.init.normal_(layer.mu, std=0.1)
-    layer.path = "reconstruct"
+    layer.path, inputs = "reconstruct", sizes[0]
     found = []
-    for shape in ((40, 300), (3, 300), (41, 300), (2, 20, 300), (40, 300), (0, 300), (300,), (20, 1, 300)):
-        x = torch.randn(*shape[:-1], 600, dtype=dtype)[..., ::2]
+    for shape in ((40, inputs), (3, inputs), (41, inputs), (2, 20, inputs), (0, inputs), (inputs,), (20, 1, inputs)):
+        x = torch.randn(*shape[:-1], 2 * inputs, dtype=dtype)[..., ::2]
         expected, allowed = expected_and_allowed(nn.functional.linear, x, layer._weight(None), layer.bias)
         for given in (x, x.contiguous()):
             torch.testing.assert_close(layer(given).double(), expected, rtol=0, atol=allowed)
         found.append(forms(layer))
-    assert found == [found[0]] * len(found) and len(found[0]) == (layers._packing(dtype) is not None)
-    assert len(found[0]) == len({(work.size, work.dtype) for work in asked})
-    assert dtype != torch.float32 or {work.rows for work in asked} <= {40}
+    there = orders(dtype, inputs)
+    assert found == [found[0]] * len(found) and len(found[0]) == bool(there)
+    assert [names for _, names in asked] == [["reconstruct", *there]] * len(asked) and bool(asked) == bool(there)
     layer.v.data += 1
     assert (layer(x).double() - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("side", [1, 3])
+@torch.no_grad()
+def test_a_convolution_of_few_pixels_keeps_its_weight_in_the_order_of_a_product(asked, side):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedConv2d(300, 230, 1).eval()
+    nn.init.normal_(layer.mu, std=0.1)
+    layer.to(memory_format=torch.channels_last).path = "reconstruct"
+    for n in (5, 33):
+        x = torch.randn(n, 300, side, side).contiguous(memory_format=torch.channels_last)
+        expected, allowed = expected_and_allowed(nn.functional.conv2d, x, layer._weight(True), layer.bias)
+        for _ in range(2):
+            y = layer(x)
+            torch.testing.assert_close(y.double(), expected, rtol=0, atol=allowed)
+            assert y.is_contiguous(memory_format=torch.channels_last)
+    assert forms(layer) == {"panels"} and len(asked) == 2
 
 
 @pytest.mark.parametrize("bias", [True, False])

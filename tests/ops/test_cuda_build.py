@@ -139,7 +139,7 @@ def on_emulated(emulated_library, monkeypatch):
     monkeypatch.setattr(weights._Made, "forward", refused)
     monkeypatch.setattr(weights._Made, "backward", refused)
     # Forms of W that a GPU has none of, and that would be taken where they were measured to be faster.
-    monkeypatch.setattr(layers, "_packing", lambda dtype: None)
+    monkeypatch.setattr(layers, "_orders", lambda *layer: {})
     monkeypatch.setattr(layers, "_onednn", lambda: None)
     yield
     module.take_library(0, "")

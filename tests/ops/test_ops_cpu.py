@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastfact import ops
 from fastfact.base.formats import KERNEL, LINEAR, SEPARABLE, SPATIAL, VALUE_TYPES, VIEW, to_format
-from fastfact.ops import reference
+from fastfact.ops import direct, reference
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 CPU = torch.device("cpu")
@@ -277,6 +277,54 @@ def test_the_threads_change_no_number_of_a_linear_layer_with_a_dense_mu(sizes, d
         assert all(map(torch.equal, found[0], other))
     for one, exact in zip(found[0], run(torch.float64), strict=True):
         assert (one.double() - exact).norm() < (1e-6 if dtype == F32 else 6e-3) * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 700), st.integers(1, 1700), st.integers(0, 150), st.booleans(), st.booleans(), st.integers(0, 9))
+def test_rows_are_multiplied_with_a_weight_in_panels(dtype, n, i, o, images, has_bias, seed):
+    """For any sizes, rows and pixels, the same bits on any number of threads."""
+    torch.manual_seed(seed)
+    weight = (torch.randn(o, i) / i**0.5).to(dtype)
+    panels = direct.panels(weight)
+    if panels is None:
+        assert dtype == BF16  # of which this machine multiplies no pairs, or of an odd number
+        return
+    bias = torch.randn(o).to(dtype) if has_bias else None
+    x = torch.randn(n, 1, 2, i).movedim(3, 1).to(dtype) if images else torch.randn(n, i).to(dtype)
+    of = direct.settings(direct.PANELS, 0, images, (o, i, 1, 1) if images else (o, i))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(direct.dense(of, x, panels, bias))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found)
+    exact = torch.nn.functional.linear(
+        x.movedim(1, -1).double(), weight.double(), bias if bias is None else bias.double()
+    )
+    assert found[0].dtype == dtype and found[0].movedim(1, -1).is_contiguous()
+    assert (found[0].movedim(1, -1) - exact).norm() <= (1e-6 if dtype == F32 else 6e-3) * exact.norm()
+
+
+def test_what_does_not_fit_a_weight_in_panels_is_refused():
+    weight, x = torch.randn(40, 30), torch.randn(5, 30)
+    panels, of = direct.panels(weight), direct.settings(direct.PANELS, 0, False, (40, 30))
+    assert direct.dense(of, x, panels, None) is not None
+    for other, by, bias in (
+        (torch.randn(5, 29), panels, None),
+        (x.double(), panels, None),
+        (x, panels.double(), None),
+        (x, panels[:1], None),
+        (x, weight, None),
+        (x, panels, torch.randn(39)),
+        (x, panels, torch.randn(40).double()),
+        (torch.tensor(1.0), panels, None),
+    ):
+        assert direct.dense(of, other, by, bias) is None
+    for refused in (weight.double(), weight.half(), weight.int(), weight.t(), weight[0], torch.randn(40, 0)):
+        assert direct.panels(refused) is None
 
 
 @settings(max_examples=40, deadline=None)
