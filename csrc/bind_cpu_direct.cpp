@@ -314,11 +314,11 @@ Tensor by_panels(const Layer& of, const Tensor& x, const Tensor& w, const Option
   const int64_t o = of.size[0], i = of.size[1], width = fastfact::panel_width(type, i);
   require(x.dim() > of.channels_last && x.size(of.channels_last ? 1 : x.dim() - 1) == i && width, "layer",
           "x does not fit");
-  require(w.scalar_type() == x.scalar_type() && is_dense(w) && w.numel() == panels_of(o, width) * width * i, "layer",
+  require(w.scalar_type() == x.scalar_type() && is_dense(w, 0) && w.numel() == panels_of(o, width) * width * i, "layer",
           "W does not fit");
   if (bias) expect("layer", "bias", *bias, {o}, x);
-  const Tensor of_x = rows_of(rows, x), whole = is_dense(of_x) ? of_x : torch::stable::contiguous(of_x);
-  const OptionalTensor added = bias && !is_dense(*bias) ? torch::stable::contiguous(*bias) : bias;
+  const Tensor of_x = rows_of(rows, x), whole = is_dense(of_x, 0) ? of_x : torch::stable::contiguous(of_x);
+  const OptionalTensor added = bias && !is_dense(*bias, 0) ? torch::stable::contiguous(*bias) : bias;
   const Tensor y = like_rows(rows, x, o);
   fastfact::linear_of_panels({type, x.numel() / i, i, o, data_of(whole), data_of(w), added ? data_of(*added) : nullptr,
                               y.data_ptr(), torch::stable::get_num_threads()},
@@ -332,7 +332,7 @@ bool panels(AtenTensorHandle out[1], void* w_) {
   return done(out, 1, [&] {
     const Tensor w = borrowed(w_);
     const auto type = type_of<fastfact::Type>("panels", w);
-    require(w.dim() == 2 && is_dense(w), "panels", "W must be a matrix without gaps");
+    require(w.dim() == 2 && is_dense(w, 0), "panels", "W must be a matrix without gaps");
     const int64_t o = w.size(0), i = w.size(1), width = fastfact::panel_width(type, i);
     require(width, "panels", "W has no such form");
     const Tensor found = empty(w, {panels_of(o, width), i, width});

@@ -281,8 +281,11 @@ def test_the_threads_change_no_number_of_a_linear_layer_with_a_dense_mu(sizes, d
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 700), st.integers(1, 1700), st.integers(0, 150), st.booleans(), st.booleans(), st.integers(0, 9))
-def test_rows_are_multiplied_with_a_weight_in_panels(dtype, n, i, o, images, has_bias, seed):
+@given(
+    *(st.integers(0, 700), st.integers(1, 1700), st.integers(0, 150)),
+    *(st.booleans(), st.booleans(), st.booleans(), st.integers(0, 9)),
+)
+def test_rows_are_multiplied_with_a_weight_in_panels(dtype, n, i, o, images, gaps, has_bias, seed):
     """For any sizes, rows and pixels, the same bits on any number of threads."""
     torch.manual_seed(seed)
     weight = (torch.randn(o, i) / i**0.5).to(dtype)
@@ -290,8 +293,9 @@ def test_rows_are_multiplied_with_a_weight_in_panels(dtype, n, i, o, images, has
     if panels is None:
         assert dtype == BF16  # of which this machine multiplies no pairs, or of an odd number
         return
-    bias = torch.randn(o).to(dtype) if has_bias else None
-    x = torch.randn(n, 1, 2, i).movedim(3, 1).to(dtype) if images else torch.randn(n, i).to(dtype)
+    bias = torch.randn(o, 2).to(dtype)[:, 0] if has_bias else None
+    x = torch.randn(n, 1, 2, i + 3 * gaps)[..., :i].movedim(3, 1) if images else torch.randn(n, i + 3 * gaps)[:, :i]
+    x = x.to(dtype)
     of = direct.settings(direct.PANELS, 0, images, (o, i, 1, 1) if images else (o, i))
     before, found = torch.get_num_threads(), []
     try:
@@ -323,7 +327,9 @@ def test_what_does_not_fit_a_weight_in_panels_is_refused():
         (torch.tensor(1.0), panels, None),
     ):
         assert direct.dense(of, other, by, bias) is None
-    for refused in (weight.double(), weight.half(), weight.int(), weight.t(), weight[0], torch.randn(40, 0)):
+    for refused in (
+        *(weight.double(), weight.half(), weight.int(), weight.t(), weight[0], torch.randn(40, 0), weight[:, :20]),
+    ):
         assert direct.panels(refused) is None
 
 
