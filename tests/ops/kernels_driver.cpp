@@ -375,6 +375,27 @@ void products_of_few_rows() {
 }
 
 template <class T>
+void products_in_panels() {
+  const int64_t n = one_of({0, 1, 5, 12, 30, 300}), i = one_of({1, 2, 7, 64, 514, 1030});
+  const int64_t o = one_of({0, 1, 5, 16, 33, 130}), width = panel_width(kType<T>, i);
+  if (!width) return;
+  const Input<T> x(1, n * i), w(1, o * i), bias(1, o);
+  const bool biased = pick_int(0, 1);
+  std::vector<Sum> wanted(n * o);
+  for (int64_t at = 0; at < n * o; ++at) {
+    if (biased) wanted[at].add(to_compute(bias.data[at % o]));
+    for (int64_t k = 0; k < i; ++k) {
+      wanted[at].add(double(to_compute(x.data[at / o * i + k])) * to_compute(w.data[at % o * i + k]));
+    }
+  }
+  std::vector<T> panels = unwritten<T>(ceil_div(o, width) * width * i), y = unwritten<T>(n * o);
+  pack_panels(kType<T>, o, i, w.data.data(), panels.data(), threads);
+  linear_of_panels({kType<T>, n, i, o, x.data.data(), panels.data(), biased ? bias.data.data() : nullptr, y.data(), 2},
+                   threads);
+  compare("products in panels", y, wanted);
+}
+
+template <class T>
 void adapters() {
   const bool tall = pick_int(0, 5) == 0;  // more rows than a chunk has
   const int64_t k = tall ? 1 : pick_int(1, 5), n = tall ? one_of({513, 700}) : pick_int(1, 40);
@@ -1013,6 +1034,7 @@ int main(int argc, char** argv) {
       prox<T>();
       sums_of_channels<T>();
       products_of_few_rows<T>();
+      products_in_panels<T>();
       adapters<T>();
       attentions<T>();
       products_with_rows<T>();
