@@ -213,7 +213,7 @@ constexpr int64_t kUnit = 4 << 20;  // bytes of a unit that keeps its outputs, o
 template <class Kept>
 Grid make_grid(const Geometry& s, int64_t n, int64_t rows, int64_t columns, int64_t lanes, const Kept& kept,
                int64_t limit, Cost cost, int64_t threads = 1) {
-  constexpr double kShared = 1.1;  // of the time of blocks of threads' own
+  constexpr double kShared = 1.3;  // of the time of blocks of threads' own
   Grid g{};
   double best = 0;
   for (int64_t down = 1; down <= std::min(rows, lanes); ++down) {
