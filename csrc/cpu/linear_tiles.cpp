@@ -218,8 +218,11 @@ struct RunProduct {
 #pragma GCC unroll 2
         for (int k = 0; k < NR; k += L) store<B>(numbers + k, load<B>(kept + m * NR + k));
         T* const row_of_y = y + m * p.columns;
-        count == NR ? void(std::memcpy(static_cast<void*>(row_of_y), numbers, sizeof(numbers)))
-                    : copy_some<NR / 2>(numbers, count, row_of_y);
+        if (count == NR) {
+          std::memcpy(static_cast<void*>(row_of_y), numbers, sizeof(numbers));
+        } else {
+          copy_some<NR / 2>(numbers, count, row_of_y);
+        }
       }
     }
   }
@@ -654,6 +657,19 @@ struct PackFactors {
   }
 };
 
+// Rows [rows, depth] in panels of so many, [panel][term][width], where two numbers that follow each other are a term in
+// pairs, as they lie.
+template <class T>
+void pack_rows(const T* data, int64_t rows, int64_t depth, bool pairs, int64_t width, float* to,
+               ParallelFor parallel_for) {
+  const int64_t terms = pairs ? depth / 2 : depth;
+  const Operand from{{data, 0}, steps(rows, terms), steps(terms, 1)};
+  parallel(parallel_for, ceil_div(rows, width), ceil_div(16384, width * terms), [&](int64_t begin, int64_t end) {
+    if (pairs) return dispatch<PackPanels, float>(from, int64_t(0), int(width), to, begin, end);
+    dispatch<PackPanels, T>(from, int64_t(0), int(width), to, begin, end);
+  });
+}
+
 template <class T>
 void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y, int64_t threads,
                    ParallelFor parallel_for, const float* panels = nullptr) {
@@ -686,18 +702,7 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   const Scratch<float> packed(packs ? ceil_div(std::min(n, most), mr) * mr * depth + 16 : 0);
   for (int64_t first = 0; first < n; first += most) {
     const int64_t rows = std::min(most, n - first);
-    if (packs && pairs) {
-      // Two numbers that follow each other in a row are a pair as they lie.
-      const Operand from{{x + first * depth, 0}, steps(rows, depth / 2), steps(depth / 2, 1)};
-      parallel(parallel_for, ceil_div(rows, mr), ceil_div(32768, mr * depth), [&](int64_t begin, int64_t end) {
-        dispatch<PackPanels, float>(from, int64_t(0), int(mr), packed.get(), begin, end);
-      });
-    } else if (packs) {
-      const Operand from{{x + first * depth, 0}, steps(rows, depth), steps(depth, 1)};
-      parallel(parallel_for, ceil_div(rows, mr), ceil_div(16384, mr * depth), [&](int64_t begin, int64_t end) {
-        dispatch<PackPanels, T>(from, 0, int(mr), packed.get(), begin, end);
-      });
-    }
+    if (packs) pack_rows(x + first * depth, rows, depth, pairs, mr, packed.get(), parallel_for);
     RowsProduct<T> p{w, turned, rows, depth, columns, slice};
     if (rank) p.w.rank = 0, p.rank = rank, p.of_terms = of_terms.get(), p.of_columns = of_columns.get();
     p.beside_rank = beside_rank;
@@ -1087,12 +1092,8 @@ int64_t panel_width(Type type, int64_t i) {
 
 void pack_panels(Type type, int64_t o, int64_t i, const void* w, void* to, ParallelFor parallel_for) {
   with_panels(type, i, [&]<class T>(T) {
-    // Two numbers that follow each other in a row are a pair as they lie.
-    const int64_t depth = i * int64_t(sizeof(T)) / int64_t(sizeof(float)), width = register_bytes() / 2;
-    const Operand from{{w, 0}, steps(o, depth), steps(depth, 1)};
-    parallel(parallel_for, ceil_div(o, width), ceil_div(16384, width * depth), [&](int64_t begin, int64_t end) {
-      dispatch<PackPanels, float>(from, int64_t(0), int(width), static_cast<float*>(to), begin, end);
-    });
+    pack_rows(static_cast<const T*>(w), o, i, !std::is_same_v<T, float>, register_bytes() / 2, static_cast<float*>(to),
+              parallel_for);
   });
 }
 

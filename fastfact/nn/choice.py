@@ -39,9 +39,9 @@ from fastfact.ops.common import capturing, transforming
 log = logging.getLogger("fastfact")
 
 PATHS = ("reconstruct", "factored", "fused", "product")
-ORDERS = ("product", "panels")
-"""Of a W that is kept, in which rows may be multiplied with it: oneDNN's and this package's."""
 ANSWERS = (*PATHS, "panels")
+"""Paths, and of a W that is kept the order in which rows are multiplied with it: PyTorch's ("reconstruct"), oneDNN's
+("product") or this package's."""
 KINDS = ("spatial", "kernel", "linear")
 """Of work, those that `rule` knows."""
 FORMER = {"reordered": "reconstruct"}
@@ -77,7 +77,7 @@ class Work(NamedTuple):
     images of an input, or rows of a linear layer's. image: (h, w) of the input, (1, 1) of a linear layer. nonzeros:
     numbers of μ, 0 without μ. step: "evaluation" (what is made once is kept), "forward", "training" (forward and
     backward), "weights" (the same where the input wants no gradient, as in the first layer of a network) or "kept" (the
-    product with a W that is kept, which may be in another order than PyTorch's: `ORDERS`). dense: whether μ is.
+    product with a W that is kept, in one of several orders, see `ANSWERS`). dense: whether μ is.
     """
 
     kind: str
@@ -130,8 +130,9 @@ def rule(work: Work) -> str:
     if work.device != "cpu" or not loaded("cpu") or work.kind not in KINDS:
         return "reconstruct"
     if work.step == "kept":
-        own = work.dtype == torch.float32 and work.rows * math.prod(work.image) > 1
-        return "panels" if own else "reconstruct" if work.dtype == torch.float32 else "product"
+        if work.dtype != torch.float32:
+            return "product"
+        return "panels" if work.rows * math.prod(work.image) > 1 else "reconstruct"
     o, i, kh, kw = (*work.size, 1, 1)[:4]
     o, taps = o / work.groups, kh * kw
     if work.kind == "linear":

@@ -240,8 +240,7 @@ class FactorizedConv2d(FactorizedLayer):
             key = "reordered", *map(tuple, how), self.groups
             call = functools.partial(self._kept_weight_call, direct.REORDERED, bias=bias)
             forms = {"reconstruct": Form(key, lambda w: reorder(w, *how, self.groups, list(x.shape)), call)}
-        ordered = 0 < rows <= FEW_PIXELS and _can_order(self, x, x.shape[1], tensors)
-        return forms | _orders(self, x, bias) if ordered else forms
+        return forms | _orders(self, x, x.shape[1], tensors, bias) if 0 < rows <= FEW_PIXELS else forms
 
     def _multiplies_pixels(self, x, tensors):
         """Whether there is a path "product" for x."""
@@ -479,8 +478,7 @@ class FactorizedLinear(FactorizedLayer):
         rows = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
         if x.is_cpu and _is_few(x, rows, self.size):
             return {"reconstruct": Form("columns", _by_columns, forms["reconstruct"].call)}
-        ordered = rows and _can_order(self, x, x.shape[-1], tensors)
-        return forms | _orders(self, x, bias) if ordered else forms
+        return forms | _orders(self, x, x.shape[-1], tensors, bias) if rows else forms
 
     def _call(self, path, x, tensors, bias):
         if path != "factored" or isinstance(self.spec, LowRank) or x.dim() < 2:
@@ -576,26 +574,29 @@ def _onednn_computes(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or getattr(torch.ops.mkldnn, asked[dtype])()
 
 
-def _can_order(layer: FactorizedLayer, x: Tensor, channels: int, tensors: dict[str, Tensor]) -> bool:
-    """Whether W may be kept in another order for rows of so many channels, with which the same is computed."""
+def _orders(
+    layer: FactorizedLayer, x: Tensor, channels: int, tensors: dict[str, Tensor], bias: Tensor | None
+) -> dict[str, Form]:
+    """W in orders in which a product of rows of so many channels reads it: "product" as oneDNN brings it there in each
+    product of half precision, of linear layers, and "panels" as this package does. None where x does not fit, or
+    PyTorch may round float32 in products."""
     if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return False
+        return {}
     fits = channels == layer.size[1] and _is_of_one_dtype(x, tensors, layer.bias)
-    return fits and layer._is_plain(x, tensors, layer.bias)
-
-
-def _orders(layer: FactorizedLayer, x: Tensor, bias: Tensor | None) -> dict[str, Form]:
-    """W in an order in which a product of rows reads it: "product" as oneDNN brings it there in each product of half
-    precision, for linear layers, and "panels" as this package does."""
+    if not fits or not layer._is_plain(x, tensors, layer.bias):
+        return {}
 
     def form(name: str, kind: int, order: Callable[[Tensor], Tensor]) -> Form:
         settings = direct.settings(kind, 0, len(layer.size) == 4, layer.size)
-        call = lambda weight: direct.Call(direct.dense, (settings, None, weight, bias), 1)  # noqa: E731
+
+        def call(weight: Tensor) -> direct.Call:
+            return direct.Call(direct.dense, (settings, None, weight, bias), 1)
+
         return Form(name, lambda weight: order(weight.flatten(1)), call)
 
     forms = {}
     if len(layer.size) == 2 and (pack := _packing(x.dtype)):
-        forms["product"] = form("packed", direct.PACKED, pack)
+        forms["product"] = form("product", direct.PACKED, pack)
     if _has_panels(x.dtype, layer.size[1] % 2 == 0):
         forms["panels"] = form("panels", direct.PANELS, direct.panels)
     return forms
