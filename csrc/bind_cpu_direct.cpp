@@ -305,17 +305,14 @@ AtenTensorHandle by_form(const Layer& of, const Tensor& x, const Tensor& w, cons
   return linear_by_onednn(x, w, bias);
 }
 
-int64_t panels_of(int64_t o, int64_t width) { return (o + width - 1) / width; }
-
 Tensor by_panels(const Layer& of, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   Layer rows = of;
   rows.kind = of.channels_last ? Layer::kPixels : Layer::kLinear;
   const auto type = type_of<fastfact::Type>("layer", x);
-  const int64_t o = of.size[0], i = of.size[1], width = fastfact::panel_width(type, i);
-  require(x.dim() > of.channels_last && x.size(of.channels_last ? 1 : x.dim() - 1) == i && width, "layer",
+  const int64_t o = of.size[0], i = of.size[1], numel = fastfact::panels_numel(type, o, i);
+  require(x.dim() > of.channels_last && x.size(of.channels_last ? 1 : x.dim() - 1) == i && numel >= 0, "layer",
           "x does not fit");
-  require(w.scalar_type() == x.scalar_type() && is_dense(w, 0) && w.numel() == panels_of(o, width) * width * i, "layer",
-          "W does not fit");
+  require(w.scalar_type() == x.scalar_type() && is_dense(w, 0) && w.numel() == numel, "layer", "W does not fit");
   if (bias) expect("layer", "bias", *bias, {o}, x);
   const Tensor of_x = rows_of(rows, x), whole = is_dense(of_x, 0) ? of_x : torch::stable::contiguous(of_x);
   const OptionalTensor added = bias && !is_dense(*bias, 0) ? torch::stable::contiguous(*bias) : bias;
@@ -333,9 +330,9 @@ bool panels(AtenTensorHandle out[1], void* w_) {
     const Tensor w = borrowed(w_);
     const auto type = type_of<fastfact::Type>("panels", w);
     require(w.dim() == 2 && is_dense(w, 0), "panels", "W must be a matrix without gaps");
-    const int64_t o = w.size(0), i = w.size(1), width = fastfact::panel_width(type, i);
-    require(width, "panels", "W has no such form");
-    const Tensor found = empty(w, {panels_of(o, width), i, width});
+    const int64_t o = w.size(0), i = w.size(1), numel = fastfact::panels_numel(type, o, i);
+    require(numel >= 0, "panels", "W has no such form");
+    const Tensor found = empty(w, {numel});
     fastfact::pack_panels(type, o, i, data_of(w), found.data_ptr(), parallel_for);
     give(found, out);
   });

@@ -1,7 +1,15 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "vec.h"
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "amx.h"
 
 namespace fastfact {
 
@@ -23,6 +31,23 @@ Isa instruction_set_level() {
   return level;
 #else
   return kWidth == 64 ? kV4 : kWidth == 32 ? kV3 : kBaseline;
+#endif
+}
+
+bool has_amx() {
+#if defined(FF_EMULATE_PAIRS)
+  return true;
+#elif defined(FF_DISPATCH) && !defined(__clang__) && defined(__linux__)
+  static const bool there = [] {
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;  // of leaf 7
+    constexpr int kAskForTiles = 0x1023, kTileData = 18;    // of arch_prctl
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!multiplies_pairs() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (kBf16 | kTile)) return false;
+    return !syscall(SYS_arch_prctl, kAskForTiles, kTileData);
+  }();
+  return there;
+#else
+  return false;
 #endif
 }
 

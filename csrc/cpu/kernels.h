@@ -274,9 +274,9 @@ struct DenseRows {
 void dense_rows(const DenseRows& op, ParallelFor);
 
 // W [o, i] of a linear layer in the order in which products of many rows read it, [panel of columns][i][its width], in
-// bfloat16 in pairs, [panel][i / 2][width][2]; the last panel is filled with zeros. panel_width: 0 where there is no
-// such form.
-int64_t panel_width(Type type, int64_t i);
+// bfloat16 in pairs, [panel][i / 2][width][2]; the last panel is filled with zeros, and for AMX each, to a multiple of
+// 32 inputs. panels_numel: of how many numbers, -1 where there is no such form.
+int64_t panels_numel(Type type, int64_t o, int64_t i);
 void pack_panels(Type type, int64_t o, int64_t i, const void* w, void* to, ParallelFor);
 
 // y [n, o] = x [n, i] · Wᵀ + bias (or null), W as `pack_panels` has it.

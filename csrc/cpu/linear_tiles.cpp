@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "amx.h"
 #include "gemm.h"
 #include "items.h"
 #include "rank1_rows.h"
@@ -22,19 +23,24 @@ namespace fastfact {
 namespace {
 
 // Of the depth of a product of rows and W, multiples of 64. Longer is a little faster and less accurate (`kDepth`).
-constexpr int64_t kSlice = 512, kSliceOfPairs = 1536;
-constexpr int64_t kFewInPairs = 6;    // rows that are multiplied in float
-constexpr int64_t kPass = 252;        // rows whose slice the second cache holds, at most
-constexpr int64_t kGroup = 64;        // columns of W made together, at most; n · 64
+constexpr int64_t kSlice = 512, kSliceOfPairs = 1536, kSliceByAmx = 512;
+constexpr int64_t kFewInPairs = 6;  // rows that are multiplied in float
+constexpr int64_t kPass = 252;      // rows whose slice the second cache holds, at most
+constexpr int64_t kGroup = 64;      // columns of W made together, at most; n · 64
+constexpr int64_t kGroupByAmx = 1 << 19,
+                  kMostByAmx = 256;   // numbers and columns of W by AMX, which takes rows in faster
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
 constexpr int64_t kItems = 16;        // wanted of work, for the threads
 constexpr int64_t kNarrow = 384;      // columns of W for which rows are read where they lie in any case, and
 constexpr int64_t kPage = 4096;       // otherwise only if they are no multiple of so many bytes apart
 constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
 constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
-constexpr int64_t kRowsOfSum = 256;                        // added to dW at once
+constexpr int64_t kRowsOfSum = 256;                        // added to dW at once,
+constexpr int64_t kRowsOfSumByAmx = 512;                   // by AMX
 constexpr int64_t kLeastSum = 4 * kRowsOfSum;              // rows of a part of dW
 constexpr int64_t kShortSum = 3 * kRowsOfSum / 4;          // where there are few blocks
+
+int64_t whole(int64_t count, int64_t of) { return ceil_div(count, of) * of; }
 
 int64_t slice_of(int64_t depth, int64_t most) {
   const int64_t slices = ceil_div(std::max<int64_t>(depth, 1), most);
@@ -69,7 +75,22 @@ struct RowsProduct {
   bool pairs;
   int64_t beside_rank;
   const void *hidden, *beside;
+  // By AMX terms are padded with zeros to whole blocks; rows [n][row] are read where they are, but for the last tile of
+  // fewer than `kRowsByAmx`, which `rest` has; and h is [row][rank] pairs.
+  bool amx;
+  const BFloat16 *rows, *rest;
+  int64_t row;
+
+  int64_t padded(int64_t terms) const { return amx ? whole(terms, kTileTerms) : terms; }
 };
+
+constexpr int64_t kRowsByAmx = 2 * kTileRows;
+
+// Rows of a tile of a product.
+int64_t tile_of(bool amx) { return amx ? kRowsByAmx : tile_rows(register_bytes()); }
+
+// Whether products in pairs are those of AMX.
+bool by_amx(bool pairs) { return pairs && register_bytes() == 64 && has_amx(); }
 
 // Whether y and dx are multiplied in pairs.
 template <class T>
@@ -94,20 +115,21 @@ struct RunProduct {
   FF_INLINE static void run(const RowsProduct<T>& p, const Items& items) {
     const int64_t all = ceil_div(std::min(p.group, p.columns), NR);
     const bool again = p.range > p.pass;
-    const int64_t factors = p.pairs ? 2 : 1;
-    const Scratch<float> slab(p.panels ? 0 : (again ? p.depth : p.slice) * all * NR);
-    const Scratch<float> kept(all * ceil_div(p.pass, MR) * MR * NR);
+    const int64_t factors = p.pairs ? 2 : 1, tile = p.amx ? kRowsByAmx : MR;
+    const Scratch<float> slab(p.panels ? 0 : p.padded(again ? p.depth : p.slice) * all * NR);
+    const Scratch<float> kept(all * whole(p.pass, tile) * NR);
+    const Tiles tiles_of_amx(p.amx);
     for (int64_t item; (item = items.take()) < items.count();) {
       const Part& part = p.parts[item];
       const int64_t first = part.row, last = first + part.rows;
       const int64_t column = part.column, panels = ceil_div(part.columns, NR);
       for (int64_t row = first; row < last; row += p.pass) {
-        const int64_t rows = std::min(p.pass, last - row), tiles = ceil_div(rows, MR);
+        const int64_t rows = std::min(p.pass, last - row), of_panel = whole(rows, tile) * NR;
         for (int64_t d = 0; d < p.depth; d += p.slice) {
           const int64_t terms = std::min(p.slice, p.depth - d);
           float* const made = slab.get() + (again ? d / factors * panels * NR : 0);
-          const float* const right = p.panels ? p.panels + (column * p.depth + d * NR) / factors : made;
-          const int64_t step = (p.panels ? p.depth : terms) / factors * NR;
+          const float* const right = p.panels ? p.panels + (column * p.padded(p.depth) + d * NR) / factors : made;
+          const int64_t step = p.padded(p.panels ? p.depth : terms) / factors * NR;
           if (row == first && !p.panels) {
             if (p.pairs) {
               make_pairs_of(p, column, panels, d, terms, made);
@@ -119,13 +141,17 @@ struct RunProduct {
             if (p.rank) add_factors(p, column, panels, d, terms, made);
           }
           for (int64_t panel = 0; panel < panels; ++panel) {
+            if (p.amx) {
+              multiply_by_amx(p, row, rows, column + panel * NR, d, terms, right + panel * step,
+                              kept.get() + panel * of_panel);
+              continue;
+            }
             with_operand<T, B>(p.pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
               using E = decltype(operand);
               const int64_t first = column + panel * NR;
               auto by = [&]<int N>() FF_INLINE_LAMBDA {
                 outline<B>([&]() FF_INLINE_LAMBDA {
-                  multiply<E, N>(p, row, rows, first, d, terms, right + panel * step,
-                                 kept.get() + panel * tiles * MR * NR);
+                  multiply<E, N>(p, row, rows, first, d, terms, right + panel * step, kept.get() + panel * of_panel);
                 });
               };
               p.columns - first > L ? by.template operator()<2>() : by.template operator()<1>();
@@ -141,6 +167,60 @@ struct RunProduct {
   FF_INLINE static void copy_some(const T* from, int64_t count, T* to) {
     if (count & kPiece) std::memcpy(static_cast<void*>(to), from, kPiece * sizeof(T)), from += kPiece, to += kPiece;
     if constexpr (kPiece > 1) copy_some<kPiece / 2>(from, count, to);
+  }
+
+  // A panel of W times a slice of some rows by AMX: sums to `kept`, [row][column], and of the last slice to y.
+  FF_INLINE static void multiply_by_amx(const RowsProduct<T>& p, int64_t row, int64_t rows, int64_t column, int64_t d,
+                                        int64_t terms, const float* right, float* kept) {
+    if constexpr (std::is_same_v<T, BFloat16> && B == 64) {
+      const bool wide = p.columns - column > L;
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        for (const int64_t last = row + rows; row < last; row += kRowsByAmx, kept += kRowsByAmx * NR) {
+          if (last - row > kTileRows) {
+            wide ? multiply_tile<2, 2>(p, row, column, d, terms, right, kept)
+                 : multiply_tile<2, 1>(p, row, column, d, terms, right, kept);
+          } else {
+            wide ? multiply_tile<1, 2>(p, row, column, d, terms, right, kept)
+                 : multiply_tile<1, 1>(p, row, column, d, terms, right, kept);
+          }
+        }
+      });
+    }
+  }
+
+  template <int R, int N>
+  FF_INLINE static void multiply_tile(const RowsProduct<T>& p, int64_t row, int64_t column, int64_t d, int64_t terms,
+                                      const float* right, float* kept) {
+    using S = Sums<R, N>;
+    constexpr int64_t kSize = sizeof(BFloat16);
+    const BFloat16* const left = (row + R * kTileRows <= p.n ? p.rows + row * p.row : p.rest) + d;
+    d ? S::load(kept, NR) : S::clear();
+    S::multiply(reinterpret_cast<const char*>(left), p.row * kSize, kTileRows * p.row * kSize, kTileTerms * kSize,
+                right, ceil_div(terms, kTileTerms));
+    if (d + terms < p.depth) return S::store(kept, NR);
+    if (const int64_t rank = p.beside_rank; rank) {
+      const int64_t bytes = rank * sizeof(Pair);
+      S::multiply(static_cast<const char*>(p.hidden) + row * bytes, bytes, kTileRows * bytes, kTileTerms * kSize,
+                  static_cast<const float*>(p.beside) + column * rank, rank / kTileRows);
+    }
+    alignas(64) float sums[R * kTileRows * NR];
+    S::store(sums, NR);
+    V bias[2]{};
+    for (int k = 0; k < N && p.bias; ++k) bias[k] = load<B>(p.bias + column + k * L);
+    const int64_t columns = p.columns, rows = std::min(R * kTileRows, p.n - row);
+    const int64_t count = std::min<int64_t>(NR, columns - column);
+    T* y = p.y + row * columns + column;
+    for (int64_t m = 0; m < rows; ++m, y += columns) {
+      const V first = load<B>(sums + m * NR) + bias[0];
+      const Operands<Pair, B> both = round_in_order<B>(first, N == 2 ? load<B>(sums + m * NR + L) + bias[1] : first);
+      if (count == NR) {
+        std::memcpy(static_cast<void*>(y), &both, B);
+      } else {
+        T numbers[NR];
+        std::memcpy(static_cast<void*>(numbers), &both, B);
+        copy_some<NR / 2>(numbers, count, y);
+      }
+    }
   }
 
   // To panels of W.
@@ -343,16 +423,20 @@ struct RunProduct {
     }
   }
 
-  // Panels of μ in pairs, [pair of terms][NR columns].
+  // Panels of μ in pairs, [pair of terms][NR columns], of whole blocks by AMX.
   FF_INLINE static void make_pairs_of(const RowsProduct<T>& p, int64_t column, int64_t panels, int64_t d, int64_t terms,
                                       float* to) {
     if constexpr (std::is_same_v<T, BFloat16>) {
       outline<B>([&]() FF_INLINE_LAMBDA {
-        if (!p.turned) return pair_rows(p.w, column, panels * NR, d, terms, to);
+        const int64_t panel = p.padded(terms) / 2 * NR;
+        for (int64_t k = 0; k < panels; ++k) {
+          std::fill(to + k * panel + terms / 2 * NR, to + (k + 1) * panel, 0.f);
+        }
+        if (!p.turned) return pair_rows(p.w, column, panels * NR, d, terms, panel, to);
         for (int64_t k = 0; k < panels * NR; k += L) {
           const bool ends = k + L == panels * NR;
           pair_columns(p.w, column + k, d, terms, ends ? column : column + k + L, ends ? d + terms : d,
-                       to + k / NR * (terms / 2) * NR + k % NR);
+                       to + k / NR * panel + k % NR);
         }
       });
     }
@@ -389,8 +473,7 @@ struct RunProduct {
   }
 
   FF_INLINE static void pair_rows(const Weight<T>& w, int64_t column, int64_t columns, int64_t d, int64_t terms,
-                                  float* to) {
-    const int64_t panel = terms / 2 * NR;
+                                  int64_t panel, float* to) {
     for (int64_t t = 0; t < terms; t += 2, to += NR) {
       const T* from[2] = {w.values + w.support.start(d + t, column), w.values + w.support.start(d + t + 1, column)};
       for (int64_t row = d + t + kPairsAhead; row < std::min(d + t + kPairsAhead + 2, w.o); ++row) {
@@ -456,7 +539,7 @@ struct RunProduct {
   }
 };
 
-// h = x uᵀ of rows, [tile][rank][tile's height]; in pairs each number is two of bfloat16 that add up to it.
+// h = x uᵀ of rows, [tile of rows][`ranks`][row]; in pairs each number is two of bfloat16 that add up to it.
 template <class T>
 struct Hidden {
   const T* x;
@@ -464,6 +547,7 @@ struct Hidden {
   int64_t n, depth, u_row, rank;
   bool pairs;
   void* out;
+  int64_t tile, ranks;
   static constexpr int64_t kRows = 4;  // together
 };
 
@@ -471,7 +555,7 @@ template <class T, int B>
 struct RunHidden {
   using V = Vec<float, B>;
   static constexpr int L = B / int(sizeof(float));
-  static constexpr int64_t kRows = Hidden<T>::kRows, kRanks = B == 64 ? 4 : 2, MR = tile_rows(B);
+  static constexpr int64_t kRows = Hidden<T>::kRows, kRanks = B == 64 ? 4 : 2;
 
   // Items are kRows rows.
   FF_INLINE static void run(const Hidden<T>& h, int64_t begin, int64_t end) {
@@ -505,8 +589,8 @@ struct RunHidden {
 #pragma GCC unroll 4
         for (int n = 0; n < kRanks * kRows; n += L) put(sums_of_rows<L, V>(at, n), &sums[0][0] + n);
         for (int64_t k = 0; k < std::min(kRows, h.n - m); ++k) {
-          E* const to = static_cast<E*>(h.out) + (m + k) / MR * MR * h.rank + (m + k) % MR;
-          for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * MR] = sums[l][k];
+          E* const to = static_cast<E*>(h.out) + (m + k) / h.tile * h.tile * h.ranks + (m + k) % h.tile;
+          for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * h.tile] = sums[l][k];
         }
       }
     }
@@ -554,22 +638,25 @@ void make_hidden(const Hidden<T>& h, ParallelFor parallel_for) {
 // What is multiplied in pairs beside x and W: h, and each number of the other factor twice.
 class Beside {
  public:
-  Beside(const Weight<BFloat16>& w, bool turned, int64_t rows, int64_t depth, int64_t columns)
+  Beside(const Weight<BFloat16>& w, bool turned, bool amx, int64_t rows, int64_t depth, int64_t columns)
       : depth_(depth),
         rank_(w.rank),
+        ranks_(amx ? whole(w.rank, kTileRows) : w.rank),
         u_row_(ceil_div(depth + 1, 64) * 64),
-        tile_(tile_rows(register_bytes())),
+        tile_(amx ? 1 : tile_rows(register_bytes())),
+        rows_(whole(rows, tile_of(amx))),
         u_(w.rank * u_row_),
-        hidden_(ceil_div(rows, tile_) * tile_ * w.rank),
-        factors_(ceil_div(columns, 64) * 64 * w.rank) {
+        hidden_(rows_ * ranks_),
+        factors_(ceil_div(columns, 64) * 64 * ranks_) {
     const BFloat16* const from = turned ? w.u_in_memory : w.v_in_memory;
     std::fill(u_.get(), u_.get() + rank_ * u_row_, BFloat16{});
     for (int64_t r = 0; r < rank_; ++r) std::copy(from + r * depth, from + (r + 1) * depth, u_.get() + r * u_row_);
     const float* const other = turned ? w.v : w.u;
     const int64_t row = turned ? w.v_row : w.u_row, width = register_bytes() / 2;
-    for (int64_t at = 0; at < ceil_div(columns, width) * rank_; ++at) {
+    for (int64_t at = 0; at < ceil_div(columns, width) * ranks_; ++at) {
       for (int64_t k = 0; k < width; ++k) {
-        const auto bits = bit_cast<uint32_t>(other[at % rank_ * row + at / rank_ * width + k]);
+        const bool there = at % ranks_ < rank_;
+        const auto bits = there ? bit_cast<uint32_t>(other[at % ranks_ * row + at / ranks_ * width + k]) : 0;
         factors_.get()[at * width + k].bits = bits | bits >> 16;
       }
     }
@@ -577,16 +664,16 @@ class Beside {
 
   // Of these rows of x (dy).
   const Pair* hidden(const BFloat16* x, int64_t n, ParallelFor parallel_for) const {
-    make_hidden<BFloat16>({x, u_.get(), n, depth_, u_row_, rank_, true, hidden_.get()}, parallel_for);
-    for (int64_t m = n; m < ceil_div(n, tile_) * tile_; ++m) {
-      for (int64_t r = 0; r < rank_; ++r) hidden_.get()[m / tile_ * tile_ * rank_ + r * tile_ + m % tile_] = {};
-    }
+    const int64_t there = ranks_ == rank_ ? n / tile_ * tile_ : 0;
+    std::fill(hidden_.get() + there * ranks_, hidden_.get() + rows_ * ranks_, Pair{});
+    make_hidden<BFloat16>({x, u_.get(), n, depth_, u_row_, rank_, true, hidden_.get(), tile_, ranks_}, parallel_for);
     return hidden_.get();
   }
   const Pair* factors() const { return factors_.get(); }
+  int64_t ranks() const { return ranks_; }
 
  private:
-  const int64_t depth_, rank_, u_row_, tile_;
+  const int64_t depth_, rank_, ranks_, u_row_, tile_, rows_;
   const Scratch<BFloat16> u_;
   const Scratch<Pair> hidden_, factors_;
 };
@@ -596,10 +683,10 @@ class Beside {
 // make them again; those that are left over, or are not full, are cut by rows, and so is all of a narrow W. `element`:
 // bytes of a number of y, whose rows, where they begin within a line of memory, are rather cut than columns: threads
 // that write to one line wait for each other.
-std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t element, int64_t threads) {
-  constexpr double kMade = 32;      // rows that take as long to be multiplied as W to be made
-  constexpr double kHeldUp = 0.25;  // of a part that a thread is left with
-  const int64_t tile = tile_rows(register_bytes()), width = register_bytes() / 2, most = kGroup / width;
+std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t element, int64_t group, bool amx, int64_t threads) {
+  const double made = amx ? 128 : 32;  // rows that take as long to be multiplied as W to be made
+  constexpr double kHeldUp = 0.25;     // of a part that a thread is left with
+  const int64_t tile = tile_of(amx), width = register_bytes() / 2, most = group / width;
   const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width);
   const bool narrow = panels <= most, half = threads > 1 && panels * width - columns >= width / 2;
   const int64_t left = (panels - half) % threads + half;
@@ -611,7 +698,7 @@ std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t element, int6
     for (int64_t ranges = 1; ranges <= std::min(tiles, 4 * threads); ++ranges) {
       const int64_t some = ceil_div(tiles, ranges), of_rows = ceil_div(tiles, some);
       const double time =
-          (std::ceil(full * double(of_rows) / double(threads)) + held_up) * (double(some * tile) + kMade);
+          (std::ceil(full * double(of_rows) / double(threads)) + held_up) * (double(some * tile) + made);
       if (least && time > more_ranges * least) continue;
       least = least ? std::min(least, time) : time, range = some, count = of_rows;
     }
@@ -670,13 +757,27 @@ void pack_rows(const T* data, int64_t rows, int64_t depth, bool pairs, int64_t w
   });
 }
 
+// Rows [rows, depth] with zeros behind each, up to `row`, and whole rows of them up to `tile`.
+void pad_rows(const BFloat16* from, int64_t rows, int64_t depth, int64_t row, int64_t tile, BFloat16* to,
+              ParallelFor parallel_for) {
+  parallel(parallel_for, whole(rows, tile), ceil_div(1 << 16, row), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      const int64_t count = m < rows ? depth : 0;
+      std::copy(from + m * depth, from + m * depth + count, to + m * row);
+      std::fill(to + m * row + count, to + (m + 1) * row, BFloat16{});
+    }
+  });
+}
+
 template <class T>
 void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y, int64_t threads,
                    ParallelFor parallel_for, const float* panels = nullptr) {
-  const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i, mr = tile_rows(register_bytes());
-  const int64_t most = std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / (2 * kPass), 1) * 2 * kPass;
-  const bool pairs = rows_in_pairs<T>(depth);
-  const int64_t slice = slice_of(depth, pairs ? kSliceOfPairs : kSlice), nr = register_bytes() / 2;
+  const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i;
+  const bool pairs = rows_in_pairs<T>(depth), amx = by_amx(pairs);
+  const int64_t mr = tile_of(amx), rows_of_pass = kPass / mr * mr;
+  const int64_t most =
+      std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / (2 * rows_of_pass), 1) * 2 * rows_of_pass;
+  const int64_t slice = slice_of(depth, amx ? kSliceByAmx : pairs ? kSliceOfPairs : kSlice), nr = register_bytes() / 2;
   // Further terms of the product where rows are few, or in pairs; otherwise added to W.
   const int64_t beside_rank = pairs || are_thin(n, w.i, w.o) ? w.rank : 0;
   const int64_t rank = w.rank > kFewRanks && !beside_rank ? w.rank : 0, of_floats = pairs ? 0 : beside_rank;
@@ -695,25 +796,43 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   if (rank || of_floats) dispatch<PackFactors, float>(across, columns, across_row, w.rank, false, of_columns.get());
   std::unique_ptr<const Beside> beside;
   if constexpr (std::is_same_v<T, BFloat16>) {
-    if (pairs && !panels) beside = std::make_unique<const Beside>(w, turned, std::min(n, most), depth, columns);
+    if (pairs && !panels) beside = std::make_unique<const Beside>(w, turned, amx, std::min(n, most), depth, columns);
   }
   // Rows a multiple of a page apart share sets of the first cache, from which each panel has to read them again.
-  const bool packs = !(kReadsRows<T, float> || pairs) || (columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0);
-  const Scratch<float> packed(packs ? ceil_div(std::min(n, most), mr) * mr * depth + 16 : 0);
+  const bool meet = columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0;
+  const bool packs = !(kReadsRows<T, float> || pairs) || meet || (amx && depth % kTileTerms);
+  const int64_t row = amx && packs ? whole(depth, kTileTerms) + (meet ? kTileTerms : 0) : depth;
+  const Scratch<float> packed(packs && !amx ? whole(std::min(n, most), mr) * depth + 16 : 0);
+  const Scratch<BFloat16> padded(amx ? (packs ? whole(std::min(n, most), mr) : mr) * row : 0);
   for (int64_t first = 0; first < n; first += most) {
     const int64_t rows = std::min(most, n - first);
-    if (packs) pack_rows(x + first * depth, rows, depth, pairs, mr, packed.get(), parallel_for);
     RowsProduct<T> p{w, turned, rows, depth, columns, slice};
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (amx) {
+        const int64_t of_tiles = rows / mr * mr, there = packs ? 0 : of_tiles;
+        pad_rows(x + (first + there) * depth, rows - there, depth, row, mr, padded.get(), parallel_for);
+        p.amx = true, p.row = row, p.rows = packs ? padded.get() : x + first * depth;
+        p.rest = padded.get() + (of_tiles - there) * row;
+      }
+    }
+    if (packs && !amx) pack_rows(x + first * depth, rows, depth, pairs, mr, packed.get(), parallel_for);
     if (rank) p.w.rank = 0, p.rank = rank, p.of_terms = of_terms.get(), p.of_columns = of_columns.get();
     p.beside_rank = beside_rank;
     if (of_floats) p.w.rank = 0, p.hidden = hidden.get(), p.beside = of_columns.get();
-    p.packed = packs ? packed.get() : nullptr, p.bias = bias, p.x = x + first * depth, p.y = y + first * columns;
+    p.packed = packs && !amx ? packed.get() : nullptr, p.bias = bias, p.x = x + first * depth,
+    p.y = y + first * columns;
     p.pairs = pairs, p.panels = panels;
-    if (of_floats) make_hidden<T>({p.x, terms, rows, depth, terms_row, of_floats, false, hidden.get()}, parallel_for);
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      if (beside) p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
+    if (of_floats) {
+      make_hidden<T>({p.x, terms, rows, depth, terms_row, of_floats, false, hidden.get(), mr, of_floats}, parallel_for);
     }
-    const std::vector<Part> parts = share_out(rows, columns, sizeof(T), threads);
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (beside) {
+        p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
+        p.beside_rank = beside->ranks();
+      }
+    }
+    const int64_t group = amx ? std::clamp(kGroupByAmx / depth / nr * nr, kGroup, kMostByAmx) : kGroup;
+    const std::vector<Part> parts = share_out(rows, columns, sizeof(T), group, amx, threads);
     p.parts = parts.data();
     for (const Part& part : parts) p.range = std::max(p.range, part.rows), p.group = std::max(p.group, part.columns);
     p.pass = ceil_div(ceil_div(p.range, ceil_div(p.range, kPass)), mr) * mr;
@@ -728,6 +847,7 @@ struct Gradient {
   Weight<T> w;
   int64_t n;
   const T *x, *dy;
+  bool amx;
   int64_t outputs, inputs, rows, row_blocks, column_blocks, parts;  // of a block, and how many there are
   int64_t size;                                                     // of the sums of a block
   float* sums;                                                      // [block][part], null where there is one part
@@ -743,34 +863,39 @@ struct RunGradient {
   using Rows = SingleRows<float, B>;
 
   struct Block {
-    int64_t o, outputs, i, inputs, tiles, panels;
+    int64_t o, outputs, i, inputs, rows, panels;
     FF_INLINE Block(const Gradient<T>& g, int64_t at)
         : o(at / g.column_blocks * g.outputs),
           outputs(std::min(g.outputs, g.w.o - o)),
           i(at % g.column_blocks * g.inputs),
           inputs(std::min(g.inputs, g.w.i - i)),
-          tiles(ceil_div(outputs, MR)),
+          rows(whole(outputs, g.amx ? kTileRows : MR)),
           panels(ceil_div(inputs, NR)) {}
 
     // The sums of a panel of columns; not a power of two, so that its rows do not share sets of the first cache.
-    FF_INLINE int64_t panel() const { return tiles * MR * NR + NR; }
+    FF_INLINE int64_t panel() const { return rows * NR + NR; }
     FF_INLINE int64_t size() const { return panels * panel(); }
   };
 
   // Items are (block, part).
   FF_INLINE static void run(const Gradient<T>& g, const Items& items) {
-    const int64_t most_tiles = ceil_div(g.outputs, MR);
-    // A store of a register runs over the end of a row of a tile.
     const bool pairs = in_pairs<T>(kRowsOfSum);
-    const int64_t step = kRowsOfSum / (pairs ? 2 : 1) * MR + L;
-    const Scratch<float> left(most_tiles * step), right(kRowsOfSum * NR);
+    const int64_t height = g.amx ? kTileRows : MR, together = g.amx ? kRowsOfSumByAmx : kRowsOfSum;
+    // A store of a register runs over the end of a row of a tile.
+    const int64_t step = together / (pairs ? 2 : 1) * height + L;
+    const Scratch<float> left(ceil_div(g.outputs, height) * step), right(together * NR);
+    const Tiles tiles(g.amx);
     const Scratch<float> own(g.sums ? 0 : g.size);
     for (int64_t item; (item = items.take()) < items.count();) {
       const Block block(g, item / g.parts);
       float* const sums = g.sums ? g.sums + item * g.size : own.get();
       const int64_t first = item % g.parts * g.rows, last = std::min(g.n, first + g.rows);
-      for (int64_t row = first; row < last; row += kRowsOfSum) {
-        const int64_t terms = std::min(kRowsOfSum, last - row);
+      for (int64_t row = first; row < last; row += together) {
+        const int64_t terms = std::min(together, last - row);
+        if (g.amx) {
+          add_rows_by_amx(g, block, row, terms, row == first, step, left.get(), right.get(), sums);
+          continue;
+        }
         with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
           add_rows<decltype(operand)>(g, block, row, terms, last, row == first, step, left.get(), right.get(), sums);
         });
@@ -813,7 +938,7 @@ struct RunGradient {
           copy_columns(from, g.w.i, terms, count, right);
         }
         auto multiply = [&]<int N>() FF_INLINE_LAMBDA {
-          for (int64_t tile = 0; tile < block.tiles; ++tile) {
+          for (int64_t tile = 0; tile * MR < block.rows; ++tile) {
             MultiplyTiles<float, B>::template accumulate<N>(
                 reinterpret_cast<const E*>(left + tile * step), reinterpret_cast<const E*>(right),
                 ceil_div(terms, kFactors), sums + panel * block.panel() + tile * MR * NR, fresh);
@@ -821,6 +946,73 @@ struct RunGradient {
         };
         count > L ? multiply.template operator()<2>() : multiply.template operator()<1>();
       });
+    }
+  }
+
+  // The same by AMX.
+  FF_INLINE static void add_rows_by_amx(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms,
+                                        bool fresh, int64_t step, float* left, float* right, float* sums) {
+    if constexpr (std::is_same_v<T, BFloat16> && B == 64) {
+      const int64_t blocks = ceil_div(terms, kTileTerms);
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        for (int64_t k = 0; k < blocks; ++k) {
+          turn_rows(g.dy + (row + k * kTileTerms) * g.w.o + block.o, g.w.o,
+                    std::min(kTileTerms, terms - k * kTileTerms), block.outputs, step, left + k * kTileRows * L);
+        }
+      });
+      for (int64_t panel = 0; panel < block.panels; ++panel) {
+        const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
+        const T* const from = g.x + row * g.w.i + block.i + column;
+        float* const to = sums + panel * block.panel();
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          for (int64_t t = 0; t < terms; t += 2) {
+            const T *const one = from + t * g.w.i, *const other = t + 1 < terms ? one + g.w.i : nullptr;
+            __builtin_prefetch(one + NR, 0, 2);
+            __builtin_prefetch(one + g.w.i + NR, 0, 2);
+            copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
+          }
+          std::fill(right + ceil_div(terms, 2) * NR, right + blocks * kTileRows * NR, 0.f);
+          for (int64_t m = 0; m < block.rows; m += kRowsByAmx) {
+            const float* const of_rows = left + m / kTileRows * step;
+            auto add = [&]<int R, int N>() FF_INLINE_LAMBDA {
+              using S = Sums<R, N>;
+              fresh ? S::clear() : S::load(to + m * NR, NR);
+              S::multiply(reinterpret_cast<const char*>(of_rows), B, step * sizeof(float), kTileRows * B, right,
+                          blocks);
+              S::store(to + m * NR, NR);
+              for (int64_t k = 0; N == 1 && fresh && k < R * kTileRows; ++k)
+                store<B>(to + (m + k) * NR + L, Vec<float, B>{});
+            };
+            if (block.rows - m > kTileRows) {
+              count > L ? add.template operator()<2, 2>() : add.template operator()<2, 1>();
+            } else {
+              count > L ? add.template operator()<1, 2>() : add.template operator()<1, 1>();
+            }
+          }
+        });
+      }
+    }
+  }
+
+  // `terms` rows of `count` numbers, `row` apart, as tiles [number][pair of rows], each `step` behind the last.
+  FF_INLINE static void turn_rows(const T* from, int64_t row, int64_t terms, int64_t count, int64_t step, float* to) {
+    using Narrow = typename VecOf<uint16_t, B / 2>::Type;
+    using Wide = typename VecOf<uint32_t, B>::Type;
+    for (int64_t at = 0; at < count; at += L, to += step) {
+      const int64_t bytes = std::min<int64_t>(L, count - at) * sizeof(T);
+      auto numbers = [&](int64_t term) FF_INLINE_LAMBDA {
+        Narrow narrow{};
+        if (term >= terms) return Wide{};
+        const T* const line = from + term * row + at;
+        bytes == B / 2 ? std::memcpy(&narrow, line, B / 2) : std::memcpy(&narrow, line, bytes);
+        return __builtin_convertvector(narrow, Wide);
+      };
+      Vec<float, B> lines[L];
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) lines[l] = bit_cast<Vec<float, B>>(numbers(2 * l) | numbers(2 * l + 1) << 16);
+      PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) store<B>(to + l * L, lines[l]);
     }
   }
 
@@ -979,7 +1171,7 @@ struct TakeParts {
 // The sums of the factors' gradients depend on them.
 template <class T>
 void cut_into_blocks(Gradient<T>& g, int64_t outputs, int64_t inputs, int64_t parts) {
-  const int64_t tile = tile_rows(register_bytes());
+  const int64_t tile = tile_of(g.amx);
   const auto least_of = [](int64_t size, int64_t most) { return std::max<int64_t>(1, ceil_div(size, most)); };
   double least = 0;
   for (int64_t across = least_of(inputs, kInputs); across <= least_of(inputs, kLeastInputs); ++across) {
@@ -1002,8 +1194,9 @@ void cut_into_blocks(Gradient<T>& g, int64_t outputs, int64_t inputs, int64_t pa
 template <class T>
 void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
                    ParallelFor parallel_for) {
-  const int64_t mr = tile_rows(register_bytes()), nr = register_bytes() / 2;
   Gradient<T> g{w, n, x, dy};
+  g.amx = by_amx(in_pairs<T>());
+  const int64_t mr = tile_of(g.amx), nr = register_bytes() / 2;
   const int64_t parts = std::clamp<int64_t>(n / kLeastSum, 1, kItems / 2);
   cut_into_blocks(g, w.o, w.i, parts);
   g.parts = std::min(parts, ceil_div(kItems / 2, g.row_blocks * g.column_blocks));
@@ -1084,16 +1277,30 @@ void with_panels(Type type, int64_t i, const F& f) {
 
 }  // namespace
 
-int64_t panel_width(Type type, int64_t i) {
-  int64_t width = 0;
-  if (i) with_panels(type, i, [&](auto) { width = register_bytes() / 2; });
-  return width;
+int64_t panels_numel(Type type, int64_t o, int64_t i) {
+  int64_t numel = -1;
+  if (!i) return numel;
+  with_panels(type, i, [&]<class T>(T) {
+    const int64_t depth = by_amx(!std::is_same_v<T, float>) ? whole(i, kTileTerms) : i;
+    numel = whole(o, register_bytes() / 2) * depth;
+  });
+  return numel;
 }
 
 void pack_panels(Type type, int64_t o, int64_t i, const void* w, void* to, ParallelFor parallel_for) {
   with_panels(type, i, [&]<class T>(T) {
-    pack_rows(static_cast<const T*>(w), o, i, !std::is_same_v<T, float>, register_bytes() / 2, static_cast<float*>(to),
-              parallel_for);
+    constexpr bool pairs = !std::is_same_v<T, float>;
+    const int64_t width = register_bytes() / 2;
+    float* const panels = static_cast<float*>(to);
+    if constexpr (pairs) {
+      if (by_amx(pairs) && i % kTileTerms) {
+        const int64_t depth = whole(i, kTileTerms);
+        const Scratch<BFloat16> rows(o * depth);
+        pad_rows(static_cast<const BFloat16*>(w), o, i, depth, 1, rows.get(), parallel_for);
+        return pack_rows(rows.get(), o, depth, pairs, width, panels, parallel_for);
+      }
+    }
+    pack_rows(static_cast<const T*>(w), o, i, pairs, width, panels, parallel_for);
   });
 }
 
@@ -1119,9 +1326,11 @@ bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool ba
   if (wide && n <= kFewRows && !backward && type != Type::f32) {
     density = n <= 2 ? .11 : n <= 6 ? .15 : n <= 12 ? .45 : .6;
   }
-  if (n > kFewInPairs && type == Type::bf16 && rows_in_pairs<BFloat16>(backward ? o : i)) {
+  const bool pairs = type == Type::bf16 && rows_in_pairs<BFloat16>(backward ? o : i);
+  if (n > kFewInPairs && pairs) {
     density = backward ? n <= 64 ? .12 : n < 512 ? .22 : .3 : n > kFewRows && n < 512 ? .24 : .3;
   }
+  if (n > kFewRows && by_amx(pairs)) density = backward || n > 256 ? .06 : .2;
   return n && double(count) > density * double(i) * double(o);
 }
 

@@ -141,16 +141,27 @@ FF_INLINE V fours_of(V x) {
   return fours_of(x, std::make_integer_sequence<int, sizeof(V) / 8>{});
 }
 
-// Two registers of floats, rounded, in one as `pack_two` has them.
+// Two registers of floats, rounded, in one: in their order, and as `pack_two` has them.
+template <int B>
+FF_INLINE Operands<Pair, B> round_in_order(Vec<float, B> first, Vec<float, B> second) {
+  Operands<Pair, B> out;
+#if defined(FF_DISPATCH) && !defined(__clang__) && !defined(FF_EMULATE_PAIRS)
+  asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(out) : "v"(first), "v"(second));
+#else
+  BFloat16 numbers[B / 2];
+  fastfact::store<B>(numbers, first);
+  fastfact::store<B>(numbers + B / 4, second);
+  std::memcpy(&out, numbers, B);
+#endif
+  return out;
+}
 template <int B>
 FF_INLINE Operands<Pair, B> round_two(Vec<float, B> first, Vec<float, B> second) {
-  using U = Operands<Pair, B>;
 #if defined(FF_DISPATCH) && !defined(__clang__) && !defined(FF_EMULATE_PAIRS)
-  U out;
-  asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(out) : "v"(first), "v"(second));
-  return fours_of(out);
+  return fours_of(round_in_order<B>(first, second));
 #else
   using V = Vec<float, B>;
+  using U = Operands<Pair, B>;
   return put_apart(float_to_bf16<V, U>(first) | float_to_bf16<V, U>(second) << 16);
 #endif
 }

@@ -377,8 +377,8 @@ void products_of_few_rows() {
 template <class T>
 void products_in_panels() {
   const int64_t n = one_of({0, 1, 5, 12, 30, 300}), i = one_of({1, 2, 7, 64, 514, 1030});
-  const int64_t o = one_of({0, 1, 5, 16, 33, 130}), width = panel_width(kType<T>, i);
-  if (!width) return;
+  const int64_t o = one_of({0, 1, 5, 16, 33, 130}), numel = panels_numel(kType<T>, o, i);
+  if (numel < 0) return;
   const Input<T> x(1, n * i), w(1, o * i), bias(1, o);
   const bool biased = pick_int(0, 1);
   std::vector<Sum> wanted(n * o);
@@ -388,7 +388,7 @@ void products_in_panels() {
       wanted[at].add(double(to_compute(x.data[at / o * i + k])) * to_compute(w.data[at % o * i + k]));
     }
   }
-  std::vector<T> panels = unwritten<T>(ceil_div(o, width) * width * i), y = unwritten<T>(n * o);
+  std::vector<T> panels = unwritten<T>(numel), y = unwritten<T>(n * o);
   pack_panels(kType<T>, o, i, w.data.data(), panels.data(), threads);
   linear_of_panels({kType<T>, n, i, o, x.data.data(), panels.data(), biased ? bias.data.data() : nullptr, y.data(), 2},
                    threads);
