@@ -399,19 +399,33 @@ bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void*
   return false;
 }
 
-bool adam_threshold(int64_t count, void* const* params, void* const* seconds, const double* how) noexcept try {
-  std::vector<fastfact::Threshold> parts(count);
-  for (int64_t n = 0; n < count; ++n) {
-    Form param, second;
-    if (!param.read(params[n]) || !second.read(seconds[n]) || !param.fills_memory() || !second.is_like(param))
+bool adamw_step(int64_t count, void* const* params, void* const* grads, void* const* firsts, void* const* seconds,
+                void* const* steps, const double* how) noexcept try {
+  std::vector<fastfact::AdamW> parts(count);
+  std::vector<Form> counts(count);
+  for (int64_t n = 0; n < count; ++n, how += 6) {
+    Form param, grad, first, second;
+    if (!param.read(params[n]) || !grad.read(grads[n]) || !first.read(firsts[n]) || !second.read(seconds[n]) ||
+        !counts[n].read(steps[n]) || !param.fills_memory() || !grad.is_like(param) || !first.is_like(param) ||
+        !second.is_like(param))
       return false;
-    const auto type = kind_of<fastfact::Type>(param);
-    if (!type || (*type != fastfact::Type::f32 && *type != fastfact::Type::f64) ||
-        param.device != aoti_torch_device_type_cpu())
-      return false;
-    parts[n] = {*type, param.numel, param.data, second.data, how[3 * n], how[3 * n + 1], how[3 * n + 2]};
+    const auto type = kind_of<fastfact::Type>(param), of_count = kind_of<fastfact::Type>(counts[n]);
+    const int32_t cpu = aoti_torch_device_type_cpu();
+    if (!type || !of_count || param.device != cpu || counts[n].device != cpu || counts[n].numel != 1) return false;
+    if (*of_count != fastfact::Type::f32 && *of_count != fastfact::Type::f64) return false;
+    const double made =
+        *of_count == fastfact::Type::f32 ? *static_cast<float*>(counts[n].data) : *static_cast<double*>(counts[n].data);
+    parts[n] = {*type,  param.numel, param.data, grad.data, first.data, second.data, how[0],
+                how[1], how[2],      how[3],     how[4],    how[5],     made + 1};
   }
-  fastfact::adam_threshold(parts.data(), count, parallel_for);
+  fastfact::adamw_step(parts.data(), count, parallel_for);
+  for (int64_t n = 0; n < count; ++n) {
+    if (counts[n].type == aoti_torch_dtype_float32()) {
+      *static_cast<float*>(counts[n].data) = float(parts[n].step);
+    } else {
+      *static_cast<double*>(counts[n].data) = parts[n].step;
+    }
+  }
   return true;
 } catch (...) {
   return false;

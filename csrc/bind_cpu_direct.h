@@ -33,8 +33,10 @@ bool panels(AtenTensorHandle out[1], void* w);
 bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void* const* grads, void* const* momenta,
                    const double* l1) noexcept;
 
-// `fastfact::adam_threshold` of tensors as for `prox_sgd_step`. how: (correction, scale, eps) of each.
-bool adam_threshold(int64_t count, void* const* params, void* const* seconds, const double* how) noexcept;
+// `fastfact::adamw_step` of tensors as for `prox_sgd_step`. steps: how many each has made, one number of float32 or
+// float64, which is counted on. how: (lr, β₁, β₂, eps, weight decay, l1) of each.
+bool adamw_step(int64_t count, void* const* params, void* const* grads, void* const* firsts, void* const* seconds,
+                void* const* steps, const double* how) noexcept;
 
 // Tensors of a layer as they lie in memory, to be looked at again.
 struct Watched {

@@ -328,20 +328,23 @@ PyObject* prox_sgd_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyBool_FromLong(done);
 }
 
-// (params, second moments, [correction, scale, eps, …]) → whether the thresholds were applied
-PyObject* adam_threshold(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (!expects("adam_threshold", count, 3)) return nullptr;
+// (params, grads, first and second moments, counts of steps, [lr, β₁, β₂, eps, weight decay, l1, …]) → whether the step
+// was made
+PyObject* adamw_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expects("adamw_step", count, 6)) return nullptr;
   const Py_ssize_t params = PyList_Check(args[0]) ? PyList_Size(args[0]) : -1;
-  std::vector<void*> tensors[2];
-  bool fits = params >= 0 && holds(serving) == 1 && undisturbed(kInBackward) == 1 && PyList_Check(args[2]) &&
-              PyList_Size(args[2]) == 3 * params;
-  for (int n = 0; n < 2; ++n) fits = fits && addresses_in(args[n], params, tensors[n]);
-  std::vector<double> how(fits ? 3 * params : 0);
-  for (size_t n = 0; n < how.size(); ++n) how[n] = PyFloat_AsDouble(PyList_GetItem(args[2], n));
+  std::vector<void*> tensors[5];
+  bool fits = params >= 0 && holds(serving) == 1 && undisturbed(kInBackward) == 1 && PyList_Check(args[5]) &&
+              PyList_Size(args[5]) == 6 * params;
+  for (int n = 0; n < 5; ++n) fits = fits && addresses_in(args[n], params, tensors[n]);
+  std::vector<double> how(fits ? 6 * params : 0);
+  for (size_t n = 0; n < how.size(); ++n) how[n] = PyFloat_AsDouble(PyList_GetItem(args[5], n));
   if (PyErr_Occurred()) return nullptr;
-  const bool done = fits && released([&] {
-                      return fastfact::direct::adam_threshold(params, tensors[0].data(), tensors[1].data(), how.data());
-                    });
+  const bool done =
+      fits && released([&] {
+        return fastfact::direct::adamw_step(params, tensors[0].data(), tensors[1].data(), tensors[2].data(),
+                                            tensors[3].data(), tensors[4].data(), how.data());
+      });
   return PyBool_FromLong(done);
 }
 
@@ -628,7 +631,7 @@ PyMethodDef functions[] = {FAST(key),
                            FAST(dense),
                            FAST(forward),
                            FAST(prox_sgd_step),
-                           FAST(adam_threshold),
+                           FAST(adamw_step),
                            FAST(take_library),
                            FAST(watch),
                            {"panels", panels, METH_O, nullptr},

@@ -170,17 +170,18 @@ void attention(const Attention& op, ParallelFor parallel_for);
 void attention_backward(const Attention& op, const AttentionGradients& gradients, ParallelFor parallel_for);
 void prox_sgd_step(const ProxSgd& op, const Step* steps, int64_t count, ParallelFor parallel_for);
 
-// A soft threshold in Adam's metric, in place: by scale / (√(second / correction) + eps), element by element; float32
-// and float64.
-struct Threshold {
+// AdamW (decoupled weight decay) of one tensor, all pointers over its elements in the same order, and the soft
+// threshold by lr · l1 in Adam's metric. step: which one this is, from 1 on.
+struct AdamW {
   Type type;
   int64_t numel;
   void* param;
-  const void* second;
-  double correction, scale, eps;
+  const void* grad;
+  void *first, *second;  // moments
+  double lr, beta1, beta2, eps, weight_decay, l1, step;
 };
 
-void adam_threshold(const Threshold* parts, int64_t count, ParallelFor parallel_for);
+void adamw_step(const AdamW* steps, int64_t count, ParallelFor parallel_for);
 
 // Bitmaps of x [rows, n]. A row is worked on in chunks; `offsets` [rows · bitmap_chunks(n) + 1] counts the nonzeros
 // before each, so that its last element is the size of `values`.

@@ -1,4 +1,4 @@
-// SGD with momentum and the soft threshold, over all tensors of a group in one parallel region.
+// SGD with momentum and AdamW, each with the soft threshold, over all tensors in one parallel region.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -73,13 +73,44 @@ struct StepRange {
 };
 
 template <class T, int B>
-struct ThresholdRange {
-  FF_INLINE static void run(const Threshold& of, int64_t begin, int64_t end) {
-    T* const param = static_cast<T*>(of.param);
-    const T* const second = static_cast<const T*>(of.second);
-    const T correction = of.correction, scale = of.scale, eps = of.eps;
-    for (int64_t j = begin; j < end; ++j) {
-      const T by = scale / (std::sqrt(second[j] / correction) + eps), p = param[j];
+struct AdamWRange {
+  using C = Compute<T>;
+  static constexpr int64_t kMost = 256;  // numbers of half precision at once
+
+  FF_INLINE static void run(const AdamW& of, int64_t begin, int64_t end) {
+    T *param = static_cast<T*>(of.param), *first = static_cast<T*>(of.first), *second = static_cast<T*>(of.second);
+    const T* const grad = static_cast<const T*>(of.grad);
+    if constexpr (std::is_same_v<T, C>) {
+      step(of, end - begin, param + begin, grad + begin, first + begin, second + begin);
+    } else {
+      for (int64_t j = begin; j < end; j += kMost) {
+        alignas(64) C p[kMost], g[kMost], m[kMost], v[kMost];
+        const int64_t count = std::min(kMost, end - j);
+        copy<B>(param + j, count, p), copy<B>(grad + j, count, g), copy<B>(first + j, count, m);
+        copy<B>(second + j, count, v);
+        step(of, count, p, g, m, v);
+        store_all(p, count, param + j), store_all(m, count, first + j), store_all(v, count, second + j);
+      }
+    }
+  }
+
+  FF_INLINE static void store_all(const C* from, int64_t count, T* to) {
+    constexpr int L = kLanes<T, B>;
+    int64_t j = 0;
+    for (; j + L <= count; j += L) store<B>(to + j, load<B>(from + j));
+    for (; j < count; ++j) to[j] = from_compute<T>(from[j]);
+  }
+
+  FF_INLINE static void step(const AdamW& of, int64_t count, C* __restrict param, const C* __restrict grad,
+                             C* __restrict first, C* __restrict second) {
+    const C kept = 1 - of.lr * of.weight_decay, beta1 = 1 - of.beta1, beta2 = of.beta2, rest = 1 - of.beta2;
+    const C eps = of.eps, length = of.lr / (1 - std::pow(of.beta1, of.step)), l1 = of.lr * of.l1;
+    const C scale = std::sqrt(1 - std::pow(of.beta2, of.step));
+    for (int64_t j = 0; j < count; ++j) {
+      const C g = grad[j], m = first[j] + beta1 * (g - first[j]), v = beta2 * second[j] + rest * g * g;
+      const C metric = std::sqrt(v) / scale + eps, by = l1 / metric;
+      const C p = param[j] * kept - length * m / metric;
+      first[j] = m, second[j] = v;
       // NaN stays NaN.
       param[j] = p - (p > by ? by : p < -by ? -by : p);
     }
@@ -87,8 +118,10 @@ struct ThresholdRange {
 };
 
 // Calls body(n, begin, end) for parts of tensors of so many numbers each.
-template <class Body>
-void over_tensors(int64_t count, const std::vector<int64_t>& ends, ParallelFor parallel_for, const Body& body) {
+template <class Part, class Body>
+void over_tensors(const Part* parts, int64_t count, ParallelFor parallel_for, const Body& body) {
+  std::vector<int64_t> ends(count);
+  for (int64_t n = 0, total = 0; n < count; ++n) ends[n] = total += parts[n].numel;
   parallel(parallel_for, count ? ends[count - 1] : 0, 16384, [&](int64_t begin, int64_t end) {
     int64_t n = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
     for (; begin < end; ++n) {
@@ -101,22 +134,14 @@ void over_tensors(int64_t count, const std::vector<int64_t>& ends, ParallelFor p
 
 }  // namespace
 
-void adam_threshold(const Threshold* parts, int64_t count, ParallelFor parallel_for) {
-  std::vector<int64_t> ends(count);
-  for (int64_t n = 0, total = 0; n < count; ++n) ends[n] = total += parts[n].numel;
-  over_tensors(count, ends, parallel_for, [&](int64_t n, int64_t begin, int64_t end) {
-    if (parts[n].type == Type::f64) {
-      dispatch<ThresholdRange, double>(parts[n], begin, end);
-    } else {
-      dispatch<ThresholdRange, float>(parts[n], begin, end);
-    }
+void adamw_step(const AdamW* steps, int64_t count, ParallelFor parallel_for) {
+  over_tensors(steps, count, parallel_for, [&](int64_t n, int64_t begin, int64_t end) {
+    with_type(steps[n].type, [&](auto type) { dispatch<AdamWRange, decltype(type)>(steps[n], begin, end); });
   });
 }
 
 void prox_sgd_step(const ProxSgd& op, const Step* steps, int64_t count, ParallelFor parallel_for) {
-  std::vector<int64_t> ends(count);
-  for (int64_t n = 0, total = 0; n < count; ++n) ends[n] = total += steps[n].numel;
-  over_tensors(count, ends, parallel_for, [&](int64_t n, int64_t begin, int64_t end) {
+  over_tensors(steps, count, parallel_for, [&](int64_t n, int64_t begin, int64_t end) {
     with_type(steps[n].type, [&](auto type) { dispatch<StepRange, decltype(type)>(steps[n], op, begin, end); });
   });
 }

@@ -183,34 +183,46 @@ class ProxAdamW(_OfSupports, torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._forget_others()
+        if not torch.compiler.is_compiling() and self._step_at_once():
+            return loss
         sparse = [
             (group, param)
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None and sparsity.penalized(param)
         ]
-        self._forget_others()
         _ADAMW_STEP(self)
         for _, param in sparse:
             self.state[param]["support"] = sparsity.support_version(param)
         self._shrink([(group, param) for group, param in sparse if group["l1"]])
         return loss
 
+    def _step_at_once(self) -> bool:
+        """The step and the threshold in one pass, where all parameters are plain tensors on the CPU and no setting asks
+        for PyTorch's; whether it was made."""
+        if getattr(self, "found_inf", None) is not None or not all(map(_is_plain, self.param_groups)):
+            return False
+        params, grads, firsts, seconds, steps, how = lists = [], [], [], [], [], []
+        for group in self.param_groups:
+            before = len(params)
+            if self._init_group(group, params, grads, firsts, seconds, [], steps):
+                return False
+            settings = (float(group["lr"]), *map(float, group["betas"]), group["eps"], group["weight_decay"])
+            for param in params[before:]:
+                penalized = sparsity.penalized(param)
+                if penalized:
+                    self.state[param]["support"] = sparsity.support_version(param)
+                how += (*settings, float(group["l1"]) if penalized else 0.0)
+        done = direct.adamw_step(*lists)
+        if done:
+            torch.autograd.graph.increment_version(params + firsts + seconds + steps)
+        return done
+
     def _shrink(self, sparse) -> None:
         """The soft threshold on these parameters, each with its group; none after a step that was left out for a scaled
         gradient that is not finite (`GradScaler`, which says so to a fused step alone)."""
-        params, seconds, how = [param for _, param in sparse], [], []
         left_out = getattr(self, "found_inf", None)
-        at_once = left_out is None and not torch.compiler.is_compiling()
-        if at_once and all(type(t) in PLAIN and t.is_cpu for t in params):
-            for group, param in sparse:
-                state = self.state[param]
-                seconds.append(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
-                correction = 1 - float(group["betas"][1]) ** state["step"].item()
-                how += [correction, float(group["lr"]) * group["l1"], float(group["eps"])]
-            if direct.adam_threshold(params, seconds, how):
-                torch.autograd.graph.increment_version(params)
-                return
         for group, param in sparse:
             threshold = group["lr"] * group["l1"] / self._metric(group, self.state[param])
             if left_out is not None:
@@ -224,6 +236,15 @@ class ProxAdamW(_OfSupports, torch.optim.AdamW):
         # A number on the CPU divides without being waited for on its way to a GPU.
         correction = 1 - group["betas"][1] ** state["step"].double()
         return (second / correction).sqrt_().add_(group["eps"])
+
+
+def _is_plain(group) -> bool:
+    """Whether this group takes the step of AdamW's paper, however computed, on plain tensors on the CPU."""
+    asked = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+    return not any(group[name] for name in asked) and all(
+        param.grad is None or (type(param) in PLAIN and type(param.grad) in PLAIN and param.is_cpu)
+        for param in group["params"]
+    )
 
 
 def _without_hooks(step):

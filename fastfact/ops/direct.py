@@ -174,9 +174,17 @@ def prox_sgd_step(params, grads, momenta, l1, lr: float, momentum: float, weight
     return False
 
 
-def adam_threshold(params: list[Tensor], seconds: list[Tensor], how: list[float]) -> bool:
-    """The soft threshold of `ProxAdamW` on plain float32 or float64 tensors that lie alike in memory: each by scale /
-    (√(second / correction) + eps), with three numbers of `how`: correction, scale, eps. Whether it was applied."""
+def adamw_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    firsts: list[Tensor],
+    seconds: list[Tensor],
+    steps: list[Tensor],
+    how: list[float],
+) -> bool:
+    """A step of AdamW on plain tensors on the CPU that lie alike in memory, and the soft threshold by lr · l1 in Adam's
+    metric. steps: how many each has made, counted on. how: (lr, β₁, β₂, eps, weight decay, l1) of each. Whether it was
+    made."""
     return False
 
 
@@ -203,7 +211,7 @@ _there = False
 """Whether there is the library, of this package."""
 _FUNCTIONS = (
     *("serve", "key", "layer", "factored", "dense", "panels"),
-    *("prox_sgd_step", "adam_threshold", "watch", "still", "hold"),
+    *("prox_sgd_step", "adamw_step", "watch", "still", "hold"),
 )
 
 

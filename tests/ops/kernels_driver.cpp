@@ -344,6 +344,42 @@ void prox() {
 }
 
 template <class T>
+void adamw() {
+  const int count = pick_int(0, 5), step = pick_int(1, 40);
+  const double lr = 0.05, beta1 = 0.9, beta2 = 0.95, eps = 1e-3, decay = pick_int(0, 1) * 0.1;
+  std::vector<Input<T>> p, g, m, v;
+  std::vector<std::vector<Sum>> wanted[3];
+  std::vector<AdamW> steps;
+  for (int n = 0; n < count; ++n) {
+    const int64_t numel = one_of({0, 1, 5, 16, 33, 300, 1000});
+    for (auto* group : {&p, &g, &m, &v}) group->emplace_back(1, numel);
+    for (T& x : v.back().data) x = from_compute<T>(std::abs(to_compute(x)) + Compute<T>(0.1));
+  }
+  for (int n = 0; n < count; ++n) {
+    const int64_t numel = p[n].data.size();
+    const double l1 = pick_int(0, 1) * 0.7;
+    for (auto& of : wanted) of.emplace_back(numel);
+    for (int64_t j = 0; j < numel; ++j) {
+      const double x = p[n](0, j), d = g[n](0, j);
+      const double first = beta1 * m[n](0, j) + (1 - beta1) * d, second = beta2 * v[n](0, j) + (1 - beta2) * d * d;
+      const double metric = std::sqrt(second / (1 - std::pow(beta2, step))) + eps, by = lr * l1 / metric;
+      const double moved = lr * first / (1 - std::pow(beta1, step)) / metric, y = x * (1 - lr * decay) - moved;
+      wanted[0][n][j] = {std::copysign(std::max(std::abs(y) - by, 0.0), y), std::abs(x) + std::abs(moved) + by + 1};
+      wanted[1][n][j] = {first, std::abs(d) + std::abs(m[n](0, j)) + 1};
+      wanted[2][n][j] = {second, second + 1};
+    }
+    steps.push_back({kType<T>, numel, p[n].data.data(), g[n].data.data(), m[n].data.data(), v[n].data.data(), lr, beta1,
+                     beta2, eps, decay, l1, double(step)});
+  }
+  adamw_step(steps.data(), count, threads);
+  for (int n = 0; n < count; ++n) {
+    compare("adamw", p[n].data, wanted[0][n]);
+    compare("adamw first", m[n].data, wanted[1][n]);
+    compare("adamw second", v[n].data, wanted[2][n]);
+  }
+}
+
+template <class T>
 void sums_of_channels() {
   const int64_t n = one_of({0, 1, 3, 100, 1100}), channels = one_of({0, 1, 5, 16, 33, 130});
   const int64_t plane = n > 3 ? one_of({1, 1, 3}) : one_of({1, 7, 49, 1030});
@@ -1032,6 +1068,7 @@ int main(int argc, char** argv) {
       lowrank<T>();
       hadamard<T>();
       prox<T>();
+      adamw<T>();
       sums_of_channels<T>();
       products_of_few_rows<T>();
       products_in_panels<T>();
