@@ -319,7 +319,7 @@ def test_a_step_in_one_call_is_that_of_pytorch(dtype, monkeypatch):
             monkeypatch.setattr(direct, "adamw_step", lambda *args: False)
     assert seen == [True, True]
     for mine, its in zip(net.parameters(), other.parameters(), strict=True):
-        # In bfloat16 PyTorch rounds what is left of a step before the threshold takes it to 0 or nearly: up to 1/16 here.
+        # In bfloat16 PyTorch rounds what the threshold takes to 0 or nearly before it does, up to 1/16 here.
         rounding = dict(rtol=2.0**-6, atol=2.0**-4 * 2.0**-8) if dtype == torch.bfloat16 else {}
         torch.testing.assert_close(mine, its, equal_nan=True, **rounding)
     assert net[0].mu.isnan().sum() == 1 and (net[0].mu == 0).any()
