@@ -176,34 +176,42 @@ struct MultiplyTiles {
   using V = Vec<T, B>;
   static constexpr int L = kLanes<T, B>, MR = tile_rows(B), NR = 2 * L;
 
-  // sum[m] = Σ_d a[d][m] · b[d], for the first W registers of a panel's columns.
-  template <int W>
-  FF_INLINE static void multiply(const C* a, const C* b, int64_t depth, V (&sum)[MR][W]) {
+  // f.operator()<M>() for a tile of which so many rows are there, 1 to MR.
+  template <class F>
+  FF_INLINE static void with_height(int64_t rows, const F& f) {
+    constexpr int kThird = std::max(MR / 3, 1);
+    if (rows <= kThird) return f.template operator()<kThird>();
+    rows <= 2 * kThird ? f.template operator()<2 * kThird>() : f.template operator()<MR>();
+  }
+
+  // sum[m] = Σ_d a[d][m] · b[d], for the first M rows of a tile and the first W registers of a panel's columns.
+  template <int M, int W>
+  FF_INLINE static void multiply(const C* a, const C* b, int64_t depth, V (&sum)[M][W]) {
     clear(sum);
     add(a, b, depth, sum);
   }
 
   // The same of pairs, `depth` of them.
-  template <int W>
-  FF_INLINE static void multiply(const Pair* a, const Pair* b, int64_t depth, V (&sum)[MR][W]) {
+  template <int M, int W>
+  FF_INLINE static void multiply(const Pair* a, const Pair* b, int64_t depth, V (&sum)[M][W]) {
     clear(sum);
     add(a, b, depth, sum);
   }
 
-  template <int W>
-  FF_INLINE static void add(const Pair* a, const Pair* b, int64_t depth, V (&sum)[MR][W]) {
+  template <int M, int W>
+  FF_INLINE static void add(const Pair* a, const Pair* b, int64_t depth, V (&sum)[M][W]) {
     add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return as_number(a + d * MR + m); });
   }
 
   // left(d, m): a pair as a number.
-  template <int W, class Left>
-  FF_INLINE static void add_terms(int64_t depth, const Pair* b, V (&sum)[MR][W], const Left& left) {
+  template <int M, int W, class Left>
+  FF_INLINE static void add_terms(int64_t depth, const Pair* b, V (&sum)[M][W], const Left& left) {
     for (int64_t d = 0; d < depth; ++d) {
       Operands<Pair, B> right[W];
 #pragma GCC unroll 2
       for (int p = 0; p < W; ++p) right[p] = load_operands<B>(b + d * NR + p * L);
 #pragma GCC unroll 16
-      for (int m = 0; m < MR; ++m) {
+      for (int m = 0; m < M; ++m) {
         const V of_row = left(d, m) - V{};
 #pragma GCC unroll 2
         for (int p = 0; p < W; ++p) {
@@ -216,45 +224,45 @@ struct MultiplyTiles {
   }
 
   // sum[m] = Σ_d a[m][d] · b[d]
-  template <int W>
-  FF_INLINE static void multiply_rows(const C* const (&a)[MR], const C* b, int64_t depth, V (&sum)[MR][W]) {
+  template <int M, int W>
+  FF_INLINE static void multiply_rows(const C* const (&a)[M], const C* b, int64_t depth, V (&sum)[M][W]) {
     clear(sum);
     add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a[m] + d; });
   }
 
   // The same of pairs, which are numbers that follow each other in a row.
-  template <int W>
-  FF_INLINE static void multiply_rows(const BFloat16* const (&a)[MR], const Pair* b, int64_t depth, V (&sum)[MR][W]) {
+  template <int M, int W>
+  FF_INLINE static void multiply_rows(const BFloat16* const (&a)[M], const Pair* b, int64_t depth, V (&sum)[M][W]) {
     clear(sum);
     add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return pair_at(a[m] + 2 * d); });
   }
 
-  template <int W>
-  FF_INLINE static void clear(V (&sum)[MR][W]) {
+  template <int M, int W>
+  FF_INLINE static void clear(V (&sum)[M][W]) {
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) {
+    for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 2
       for (int p = 0; p < W; ++p) sum[m][p] = V{};
     }
   }
 
   // sum[m] += Σ_d a[d][m] · b[d]
-  template <int W>
-  FF_INLINE static void add(const C* a, const C* b, int64_t depth, V (&sum)[MR][W]) {
+  template <int M, int W>
+  FF_INLINE static void add(const C* a, const C* b, int64_t depth, V (&sum)[M][W]) {
     add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a + (d * MR + m); });
   }
 
   // left(d, m): where a number is. Of every third row it is an operand in memory of each product, which is an
   // instruction less, and for all rows would be more loads than there are products.
-  template <int W, class Left>
-  FF_INLINE static void add_terms(int64_t depth, const C* b, V (&sum)[MR][W], const Left& left) {
+  template <int M, int W, class Left>
+  FF_INLINE static void add_terms(int64_t depth, const C* b, V (&sum)[M][W], const Left& left) {
 #pragma GCC unroll 4
     for (int64_t d = 0; d < depth; ++d) {
       V right[W];
 #pragma GCC unroll 2
       for (int p = 0; p < W; ++p) right[p] = load<B>(b + d * NR + p * L);
 #pragma GCC unroll 16
-      for (int m = 0; m < MR; ++m) {
+      for (int m = 0; m < M; ++m) {
         const C* const a = left(d, m);
 #pragma GCC unroll 2
         for (int p = 0; p < W; ++p) {
@@ -276,13 +284,13 @@ struct MultiplyTiles {
     sum += right * *a;
   }
 
-  // tile += Σ_d a[d] ⊗ b[d]; with `fresh` it is that. Columns beyond W registers are zeros.
-  template <int W = 2, class E>
+  // M rows of tile += Σ_d a[d] ⊗ b[d]; with `fresh` it is that. Columns beyond W registers are zeros.
+  template <int W = 2, int M = MR, class E>
   FF_INLINE static void accumulate(const E* a, const E* b, int64_t depth, C* tile, bool fresh = false) {
-    V sum[MR][W];
+    V sum[M][W];
     multiply(a, b, depth, sum);
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m, tile += NR) {
+    for (int m = 0; m < M; ++m, tile += NR) {
 #pragma GCC unroll 2
       for (int p = 0; p < 2; ++p) {
         if (p >= W) {

@@ -150,8 +150,18 @@ struct RunProduct {
               using E = decltype(operand);
               const int64_t first = column + panel * NR;
               auto by = [&]<int N>() FF_INLINE_LAMBDA {
+                const float* const of_columns = right + panel * step;
+                float* const sums = kept.get() + panel * of_panel;
+                const int64_t of_tiles = rows / MR * MR;
                 outline<B>([&]() FF_INLINE_LAMBDA {
-                  multiply<E, N>(p, row, rows, first, d, terms, right + panel * step, kept.get() + panel * of_panel);
+                  multiply<E, N, MR>(p, row, of_tiles, first, d, terms, of_columns, sums);
+                });
+                if (of_tiles == rows) return;
+                MultiplyTiles<float, B>::with_height(rows - of_tiles, [&]<int M>() FF_INLINE_LAMBDA {
+                  outline<B>([&]() FF_INLINE_LAMBDA {
+                    multiply<E, N, M>(p, row + of_tiles, rows - of_tiles, first, d, terms, of_columns,
+                                      sums + of_tiles * NR);
+                  });
                 });
               };
               p.columns - first > L ? by.template operator()<2>() : by.template operator()<1>();
@@ -243,9 +253,9 @@ struct RunProduct {
     }
   }
 
-  // A panel of W, or its first N registers of columns, times a slice of some rows: sums to `kept`, [tile][row][column],
-  // and of the last slice to y.
-  template <class E, int N>
+  // A panel of W, or its first N registers of columns, times a slice of some rows, M at a time: sums to `kept`,
+  // [tile][row][column], and of the last slice to y.
+  template <class E, int N, int M>
   FF_INLINE static void multiply(const RowsProduct<T>& p, int64_t row, int64_t rows, int64_t column, int64_t d,
                                  int64_t terms, const float* right, float* kept) {
     constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
@@ -255,13 +265,13 @@ struct RunProduct {
     V bias[N]{};
     for (int k = 0; k < N && ends && p.bias; ++k) bias[k] = load<B>(p.bias + column + k * L);
     T* y = p.y + row * p.columns + column;
-    for (; row < last; row += MR, left += step, kept += MR * NR, y += MR * p.columns) {
-      V sum[MR][N];
+    for (; row < last; row += M, left += step, kept += M * NR, y += M * p.columns) {
+      V sum[M][N];
       if constexpr (kReadsRows<T, E>) {
         if (!p.packed) {
-          const T* rows_of_x[MR];
+          const T* rows_of_x[M];
 #pragma GCC unroll 16
-          for (int m = 0; m < MR; ++m) rows_of_x[m] = p.x + std::min(row + m, last - 1) * p.depth + d;
+          for (int m = 0; m < M; ++m) rows_of_x[m] = p.x + std::min(row + m, last - 1) * p.depth + d;
           MultiplyTiles<float, B>::multiply_rows(rows_of_x, reinterpret_cast<const E*>(right), terms / kFactors, sum);
         }
       }
@@ -275,15 +285,15 @@ struct RunProduct {
       }
       if (d) {
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m) {
+        for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 2
           for (int k = 0; k < N; ++k) sum[m][k] += load<B>(kept + m * NR + k * L);
         }
       }
-      const bool whole = ends && count == N * L && row + MR <= last;
+      const bool whole = ends && count == N * L && row + M <= last;
       const auto put = [&](auto* to, int64_t step) FF_INLINE_LAMBDA {
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m) {
+        for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 2
           for (int k = 0; k < N; ++k) store<B>(to + m * step + k * L, sum[m][k] + bias[k]);
         }
@@ -293,7 +303,7 @@ struct RunProduct {
         continue;
       }
       put(kept, NR);
-      for (int64_t m = 0; ends && m < std::min<int64_t>(MR, last - row); ++m) {
+      for (int64_t m = 0; ends && m < std::min<int64_t>(M, last - row); ++m) {
         T numbers[NR];
 #pragma GCC unroll 2
         for (int k = 0; k < NR; k += L) store<B>(numbers + k, load<B>(kept + m * NR + k));
@@ -938,11 +948,17 @@ struct RunGradient {
           copy_columns(from, g.w.i, terms, count, right);
         }
         auto multiply = [&]<int N>() FF_INLINE_LAMBDA {
-          for (int64_t tile = 0; tile * MR < block.rows; ++tile) {
-            MultiplyTiles<float, B>::template accumulate<N>(
+          auto add = [&]<int M>(int64_t tile) FF_INLINE_LAMBDA {
+            MultiplyTiles<float, B>::template accumulate<N, M>(
                 reinterpret_cast<const E*>(left + tile * step), reinterpret_cast<const E*>(right),
                 ceil_div(terms, kFactors), sums + panel * block.panel() + tile * MR * NR, fresh);
-          }
+          };
+          const int64_t whole_tiles = block.outputs / MR, rest = block.outputs % MR;
+          for (int64_t tile = 0; tile < whole_tiles; ++tile) add.template operator()<MR>(tile);
+          if (!rest) return;
+          MultiplyTiles<float, B>::with_height(rest, [&]<int M>() FF_INLINE_LAMBDA {
+            outline<B>([&]() FF_INLINE_LAMBDA { add.template operator()<M>(whole_tiles); });
+          });
         };
         count > L ? multiply.template operator()<2>() : multiply.template operator()<1>();
       });
@@ -1240,17 +1256,9 @@ struct Made {
   }
 };
 
-// Up to how many rows the kernels of few rows are faster than tiles.
-int64_t few_rows(bool pairs, bool backward) {
-  if (pairs) return kFewInPairs;
-  if (register_bytes() < 64) return kFewRows;
-  return (backward ? 4 : 2) * tile_rows(64);
-}
-
 // multiply(W), or few(W) where rows are few; false where the positions of μ do not ascend. `depth`: of the product.
 template <class Op, class Multiply, class Few>
-bool with_weight(const Op& op, int64_t depth, bool backward, ParallelFor parallel_for, const Multiply& multiply,
-                 const Few& few) {
+bool with_weight(const Op& op, int64_t depth, ParallelFor parallel_for, const Multiply& multiply, const Few& few) {
   bool valid = true;
   with_type(op.type, [&](auto one) {
     using T = decltype(one);
@@ -1258,7 +1266,7 @@ bool with_weight(const Op& op, int64_t depth, bool backward, ParallelFor paralle
       const auto support = find_bits(op.o, op.i, op.mu, parallel_for);
       if (!(valid = bool(support))) return;
       const Made<T> made(op, *support);
-      op.n <= few_rows(rows_in_pairs<T>(depth), backward) ? few(made.w) : multiply(made.w);
+      op.n <= (rows_in_pairs<T>(depth) ? kFewInPairs : kFewRows) ? few(made.w) : multiply(made.w);
     }
   });
   return valid;
@@ -1340,8 +1348,7 @@ bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
     multiply_rows(w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data : nullptr,
                   static_cast<T*>(op.y.data), op.threads, parallel_for);
   };
-  return with_weight(op, op.i, false, parallel_for, multiply,
-                     [&](const auto& w) { multiply_few(w, op, parallel_for); });
+  return with_weight(op, op.i, parallel_for, multiply, [&](const auto& w) { multiply_few(w, op, parallel_for); });
 }
 
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
@@ -1352,7 +1359,7 @@ bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor para
     if (dvalues || du || dv) sum_gradients(w, op.n, x, dy, dvalues, du, dv, parallel_for);
   };
   auto few = [&](const auto& w) { multiply_few_backward(w, op, parallel_for); };
-  return with_weight(op, op.o, true, parallel_for, multiply, few);
+  return with_weight(op, op.o, parallel_for, multiply, few);
 }
 
 }  // namespace fastfact
