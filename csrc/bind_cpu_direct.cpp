@@ -54,6 +54,14 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const Optiona
     TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1));
     return;
   }
+  const auto type = out.scalar_type();
+  if (fits && (type == ScalarType::Float || type == ScalarType::Double) && is_dense(*bias, 0) && is_dense(out, 0)) {
+    // PyTorch's begins with copies of the bias, on one thread.
+    multiply(out, a, b);
+    fastfact::add_bias({type_of<fastfact::Type>("layer", out), rows, width, data_of(*bias), out.data_ptr()},
+                       parallel_for);
+    return;
+  }
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), bias->get(), a.get(), b.get(), 1, 1));
 }
 

@@ -1,5 +1,5 @@
-// The gradient of a bias: sums over all but the channels. Sums of up to kTogether numbers are added up, so that
-// rounding grows little with their number.
+// A bias added to rows, and its gradient: sums over all but the channels. Sums of up to kTogether numbers are added up,
+// so that rounding grows little with their number.
 #include <algorithm>
 
 #include "rank1_rows.h"
@@ -70,7 +70,42 @@ struct SumRows {
   }
 };
 
+// Rows [begin, end) += bias.
+template <class T, int B>
+struct AddToRows {
+  static constexpr int L = kLanes<T, B>;
+
+  FF_INLINE static void run(const AddBias& op, int64_t begin, int64_t end) {
+    const T* bias = static_cast<const T*>(op.bias);
+    T* y = static_cast<T*>(op.y) + begin * op.channels;
+    int64_t length = op.channels, count = end - begin;
+    // So many narrow rows together are whole registers.
+    alignas(64) T several[L * L];
+    if (length < L) {
+      for (int64_t k = 0; k < L * length; ++k) several[k] = bias[k % length];
+      for (; count >= L; count -= L, y += L * length) add(several, L * length, y);
+    }
+    for (; count > 0; --count, y += length) add(bias, length, y);
+  }
+
+  FF_INLINE static void add(const T* bias, int64_t length, T* y) {
+    int64_t k = 0;
+    for (; k + L <= length; k += L) store<B>(y + k, load<B>(y + k) + load<B>(bias + k));
+    for (; k < length; ++k) y[k] += bias[k];
+  }
+};
+
 }  // namespace
+
+void add_bias(const AddBias& op, ParallelFor parallel_for) {
+  with_type(op.type, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (std::is_same_v<T, Compute<T>>) {
+      parallel(parallel_for, op.channels ? op.n : 0, ceil_div(kGrain, std::max<int64_t>(op.channels, 1)),
+               [&](int64_t begin, int64_t end) { dispatch<AddToRows, T>(op, begin, end); });
+    }
+  });
+}
 
 void channel_sums(const ChannelSums& op, ParallelFor parallel_for) {
   with_type(op.type, [&](auto type) {

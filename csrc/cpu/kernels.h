@@ -265,6 +265,15 @@ struct ChannelSums {
 };
 void channel_sums(const ChannelSums& op, ParallelFor);
 
+// y [n, channels] += bias [channels]; float32 and float64.
+struct AddBias {
+  Type type;
+  int64_t n, channels;
+  const void* bias;
+  void* y;
+};
+void add_bias(const AddBias& op, ParallelFor);
+
 // y [n, o] = x [n, i] · Wᵀ + bias (or null), float32 or float64, W (o, i) at i · row + o.
 struct DenseRows {
   Type type;

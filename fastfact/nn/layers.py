@@ -482,10 +482,12 @@ class FactorizedLinear(FactorizedLayer):
 
     def _call(self, path, x, tensors, bias):
         if path != "factored" or isinstance(self.spec, LowRank) or x.dim() < 2:
-            return super()._call(path, x, tensors, bias)
-        if not self._is_plain(x, tensors, bias):
-            return None
-        return ops.conv.call_of_factors(ops.conv.of_factors(self.size), *rank1_parts(tensors), bias)
+            call = super()._call(path, x, tensors, bias)
+        elif self._is_plain(x, tensors, bias):
+            call = ops.conv.call_of_factors(ops.conv.of_factors(self.size), *rank1_parts(tensors), bias)
+        else:
+            call = None
+        return call and direct.with_rows(call, x)
 
     def _without_weight(self, path, x, tensors, bias):
         if isinstance(self.spec, LowRank):

@@ -97,6 +97,21 @@ class Call(NamedTuple):
         return self.function(*self.args[: self.at], x, *self.args[self.at + 1 :])
 
 
+def with_rows(call: Call, x: Tensor) -> Call:
+    """The call of a linear layer in training for inputs such as x: rows that no matrix has where they lie are copied
+    once, for the forward and the backward."""
+    if not x.is_cpu or x.dim() <= 2 or not torch.is_grad_enabled():
+        return call
+    with contextlib.suppress(RuntimeError):
+        x.detach().view(-1, x.shape[-1] if x.numel() else 1)
+        return call
+    return Call(_of_copy, (call.function, call.at, *call.args), call.at + 2)
+
+
+def _of_copy(function: Callable[..., Tensor | None], at: int, *args) -> Tensor | None:
+    return function(*args[:at], args[at].contiguous(), *args[at + 1 :])
+
+
 Fact = tuple[Mapping[str, Any], str, Any, bool | None]
 """(A dict, a name, what is there under this name, None for nothing; whether that is trained, where it matters)."""
 

@@ -411,6 +411,21 @@ void products_of_few_rows() {
 }
 
 template <class T>
+void biases() {
+  if (!std::is_same_v<T, Compute<T>>) return;
+  const int64_t n = one_of({0, 1, 5, 17, 300}), channels = one_of({0, 1, 3, 4, 8, 15, 16, 33});
+  Input<T> y(1, n * channels);
+  const Input<T> bias(1, channels);
+  std::vector<Sum> wanted(n * channels);
+  for (int64_t at = 0; at < n * channels; ++at) {
+    wanted[at].add(to_compute(y.data[at]));
+    wanted[at].add(to_compute(bias.data[at % channels]));
+  }
+  add_bias({kType<T>, n, channels, bias.data.data(), y.data.data()}, threads);
+  compare("bias", y.data, wanted);
+}
+
+template <class T>
 void products_in_panels() {
   const int64_t n = one_of({0, 1, 5, 12, 30, 300}), i = one_of({1, 2, 7, 64, 514, 1030});
   const int64_t o = one_of({0, 1, 5, 16, 33, 130}), numel = panels_numel(kType<T>, o, i);
@@ -1070,6 +1085,7 @@ int main(int argc, char** argv) {
       prox<T>();
       adamw<T>();
       sums_of_channels<T>();
+      biases<T>();
       products_of_few_rows<T>();
       products_in_panels<T>();
       adapters<T>();
