@@ -289,6 +289,20 @@ struct MultiplyTiles {
   FF_INLINE static void accumulate(const E* a, const E* b, int64_t depth, C* tile, bool fresh = false) {
     V sum[M][W];
     multiply(a, b, depth, sum);
+    add_to_tile(sum, tile, fresh);
+  }
+
+  // The same, the numbers of a term `step` behind those of the last.
+  template <int W, int M>
+  FF_INLINE static void accumulate_columns(const C* a, int64_t step, const C* b, int64_t depth, C* tile, bool fresh) {
+    V sum[M][W];
+    clear(sum);
+    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a + (d * step + m); });
+    add_to_tile(sum, tile, fresh);
+  }
+
+  template <int M, int W>
+  FF_INLINE static void add_to_tile(const V (&sum)[M][W], C* tile, bool fresh) {
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m, tile += NR) {
 #pragma GCC unroll 2

@@ -34,6 +34,7 @@ constexpr int64_t kItems = 16;        // wanted of work, for the threads
 constexpr int64_t kNarrow = 384;      // columns of W for which rows are read where they lie in any case, and
 constexpr int64_t kPage = 4096;       // otherwise only if they are no multiple of so many bytes apart
 constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
+constexpr int64_t kInPlace = 3 * kPage / 4;                // bytes of a row of dy; longer ones take a page each
 constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
 constexpr int64_t kRowsOfSum = 256;                        // added to dW at once,
 constexpr int64_t kRowsOfSumByAmx = 512;                   // by AMX
@@ -857,7 +858,7 @@ struct Gradient {
   Weight<T> w;
   int64_t n;
   const T *x, *dy;
-  bool amx;
+  bool amx, in_place;  // dy is read where it lies, but for the last tile of a block
   int64_t outputs, inputs, rows, row_blocks, column_blocks, parts;  // of a block, and how many there are
   int64_t size;                                                     // of the sums of a block
   float* sums;                                                      // [block][part], null where there is one part
@@ -919,17 +920,21 @@ struct RunGradient {
   FF_INLINE static void add_rows(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms, int64_t last,
                                  bool fresh, int64_t step, float* left, float* right, float* sums) {
     constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
+    const int64_t whole_tiles = block.outputs / MR, rest = block.outputs % MR;
+    constexpr bool may = std::is_same_v<T, E>;
+    const int64_t copied = may && g.in_place ? whole_tiles * MR : 0;  // from here on
+    const T* const dy = g.dy + row * g.w.o + block.o;
     outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t t = 0; t < terms; t += kFactors) {
-        const T* const from = g.dy + (row + t) * g.w.o + block.o;
+      for (int64_t t = 0; t < terms && copied < block.outputs; t += kFactors) {
+        const T* const from = dy + t * g.w.o + copied;
         for (int k = 0; k < kFactors; ++k) {
-          if (row + t + k + kAhead < last) fetch(from + (k + kAhead) * g.w.o, block.outputs);
+          if (row + t + k + kAhead < last) fetch(from + (k + kAhead) * g.w.o, block.outputs - copied);
         }
-        float* const to = left + t / kFactors * MR;
+        float* const to = left + copied / MR * step + t / kFactors * MR;
         if constexpr (kFactors == 2) {
           copy_pairs(from, t + 1 < terms ? from + g.w.o : nullptr, block.outputs, step, to);
         } else {
-          copy_row(from, block.outputs, step, to);
+          copy_row(from, block.outputs - copied, step, to);
         }
       }
     });
@@ -953,8 +958,13 @@ struct RunGradient {
                 reinterpret_cast<const E*>(left + tile * step), reinterpret_cast<const E*>(right),
                 ceil_div(terms, kFactors), sums + panel * block.panel() + tile * MR * NR, fresh);
           };
-          const int64_t whole_tiles = block.outputs / MR, rest = block.outputs % MR;
-          for (int64_t tile = 0; tile < whole_tiles; ++tile) add.template operator()<MR>(tile);
+          if constexpr (may) {
+            for (int64_t tile = 0; tile * MR < copied; ++tile) {
+              MultiplyTiles<float, B>::template accumulate_columns<N, MR>(
+                  dy + tile * MR, g.w.o, right, terms, sums + panel * block.panel() + tile * MR * NR, fresh);
+            }
+          }
+          for (int64_t tile = copied / MR; tile < whole_tiles; ++tile) add.template operator()<MR>(tile);
           if (!rest) return;
           MultiplyTiles<float, B>::with_height(rest, [&]<int M>() FF_INLINE_LAMBDA {
             outline<B>([&]() FF_INLINE_LAMBDA { add.template operator()<M>(whole_tiles); });
@@ -1197,8 +1207,8 @@ void cut_into_blocks(Gradient<T>& g, int64_t outputs, int64_t inputs, int64_t pa
       const int64_t items = ceil_div(outputs, height) * ceil_div(inputs, width) * parts;
       double time = 0;
       for (int64_t threads : {2, 4, 8}) time += ceil_div(items, threads) * threads;
-      // Rows of dy and x are copied for each block.
-      time *= double(height * width + 4 * (height + width)) / double(parts);
+      // Rows of x are copied for each block, and of dy, unless they are read in place.
+      time *= double(height * width + 4 * ((g.in_place ? 0 : height) + width)) / double(parts);
       if (least && time >= 0.98 * least) continue;
       least = time, g.outputs = height, g.inputs = width;
     }
@@ -1212,6 +1222,7 @@ void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dv
                    ParallelFor parallel_for) {
   Gradient<T> g{w, n, x, dy};
   g.amx = by_amx(in_pairs<T>());
+  g.in_place = std::is_same_v<T, float> && register_bytes() == 64 && w.o * int64_t(sizeof(T)) <= kInPlace;
   const int64_t mr = tile_of(g.amx), nr = register_bytes() / 2;
   const int64_t parts = std::clamp<int64_t>(n / kLeastSum, 1, kItems / 2);
   cut_into_blocks(g, w.o, w.i, parts);
