@@ -109,12 +109,21 @@ class _Apart:
         ctx.plan = plan
         ctx.save_for_backward(x, u, v, mu, index, bias)
         op, settings = plan.own
-        return _forward(op, False, settings, x, u, v, mu, index, bias)
+        y = _forward(op, False, settings, _rows(op, x), u, v, mu, index, bias)
+        return no_view(y.view(*x.shape[:-1], -1)) if op == LAYER and x.dim() > 2 else y
 
     @staticmethod
     def backward(ctx, grad, saved):
         op, settings = ctx.plan.own
-        return None, *_gradients(op, False, settings, grad, saved[:5], ctx.needs_input_grad[1:])
+        x, *factors = saved[:5]
+        given = _rows(op, x), *factors
+        dx, *rest = _gradients(op, False, settings, _rows(op, grad), given, ctx.needs_input_grad[1:])
+        return None, dx if dx is None else dx.reshape(x.shape), *rest
+
+
+def _rows(op: str, t: Tensor) -> Tensor:
+    """t as the op takes it: […, channels] of a linear layer as rows."""
+    return t.flatten(0, -2) if op == LAYER and t.dim() > 2 else t
 
 
 class _Conv(torch.autograd.Function):

@@ -546,3 +546,49 @@ def test_a_dense_mu_that_loses_its_numbers_in_evaluation_is_noticed(monkeypatch)
     layer.prune_(0.1)
     torch.testing.assert_close(layer(x), layer.to_dense()(x))
     assert taken[0] and not taken[-1]
+
+
+@pytest.mark.parametrize("path", ["factored", "reconstruct"])
+def test_rows_that_no_matrix_has_are_copied_once_in_training(path):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear.from_dense(torch.nn.Linear(12, 7), ff.Rank1(rank=2), init="svd").compact(0.6)
+    layer.path = path
+    twin = layer.to_dense()
+    image = torch.randn(5, 12, 30)
+    for _ in range(3):  # a node serves from the second on
+        mine, its = (image.clone().requires_grad_() for _ in range(2))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            layer(mine.transpose(1, 2)).square().sum().backward()
+        twin(its.transpose(1, 2)).square().sum().backward()
+        torch.testing.assert_close(mine.grad, its.grad)
+    copies = {event.key: event.count for event in profile.key_averages()}
+    assert copies["aten::contiguous"] == 1
+
+
+@pytest.mark.parametrize("path", ["factored", "reconstruct"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_second_derivatives_on_sequences(path, turned):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear.from_dense(torch.nn.Linear(12, 7), ff.Rank1(rank=2), init="svd").compact(0.6)
+    layer.double().path = path
+    x = torch.randn(2, 12, 3, dtype=torch.float64)
+    x = (x if turned else x.transpose(1, 2).contiguous()).requires_grad_()
+
+    def forward(x):
+        return layer(x.transpose(1, 2) if turned else x)
+
+    assert torch.autograd.gradgradcheck(forward, x)
+
+
+@pytest.mark.parametrize(("rows", "i", "o"), [(20_001, 4, 4), (3_000, 49, 49), (4_100, 3, 17), (70_000, 2, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bias_of_many_rows(rows, i, o, dtype):
+    torch.manual_seed(0)
+    layer = ff.nn.FactorizedLinear.from_dense(torch.nn.Linear(i, o), ff.Rank1(), init="svd").to(dtype)
+    layer.path = "reconstruct"
+    x = torch.randn(rows, i, dtype=dtype)
+    for _ in range(2):
+        y = layer(x)
+    expected = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    rounding = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(y.double(), expected, rtol=rounding, atol=rounding)
