@@ -82,6 +82,11 @@ struct RowsProduct {
   const BFloat16 *rows, *rest;
   int64_t row;
 
+  // Where a tile of R · 16 rows begins.
+  template <int R>
+  FF_INLINE const BFloat16* tile(int64_t first) const {
+    return first + R * kTileRows <= n ? rows + first * row : rest;
+  }
   int64_t padded(int64_t terms) const { return amx ? whole(terms, kTileTerms) : terms; }
 };
 
@@ -204,7 +209,7 @@ struct RunProduct {
                                       const float* right, float* kept) {
     using S = Sums<R, N>;
     constexpr int64_t kSize = sizeof(BFloat16);
-    const BFloat16* const left = (row + R * kTileRows <= p.n ? p.rows + row * p.row : p.rest) + d;
+    const BFloat16* const left = p.template tile<R>(row) + d;
     d ? S::load(kept, NR) : S::clear();
     S::multiply(reinterpret_cast<const char*>(left), p.row * kSize, kTileRows * p.row * kSize, kTileTerms * kSize,
                 right, ceil_div(terms, kTileTerms));
@@ -550,7 +555,7 @@ struct RunProduct {
   }
 };
 
-// h = x uᵀ of rows, [tile of rows][`ranks`][row]; in pairs each number is two of bfloat16 that add up to it.
+// h = x uᵀ of rows, [tile of rows][rank][row]; in pairs each number is two of bfloat16 that add up to it.
 template <class T>
 struct Hidden {
   const T* x;
@@ -558,7 +563,7 @@ struct Hidden {
   int64_t n, depth, u_row, rank;
   bool pairs;
   void* out;
-  int64_t tile, ranks;
+  int64_t tile;
   static constexpr int64_t kRows = 4;  // together
 };
 
@@ -600,7 +605,7 @@ struct RunHidden {
 #pragma GCC unroll 4
         for (int n = 0; n < kRanks * kRows; n += L) put(sums_of_rows<L, V>(at, n), &sums[0][0] + n);
         for (int64_t k = 0; k < std::min(kRows, h.n - m); ++k) {
-          E* const to = static_cast<E*>(h.out) + (m + k) / h.tile * h.tile * h.ranks + (m + k) % h.tile;
+          E* const to = static_cast<E*>(h.out) + (m + k) / h.tile * h.tile * h.rank + (m + k) % h.tile;
           for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * h.tile] = sums[l][k];
         }
       }
@@ -646,22 +651,79 @@ void make_hidden(const Hidden<T>& h, ParallelFor parallel_for) {
            [&](int64_t begin, int64_t end) { dispatch<RunHidden, T>(h, begin, end); });
 }
 
+// Rows [rows, depth] in panels of so many, [panel][term][width], where two numbers that follow each other are a term in
+// pairs, as they lie.
+template <class T>
+void pack_rows(const T* data, int64_t rows, int64_t depth, bool pairs, int64_t width, float* to,
+               ParallelFor parallel_for) {
+  const int64_t terms = pairs ? depth / 2 : depth;
+  const Operand from{{data, 0}, steps(rows, terms), steps(terms, 1)};
+  parallel(parallel_for, ceil_div(rows, width), ceil_div(16384, width * terms), [&](int64_t begin, int64_t end) {
+    if (pairs) return dispatch<PackPanels, float>(from, int64_t(0), int(width), to, begin, end);
+    dispatch<PackPanels, T>(from, int64_t(0), int(width), to, begin, end);
+  });
+}
+
+// The same by AMX: panels of u, [panel of ranks][pair][its width]; h is [row][`ranks`], zeros beyond the last.
+struct HiddenByAmx {
+  const RowsProduct<BFloat16>& p;
+  const float* u;
+  int64_t panel, ranks;  // numbers of a panel
+  Pair* out;
+};
+
+template <class, int B>
+struct RunHiddenByAmx {
+  static constexpr int L = B / int(sizeof(float)), NR = 2 * L;
+
+  // Items are kRowsByAmx rows.
+  FF_INLINE static void run(const HiddenByAmx& h, int64_t begin, int64_t end) {
+    if constexpr (B == 64) {
+      const Tiles tiles(true);
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        using S = Sums<2, 2>;
+        constexpr int64_t kSize = sizeof(BFloat16);
+        const int64_t blocks = ceil_div(h.p.depth, kTileTerms), step = h.p.row * kSize;
+        for (int64_t row = begin * kRowsByAmx; row < end * kRowsByAmx; row += kRowsByAmx) {
+          for (int64_t r = 0; r < h.ranks; r += NR) {
+            alignas(64) float sums[kRowsByAmx * NR];
+            S::clear();
+            S::multiply(reinterpret_cast<const char*>(h.p.template tile<2>(row)), step, kTileRows * step,
+                        kTileTerms * kSize, h.u + r / NR * h.panel, blocks);
+            S::store(sums, NR);
+            for (int64_t m = 0; m < kRowsByAmx; ++m) {
+              Pair* const to = h.out + (row + m) * h.ranks + r;
+              for (int64_t k = 0; k < NR && r + k < h.ranks; k += L) {
+                RunHidden<BFloat16, B>::put(load<B>(sums + m * NR + k), to + k);
+              }
+            }
+          }
+        }
+      });
+    }
+  }
+};
+
 // What is multiplied in pairs beside x and W: h, and each number of the other factor twice.
 class Beside {
  public:
-  Beside(const Weight<BFloat16>& w, bool turned, bool amx, int64_t rows, int64_t depth, int64_t columns)
-      : depth_(depth),
+  Beside(const Weight<BFloat16>& w, bool turned, bool amx, int64_t rows, int64_t depth, int64_t columns,
+         ParallelFor parallel_for)
+      : amx_(amx),
+        depth_(depth),
         rank_(w.rank),
         ranks_(amx ? whole(w.rank, kTileRows) : w.rank),
         u_row_(ceil_div(depth + 1, 64) * 64),
-        tile_(amx ? 1 : tile_rows(register_bytes())),
+        tile_(tile_rows(register_bytes())),
         rows_(whole(rows, tile_of(amx))),
-        u_(w.rank * u_row_),
+        u_((amx ? whole(w.rank, 32) : w.rank) * u_row_),
+        panels_(amx ? whole(w.rank, 32) * u_row_ / 2 : 0),
         hidden_(rows_ * ranks_),
         factors_(ceil_div(columns, 64) * 64 * ranks_) {
     const BFloat16* const from = turned ? w.u_in_memory : w.v_in_memory;
     std::fill(u_.get(), u_.get() + rank_ * u_row_, BFloat16{});
     for (int64_t r = 0; r < rank_; ++r) std::copy(from + r * depth, from + (r + 1) * depth, u_.get() + r * u_row_);
+    if (amx) pack_rows(u_.get(), rank_, u_row_, true, 32, panels_.get(), parallel_for);
     const float* const other = turned ? w.v : w.u;
     const int64_t row = turned ? w.v_row : w.u_row, width = register_bytes() / 2;
     for (int64_t at = 0; at < ceil_div(columns, width) * ranks_; ++at) {
@@ -673,19 +735,27 @@ class Beside {
     }
   }
 
-  // Of these rows of x (dy).
-  const Pair* hidden(const BFloat16* x, int64_t n, ParallelFor parallel_for) const {
-    const int64_t there = ranks_ == rank_ ? n / tile_ * tile_ : 0;
-    std::fill(hidden_.get() + there * ranks_, hidden_.get() + rows_ * ranks_, Pair{});
-    make_hidden<BFloat16>({x, u_.get(), n, depth_, u_row_, rank_, true, hidden_.get(), tile_, ranks_}, parallel_for);
+  // Of the rows of a product.
+  const Pair* hidden(const RowsProduct<BFloat16>& p, ParallelFor parallel_for) const {
+    if (amx_) {
+      const HiddenByAmx h{p, panels_.get(), 16 * u_row_, ranks_, hidden_.get()};
+      parallel(parallel_for, rank_ ? ceil_div(p.n, kRowsByAmx) : 0, 1,
+               [&](int64_t begin, int64_t end) { dispatch<RunHiddenByAmx, BFloat16>(h, begin, end); });
+      return hidden_.get();
+    }
+    const int64_t there = p.n / tile_ * tile_;
+    std::fill(hidden_.get() + there * rank_, hidden_.get() + rows_ * rank_, Pair{});
+    make_hidden<BFloat16>({p.x, u_.get(), p.n, depth_, u_row_, rank_, true, hidden_.get(), tile_}, parallel_for);
     return hidden_.get();
   }
   const Pair* factors() const { return factors_.get(); }
   int64_t ranks() const { return ranks_; }
 
  private:
+  const bool amx_;
   const int64_t depth_, rank_, ranks_, u_row_, tile_, rows_;
   const Scratch<BFloat16> u_;
+  const Scratch<float> panels_;
   const Scratch<Pair> hidden_, factors_;
 };
 
@@ -699,7 +769,7 @@ std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t element, int6
   constexpr double kHeldUp = 0.25;     // of a part that a thread is left with
   const int64_t tile = tile_of(amx), width = register_bytes() / 2, most = group / width;
   const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width);
-  const bool narrow = panels <= most, half = threads > 1 && panels * width - columns >= width / 2;
+  const bool narrow = panels <= kGroup / width, half = threads > 1 && panels * width - columns >= width / 2;
   const int64_t left = (panels - half) % threads + half;
   const double more_ranges = columns * element % 64 ? 1.05 : 0.98;  // of the least time, at most
   std::vector<Part> parts;
@@ -755,19 +825,6 @@ struct PackFactors {
   }
 };
 
-// Rows [rows, depth] in panels of so many, [panel][term][width], where two numbers that follow each other are a term in
-// pairs, as they lie.
-template <class T>
-void pack_rows(const T* data, int64_t rows, int64_t depth, bool pairs, int64_t width, float* to,
-               ParallelFor parallel_for) {
-  const int64_t terms = pairs ? depth / 2 : depth;
-  const Operand from{{data, 0}, steps(rows, terms), steps(terms, 1)};
-  parallel(parallel_for, ceil_div(rows, width), ceil_div(16384, width * terms), [&](int64_t begin, int64_t end) {
-    if (pairs) return dispatch<PackPanels, float>(from, int64_t(0), int(width), to, begin, end);
-    dispatch<PackPanels, T>(from, int64_t(0), int(width), to, begin, end);
-  });
-}
-
 // Rows [rows, depth] with zeros behind each, up to `row`, and whole rows of them up to `tile`.
 void pad_rows(const BFloat16* from, int64_t rows, int64_t depth, int64_t row, int64_t tile, BFloat16* to,
               ParallelFor parallel_for) {
@@ -807,7 +864,8 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   if (rank || of_floats) dispatch<PackFactors, float>(across, columns, across_row, w.rank, false, of_columns.get());
   std::unique_ptr<const Beside> beside;
   if constexpr (std::is_same_v<T, BFloat16>) {
-    if (pairs && !panels) beside = std::make_unique<const Beside>(w, turned, amx, std::min(n, most), depth, columns);
+    if (pairs && !panels)
+      beside = std::make_unique<const Beside>(w, turned, amx, std::min(n, most), depth, columns, parallel_for);
   }
   // Rows a multiple of a page apart share sets of the first cache, from which each panel has to read them again.
   const bool meet = columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0;
@@ -834,11 +892,11 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     p.y = y + first * columns;
     p.pairs = pairs, p.panels = panels;
     if (of_floats) {
-      make_hidden<T>({p.x, terms, rows, depth, terms_row, of_floats, false, hidden.get(), mr, of_floats}, parallel_for);
+      make_hidden<T>({p.x, terms, rows, depth, terms_row, of_floats, false, hidden.get(), mr}, parallel_for);
     }
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (beside) {
-        p.hidden = beside->hidden(p.x, rows, parallel_for), p.beside = beside->factors();
+        p.hidden = beside->hidden(p, parallel_for), p.beside = beside->factors();
         p.beside_rank = beside->ranks();
       }
     }
