@@ -159,8 +159,10 @@ class ProxAdamW(_OfSupports, torch.optim.AdamW):
     lr · l1 / (√v̂ + eps), element by element, so that zeros are exact and training minimises loss + l1 · ‖μ‖₁ (weight
     decay, being decoupled, apart).
 
-    Arguments as for AdamW, and l1 ≥ 0, also per group. Schedulers of PyTorch change `lr` as usual. The moments of a μ
-    start anew where its support changes. Raises ValueError for values out of range, and for `differentiable`.
+    Arguments as for AdamW, and l1 ≥ 0, also per group. On the CPU a step is one pass over all parameters; PyTorch's own
+    step serves `amsgrad`, `maximize`, `capturable` and foreach=True. Schedulers of PyTorch change `lr` as usual. The
+    moments of a μ start anew where its support changes. Raises ValueError for values out of range, and for
+    `differentiable`.
     """
 
     def __init__(self, params, lr: float | Tensor = 1e-3, *args, l1: float = 0.0, **settings):
