@@ -482,7 +482,9 @@ void multiply_few(const TiledWeight<T>& w, const FactoredLinear& op, ParallelFor
 template <class T>
 void multiply_few_backward(const TiledWeight<T>& w, const FactoredLinearBackward& op, ParallelFor parallel_for) {
   const int64_t n = op.n;
-  const Copied<T> x(op.x.data, n, w.i, parallel_for), dy(op.dy.data, n, w.o, parallel_for);
+  // For dx alone there may be no x.
+  const bool reads_x = op.dvalues || op.du || op.dv;
+  const Copied<T> x(op.x.data, reads_x ? n : 0, w.i, parallel_for), dy(op.dy.data, n, w.o, parallel_for);
   const Scratch<float> turned(ceil_div(w.o, kRowsOfW) * kRowsOfW * n);
   const Scratch<float> hidden(n * w.rank), grad_hidden(n * w.rank);
   parallel(parallel_for, ceil_div(w.o, kSummed), ceil_div(kLeastWork, n * kSummed), [&](int64_t begin, int64_t end) {
