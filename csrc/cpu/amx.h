@@ -7,7 +7,7 @@
 namespace fastfact {
 
 // Rows and columns of a tile of sums, and terms of a product of two tiles.
-inline constexpr int64_t kTileRows = 16, kTileTerms = 32;
+inline constexpr int64_t kAmxRows = 16, kAmxTerms = 32;
 
 // Whether this machine has it and lets this process use it.
 bool has_amx();
@@ -115,27 +115,27 @@ struct Sums {
   FF_INLINE static void load(const float* from, int64_t step) {
     const int64_t bytes = step * int64_t(sizeof(float));
     load_tile<0>(from, bytes);
-    if constexpr (N == 2) load_tile<1>(from + kTileRows, bytes);
-    if constexpr (R == 2) load_tile<2>(from + kTileRows * step, bytes);
-    if constexpr (R == 2 && N == 2) load_tile<3>(from + kTileRows * step + kTileRows, bytes);
+    if constexpr (N == 2) load_tile<1>(from + kAmxRows, bytes);
+    if constexpr (R == 2) load_tile<2>(from + kAmxRows * step, bytes);
+    if constexpr (R == 2 && N == 2) load_tile<3>(from + kAmxRows * step + kAmxRows, bytes);
   }
   FF_INLINE static void store(float* to, int64_t step) {
     const int64_t bytes = step * int64_t(sizeof(float));
     store_tile<0>(to, bytes);
-    if constexpr (N == 2) store_tile<1>(to + kTileRows, bytes);
-    if constexpr (R == 2) store_tile<2>(to + kTileRows * step, bytes);
-    if constexpr (R == 2 && N == 2) store_tile<3>(to + kTileRows * step + kTileRows, bytes);
+    if constexpr (N == 2) store_tile<1>(to + kAmxRows, bytes);
+    if constexpr (R == 2) store_tile<2>(to + kAmxRows * step, bytes);
+    if constexpr (R == 2 && N == 2) store_tile<3>(to + kAmxRows * step + kAmxRows, bytes);
   }
 
   // sums += left · right, so many blocks of terms. Tiles of `left` are `next_rows` bytes apart, their rows `row` and
   // their blocks `block`; `right` is [pair][32 columns].
   FF_INLINE static void multiply(const char* left, int64_t row, int64_t next_rows, int64_t block, const float* right,
                                  int64_t blocks) {
-    constexpr int64_t kColumns = 2 * kTileRows, kBytes = kColumns * sizeof(float);
-    for (; blocks > 0; --blocks, left += block, right += kTileRows * kColumns) {
+    constexpr int64_t kColumns = 2 * kAmxRows, kBytes = kColumns * sizeof(float);
+    for (; blocks > 0; --blocks, left += block, right += kAmxRows * kColumns) {
       load_tile<4>(left, row);
       load_tile<6>(right, kBytes);
-      if constexpr (N == 2) load_tile<7>(right + kTileRows, kBytes);
+      if constexpr (N == 2) load_tile<7>(right + kAmxRows, kBytes);
       multiply_tiles<0, 4, 6>();
       if constexpr (R == 2) load_tile<5>(left + next_rows, row);
       if constexpr (N == 2) multiply_tiles<1, 4, 7>();

@@ -43,6 +43,9 @@ constexpr int64_t kShortSum = 3 * kRowsOfSum / 4;          // where there are fe
 
 int64_t whole(int64_t count, int64_t of) { return ceil_div(count, of) * of; }
 
+// Terms with those that fill a block of AMX.
+int64_t whole_blocks(int64_t terms, bool amx) { return amx ? whole(terms, kAmxTerms) : terms; }
+
 int64_t slice_of(int64_t depth, int64_t most) {
   const int64_t slices = ceil_div(std::max<int64_t>(depth, 1), most);
   return ceil_div(ceil_div(std::max<int64_t>(depth, 1), slices), 64) * 64;
@@ -85,12 +88,12 @@ struct RowsProduct {
   // Where a tile of R · 16 rows begins.
   template <int R>
   FF_INLINE const BFloat16* tile(int64_t first) const {
-    return first + R * kTileRows <= n ? rows + first * row : rest;
+    return first + R * kAmxRows <= n ? rows + first * row : rest;
   }
-  int64_t padded(int64_t terms) const { return amx ? whole(terms, kTileTerms) : terms; }
+  int64_t padded(int64_t terms) const { return whole_blocks(terms, amx); }
 };
 
-constexpr int64_t kRowsByAmx = 2 * kTileRows;
+constexpr int64_t kRowsByAmx = 2 * kAmxRows;
 
 // Rows of a tile of a product.
 int64_t tile_of(bool amx) { return amx ? kRowsByAmx : tile_rows(register_bytes()); }
@@ -192,7 +195,7 @@ struct RunProduct {
       const bool wide = p.columns - column > L;
       outline<B>([&]() FF_INLINE_LAMBDA {
         for (const int64_t last = row + rows; row < last; row += kRowsByAmx, kept += kRowsByAmx * NR) {
-          if (last - row > kTileRows) {
+          if (last - row > kAmxRows) {
             wide ? multiply_tile<2, 2>(p, row, column, d, terms, right, kept)
                  : multiply_tile<2, 1>(p, row, column, d, terms, right, kept);
           } else {
@@ -211,19 +214,19 @@ struct RunProduct {
     constexpr int64_t kSize = sizeof(BFloat16);
     const BFloat16* const left = p.template tile<R>(row) + d;
     d ? S::load(kept, NR) : S::clear();
-    S::multiply(reinterpret_cast<const char*>(left), p.row * kSize, kTileRows * p.row * kSize, kTileTerms * kSize,
-                right, ceil_div(terms, kTileTerms));
+    S::multiply(reinterpret_cast<const char*>(left), p.row * kSize, kAmxRows * p.row * kSize, kAmxTerms * kSize, right,
+                ceil_div(terms, kAmxTerms));
     if (d + terms < p.depth) return S::store(kept, NR);
     if (const int64_t rank = p.beside_rank; rank) {
       const int64_t bytes = rank * sizeof(Pair);
-      S::multiply(static_cast<const char*>(p.hidden) + row * bytes, bytes, kTileRows * bytes, kTileTerms * kSize,
-                  static_cast<const float*>(p.beside) + column * rank, rank / kTileRows);
+      S::multiply(static_cast<const char*>(p.hidden) + row * bytes, bytes, kAmxRows * bytes, kAmxTerms * kSize,
+                  static_cast<const float*>(p.beside) + column * rank, rank / kAmxRows);
     }
-    alignas(64) float sums[R * kTileRows * NR];
+    alignas(64) float sums[R * kAmxRows * NR];
     S::store(sums, NR);
     V bias[2]{};
     for (int k = 0; k < N && p.bias; ++k) bias[k] = load<B>(p.bias + column + k * L);
-    const int64_t columns = p.columns, rows = std::min(R * kTileRows, p.n - row);
+    const int64_t columns = p.columns, rows = std::min(R * kAmxRows, p.n - row);
     const int64_t count = std::min<int64_t>(NR, columns - column);
     T* y = p.y + row * columns + column;
     for (int64_t m = 0; m < rows; ++m, y += columns) {
@@ -563,7 +566,6 @@ struct Hidden {
   int64_t n, depth, u_row, rank;
   bool pairs;
   void* out;
-  int64_t tile;
   static constexpr int64_t kRows = 4;  // together
 };
 
@@ -571,7 +573,7 @@ template <class T, int B>
 struct RunHidden {
   using V = Vec<float, B>;
   static constexpr int L = B / int(sizeof(float));
-  static constexpr int64_t kRows = Hidden<T>::kRows, kRanks = B == 64 ? 4 : 2;
+  static constexpr int64_t kRows = Hidden<T>::kRows, kRanks = B == 64 ? 4 : 2, MR = tile_rows(B);
 
   // Items are kRows rows.
   FF_INLINE static void run(const Hidden<T>& h, int64_t begin, int64_t end) {
@@ -605,8 +607,8 @@ struct RunHidden {
 #pragma GCC unroll 4
         for (int n = 0; n < kRanks * kRows; n += L) put(sums_of_rows<L, V>(at, n), &sums[0][0] + n);
         for (int64_t k = 0; k < std::min(kRows, h.n - m); ++k) {
-          E* const to = static_cast<E*>(h.out) + (m + k) / h.tile * h.tile * h.rank + (m + k) % h.tile;
-          for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * h.tile] = sums[l][k];
+          E* const to = static_cast<E*>(h.out) + (m + k) / MR * MR * h.rank + (m + k) % MR;
+          for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * MR] = sums[l][k];
         }
       }
     }
@@ -651,6 +653,18 @@ void make_hidden(const Hidden<T>& h, ParallelFor parallel_for) {
            [&](int64_t begin, int64_t end) { dispatch<RunHidden, T>(h, begin, end); });
 }
 
+// Rows [rows, depth] with zeros behind each, up to `row`, and whole rows of them up to `tile`.
+template <class T>
+void pad_rows(const T* from, int64_t rows, int64_t depth, int64_t row, int64_t tile, T* to, ParallelFor parallel_for) {
+  parallel(parallel_for, whole(rows, tile), ceil_div(1 << 16, row), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      const int64_t count = m < rows ? depth : 0;
+      std::copy(from + m * depth, from + m * depth + count, to + m * row);
+      std::fill(to + m * row + count, to + (m + 1) * row, T{});
+    }
+  });
+}
+
 // Rows [rows, depth] in panels of so many, [panel][term][width], where two numbers that follow each other are a term in
 // pairs, as they lie.
 template <class T>
@@ -683,13 +697,13 @@ struct RunHiddenByAmx {
       outline<B>([&]() FF_INLINE_LAMBDA {
         using S = Sums<2, 2>;
         constexpr int64_t kSize = sizeof(BFloat16);
-        const int64_t blocks = ceil_div(h.p.depth, kTileTerms), step = h.p.row * kSize;
+        const int64_t blocks = ceil_div(h.p.depth, kAmxTerms), step = h.p.row * kSize;
         for (int64_t row = begin * kRowsByAmx; row < end * kRowsByAmx; row += kRowsByAmx) {
           for (int64_t r = 0; r < h.ranks; r += NR) {
             alignas(64) float sums[kRowsByAmx * NR];
             S::clear();
-            S::multiply(reinterpret_cast<const char*>(h.p.template tile<2>(row)), step, kTileRows * step,
-                        kTileTerms * kSize, h.u + r / NR * h.panel, blocks);
+            S::multiply(reinterpret_cast<const char*>(h.p.template tile<2>(row)), step, kAmxRows * step,
+                        kAmxTerms * kSize, h.u + r / NR * h.panel, blocks);
             S::store(sums, NR);
             for (int64_t m = 0; m < kRowsByAmx; ++m) {
               Pair* const to = h.out + (row + m) * h.ranks + r;
@@ -712,18 +726,16 @@ class Beside {
       : amx_(amx),
         depth_(depth),
         rank_(w.rank),
-        ranks_(amx ? whole(w.rank, kTileRows) : w.rank),
+        ranks_(amx ? whole(w.rank, kAmxRows) : w.rank),
         u_row_(ceil_div(depth + 1, 64) * 64),
-        tile_(tile_rows(register_bytes())),
         rows_(whole(rows, tile_of(amx))),
-        u_((amx ? whole(w.rank, 32) : w.rank) * u_row_),
-        panels_(amx ? whole(w.rank, 32) * u_row_ / 2 : 0),
+        u_(w.rank * u_row_),
+        panels_(amx ? whole(w.rank, register_bytes() / 2) * u_row_ / 2 : 0),
         hidden_(rows_ * ranks_),
         factors_(ceil_div(columns, 64) * 64 * ranks_) {
     const BFloat16* const from = turned ? w.u_in_memory : w.v_in_memory;
-    std::fill(u_.get(), u_.get() + rank_ * u_row_, BFloat16{});
-    for (int64_t r = 0; r < rank_; ++r) std::copy(from + r * depth, from + (r + 1) * depth, u_.get() + r * u_row_);
-    if (amx) pack_rows(u_.get(), rank_, u_row_, true, 32, panels_.get(), parallel_for);
+    pad_rows(from, rank_, depth, u_row_, 1, u_.get(), parallel_for);
+    if (amx) pack_rows(u_.get(), rank_, u_row_, true, register_bytes() / 2, panels_.get(), parallel_for);
     const float* const other = turned ? w.v : w.u;
     const int64_t row = turned ? w.v_row : w.u_row, width = register_bytes() / 2;
     for (int64_t at = 0; at < ceil_div(columns, width) * ranks_; ++at) {
@@ -738,14 +750,14 @@ class Beside {
   // Of the rows of a product.
   const Pair* hidden(const RowsProduct<BFloat16>& p, ParallelFor parallel_for) const {
     if (amx_) {
-      const HiddenByAmx h{p, panels_.get(), 16 * u_row_, ranks_, hidden_.get()};
+      const HiddenByAmx h{p, panels_.get(), register_bytes() / 2 * u_row_ / 2, ranks_, hidden_.get()};
       parallel(parallel_for, rank_ ? ceil_div(p.n, kRowsByAmx) : 0, 1,
                [&](int64_t begin, int64_t end) { dispatch<RunHiddenByAmx, BFloat16>(h, begin, end); });
       return hidden_.get();
     }
-    const int64_t there = p.n / tile_ * tile_;
+    const int64_t tile = tile_of(false), there = p.n / tile * tile;
     std::fill(hidden_.get() + there * rank_, hidden_.get() + rows_ * rank_, Pair{});
-    make_hidden<BFloat16>({p.x, u_.get(), p.n, depth_, u_row_, rank_, true, hidden_.get(), tile_}, parallel_for);
+    make_hidden<BFloat16>({p.x, u_.get(), p.n, depth_, u_row_, rank_, true, hidden_.get()}, parallel_for);
     return hidden_.get();
   }
   const Pair* factors() const { return factors_.get(); }
@@ -753,7 +765,7 @@ class Beside {
 
  private:
   const bool amx_;
-  const int64_t depth_, rank_, ranks_, u_row_, tile_, rows_;
+  const int64_t depth_, rank_, ranks_, u_row_, rows_;
   const Scratch<BFloat16> u_;
   const Scratch<float> panels_;
   const Scratch<Pair> hidden_, factors_;
@@ -825,18 +837,6 @@ struct PackFactors {
   }
 };
 
-// Rows [rows, depth] with zeros behind each, up to `row`, and whole rows of them up to `tile`.
-void pad_rows(const BFloat16* from, int64_t rows, int64_t depth, int64_t row, int64_t tile, BFloat16* to,
-              ParallelFor parallel_for) {
-  parallel(parallel_for, whole(rows, tile), ceil_div(1 << 16, row), [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; ++m) {
-      const int64_t count = m < rows ? depth : 0;
-      std::copy(from + m * depth, from + m * depth + count, to + m * row);
-      std::fill(to + m * row + count, to + (m + 1) * row, BFloat16{});
-    }
-  });
-}
-
 template <class T>
 void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y, int64_t threads,
                    ParallelFor parallel_for, const float* panels = nullptr) {
@@ -869,8 +869,8 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   }
   // Rows a multiple of a page apart share sets of the first cache, from which each panel has to read them again.
   const bool meet = columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0;
-  const bool packs = !(kReadsRows<T, float> || pairs) || meet || (amx && depth % kTileTerms);
-  const int64_t row = amx && packs ? whole(depth, kTileTerms) + (meet ? kTileTerms : 0) : depth;
+  const bool packs = !(kReadsRows<T, float> || pairs) || meet || (amx && depth % kAmxTerms);
+  const int64_t row = amx && packs ? whole(depth, kAmxTerms) + (meet ? kAmxTerms : 0) : depth;
   const Scratch<float> packed(packs && !amx ? whole(std::min(n, most), mr) * depth + 16 : 0);
   const Scratch<BFloat16> padded(amx ? (packs ? whole(std::min(n, most), mr) : mr) * row : 0);
   for (int64_t first = 0; first < n; first += most) {
@@ -892,7 +892,7 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
     p.y = y + first * columns;
     p.pairs = pairs, p.panels = panels;
     if (of_floats) {
-      make_hidden<T>({p.x, terms, rows, depth, terms_row, of_floats, false, hidden.get(), mr}, parallel_for);
+      make_hidden<T>({p.x, terms, rows, depth, terms_row, of_floats, false, hidden.get()}, parallel_for);
     }
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (beside) {
@@ -938,7 +938,7 @@ struct RunGradient {
           outputs(std::min(g.outputs, g.w.o - o)),
           i(at % g.column_blocks * g.inputs),
           inputs(std::min(g.inputs, g.w.i - i)),
-          rows(whole(outputs, g.amx ? kTileRows : MR)),
+          rows(whole(outputs, g.amx ? kAmxRows : MR)),
           panels(ceil_div(inputs, NR)) {}
 
     // The sums of a panel of columns; not a power of two, so that its rows do not share sets of the first cache.
@@ -949,7 +949,7 @@ struct RunGradient {
   // Items are (block, part).
   FF_INLINE static void run(const Gradient<T>& g, const Items& items) {
     const bool pairs = in_pairs<T>(kRowsOfSum);
-    const int64_t height = g.amx ? kTileRows : MR, together = g.amx ? kRowsOfSumByAmx : kRowsOfSum;
+    const int64_t height = g.amx ? kAmxRows : MR, together = g.amx ? kRowsOfSumByAmx : kRowsOfSum;
     // A store of a register runs over the end of a row of a tile.
     const int64_t step = together / (pairs ? 2 : 1) * height + L;
     const Scratch<float> left(ceil_div(g.outputs, height) * step), right(together * NR);
@@ -979,8 +979,7 @@ struct RunGradient {
                                  bool fresh, int64_t step, float* left, float* right, float* sums) {
     constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
     const int64_t whole_tiles = block.outputs / MR, rest = block.outputs % MR;
-    constexpr bool may = std::is_same_v<T, E>;
-    const int64_t copied = may && g.in_place ? whole_tiles * MR : 0;  // from here on
+    const int64_t copied = g.in_place ? whole_tiles * MR : 0;  // from here on
     const T* const dy = g.dy + row * g.w.o + block.o;
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t t = 0; t < terms && copied < block.outputs; t += kFactors) {
@@ -1016,7 +1015,7 @@ struct RunGradient {
                 reinterpret_cast<const E*>(left + tile * step), reinterpret_cast<const E*>(right),
                 ceil_div(terms, kFactors), sums + panel * block.panel() + tile * MR * NR, fresh);
           };
-          if constexpr (may) {
+          if constexpr (std::is_same_v<T, float>) {
             for (int64_t tile = 0; tile * MR < copied; ++tile) {
               MultiplyTiles<float, B>::template accumulate_columns<N, MR>(
                   dy + tile * MR, g.w.o, right, terms, sums + panel * block.panel() + tile * MR * NR, fresh);
@@ -1037,11 +1036,11 @@ struct RunGradient {
   FF_INLINE static void add_rows_by_amx(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms,
                                         bool fresh, int64_t step, float* left, float* right, float* sums) {
     if constexpr (std::is_same_v<T, BFloat16> && B == 64) {
-      const int64_t blocks = ceil_div(terms, kTileTerms);
+      const int64_t blocks = ceil_div(terms, kAmxTerms);
       outline<B>([&]() FF_INLINE_LAMBDA {
         for (int64_t k = 0; k < blocks; ++k) {
-          turn_rows(g.dy + (row + k * kTileTerms) * g.w.o + block.o, g.w.o,
-                    std::min(kTileTerms, terms - k * kTileTerms), block.outputs, step, left + k * kTileRows * L);
+          turn_rows(g.dy + (row + k * kAmxTerms) * g.w.o + block.o, g.w.o, std::min(kAmxTerms, terms - k * kAmxTerms),
+                    block.outputs, step, left + k * kAmxRows * L);
         }
       });
       for (int64_t panel = 0; panel < block.panels; ++panel) {
@@ -1055,19 +1054,18 @@ struct RunGradient {
             __builtin_prefetch(one + g.w.i + NR, 0, 2);
             copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
           }
-          std::fill(right + ceil_div(terms, 2) * NR, right + blocks * kTileRows * NR, 0.f);
+          std::fill(right + ceil_div(terms, 2) * NR, right + blocks * kAmxRows * NR, 0.f);
           for (int64_t m = 0; m < block.rows; m += kRowsByAmx) {
-            const float* const of_rows = left + m / kTileRows * step;
+            const float* const of_rows = left + m / kAmxRows * step;
             auto add = [&]<int R, int N>() FF_INLINE_LAMBDA {
               using S = Sums<R, N>;
               fresh ? S::clear() : S::load(to + m * NR, NR);
-              S::multiply(reinterpret_cast<const char*>(of_rows), B, step * sizeof(float), kTileRows * B, right,
-                          blocks);
+              S::multiply(reinterpret_cast<const char*>(of_rows), B, step * sizeof(float), kAmxRows * B, right, blocks);
               S::store(to + m * NR, NR);
-              for (int64_t k = 0; N == 1 && fresh && k < R * kTileRows; ++k)
+              for (int64_t k = 0; N == 1 && fresh && k < R * kAmxRows; ++k)
                 store<B>(to + (m + k) * NR + L, Vec<float, B>{});
             };
-            if (block.rows - m > kTileRows) {
+            if (block.rows - m > kAmxRows) {
               count > L ? add.template operator()<2, 2>() : add.template operator()<2, 1>();
             } else {
               count > L ? add.template operator()<1, 2>() : add.template operator()<1, 1>();
@@ -1358,8 +1356,7 @@ int64_t panels_numel(Type type, int64_t o, int64_t i) {
   int64_t numel = -1;
   if (!i) return numel;
   with_panels(type, i, [&]<class T>(T) {
-    const int64_t depth = by_amx(!std::is_same_v<T, float>) ? whole(i, kTileTerms) : i;
-    numel = whole(o, register_bytes() / 2) * depth;
+    numel = whole(o, register_bytes() / 2) * whole_blocks(i, by_amx(!std::is_same_v<T, float>));
   });
   return numel;
 }
@@ -1367,17 +1364,11 @@ int64_t panels_numel(Type type, int64_t o, int64_t i) {
 void pack_panels(Type type, int64_t o, int64_t i, const void* w, void* to, ParallelFor parallel_for) {
   with_panels(type, i, [&]<class T>(T) {
     constexpr bool pairs = !std::is_same_v<T, float>;
-    const int64_t width = register_bytes() / 2;
-    float* const panels = static_cast<float*>(to);
-    if constexpr (pairs) {
-      if (by_amx(pairs) && i % kTileTerms) {
-        const int64_t depth = whole(i, kTileTerms);
-        const Scratch<BFloat16> rows(o * depth);
-        pad_rows(static_cast<const BFloat16*>(w), o, i, depth, 1, rows.get(), parallel_for);
-        return pack_rows(rows.get(), o, depth, pairs, width, panels, parallel_for);
-      }
-    }
-    pack_rows(static_cast<const T*>(w), o, i, pairs, width, panels, parallel_for);
+    const int64_t depth = whole_blocks(i, by_amx(pairs));
+    const Scratch<T> padded(depth > i ? o * depth : 0);
+    const T* rows = static_cast<const T*>(w);
+    if (depth > i) pad_rows(rows, o, i, depth, 1, padded.get(), parallel_for), rows = padded.get();
+    pack_rows(rows, o, depth, pairs, register_bytes() / 2, static_cast<float*>(to), parallel_for);
   });
 }
 

@@ -89,16 +89,9 @@ struct AdamWRange {
         copy<B>(param + j, count, p), copy<B>(grad + j, count, g), copy<B>(first + j, count, m);
         copy<B>(second + j, count, v);
         step(of, count, p, g, m, v);
-        store_all(p, count, param + j), store_all(m, count, first + j), store_all(v, count, second + j);
+        copy<B>(p, count, param + j), copy<B>(m, count, first + j), copy<B>(v, count, second + j);
       }
     }
-  }
-
-  FF_INLINE static void store_all(const C* from, int64_t count, T* to) {
-    constexpr int L = kLanes<T, B>;
-    int64_t j = 0;
-    for (; j + L <= count; j += L) store<B>(to + j, load<B>(from + j));
-    for (; j < count; ++j) to[j] = from_compute<T>(from[j]);
   }
 
   FF_INLINE static void step(const AdamW& of, int64_t count, C* __restrict param, const C* __restrict grad,

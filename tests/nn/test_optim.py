@@ -1,7 +1,6 @@
 """ProxSGD and ProxAdamW against PyTorch's optimizers and against the soft threshold written out."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -234,11 +233,14 @@ def test_prox_adamw_is_the_loop_and_plain_adamw_elsewhere(how, dtype, schedule):
     rounding = 1e-4 if dtype == torch.float32 else 1e-10
     torch.testing.assert_close(net.mu.double(), expected, rtol=rounding, atol=rounding / 10)
     assert 0 < (net.mu == 0).sum() < net.mu.numel()
+    # PyTorch's own step has the same bits; the one pass rounds as often, in another order, in each of ten steps.
+    by_pytorch = how.keys() & {"amsgrad", "foreach"}
+    last_bits = 0.0 if by_pytorch else 16 * torch.finfo(dtype).eps
     for name in ("u", "v", "bias"):
-        torch.testing.assert_close(getattr(net, name), getattr(plain, name), rtol=rounding / 10, atol=rounding / 100)
-    states = [optimizer.state_dict()["state"] for optimizer in (ours, theirs)]
-    for n, name in itertools.product(states[1], ("step", "exp_avg", "exp_avg_sq")):
-        torch.testing.assert_close(states[0][n][name], states[1][n][name], rtol=rounding / 10, atol=rounding / 100)
+        mine, its = getattr(net, name), getattr(plain, name)
+        torch.testing.assert_close(mine, its, rtol=last_bits, atol=last_bits)
+        for kept in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(ours.state[mine][kept], theirs.state[its][kept], rtol=last_bits, atol=last_bits)
 
 
 def test_prox_adamw_reaches_the_lasso():
