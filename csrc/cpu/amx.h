@@ -86,16 +86,16 @@ inline void release_tiles() {}
 #endif
 
 // All tiles of the calling thread, for as long as this lives; nothing where they are not used.
-class Tiles {
+class AmxTiles {
  public:
-  explicit Tiles(bool used) : used_(used) {
+  explicit AmxTiles(bool used) : used_(used) {
     if (used_) configure_tiles();
   }
-  ~Tiles() {
+  ~AmxTiles() {
     if (used_) release_tiles();
   }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
+  AmxTiles(const AmxTiles&) = delete;
+  AmxTiles& operator=(const AmxTiles&) = delete;
 
  private:
   const bool used_;
@@ -103,7 +103,7 @@ class Tiles {
 
 // Up to four tiles of sums, R × N: cleared, loaded, multiplied, stored.
 template <int R, int N>
-struct Sums {
+struct AmxSums {
   FF_INLINE static void clear() {
     clear_tile<0>();
     if constexpr (N == 2) clear_tile<1>();

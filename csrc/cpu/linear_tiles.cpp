@@ -2,8 +2,7 @@
 //
 // W = Σ_r v_r ⊗ u_r + μ is made a panel at a time, from values spread out by the bits of their support, in the layout
 // in which a product reads it, and multiplied by all rows while it is in cache; nothing of the size of W is written to
-// memory. Rows of x (dy) are packed in panels of a tile's height. dW = dyᵀ x is summed a block at a time, and the
-// gradients of the values are gathered from the block, those of the factors summed from it.
+// memory. Rows of x (dy) are packed in panels of a tile's height.
 //
 // Where rows are few W is μ alone, and factors are further terms of the product: h = x uᵀ beside x, and v beside μ. So
 // it is where bfloat16 is multiplied in pairs, h being the sum of two numbers of bfloat16.
@@ -13,35 +12,23 @@
 #include <memory>
 #include <vector>
 
-#include "amx.h"
-#include "gemm.h"
 #include "items.h"
-#include "rank1_rows.h"
+#include "linear_weight.h"
 #include "transpose.h"
 
 namespace fastfact {
 namespace {
 
 // Of the depth of a product of rows and W, multiples of 64. Longer is a little faster and less accurate (`kDepth`).
-constexpr int64_t kSlice = 512, kSliceOfPairs = 1536, kSliceByAmx = 512;
+constexpr int64_t kSlice = 512, kSliceOfPairs = kMostTerms, kSliceByAmx = 512;
 constexpr int64_t kFewInPairs = 6;  // rows that are multiplied in float
 constexpr int64_t kPass = 252;      // rows whose slice the second cache holds, at most
 constexpr int64_t kGroup = 64;      // columns of W made together, at most; n · 64
 constexpr int64_t kGroupByAmx = 1 << 19,
                   kMostByAmx = 256;   // numbers and columns of W by AMX, which takes rows in faster
 constexpr int64_t kPacked = 1 << 21;  // numbers of x packed at once
-constexpr int64_t kItems = 16;        // wanted of work, for the threads
 constexpr int64_t kNarrow = 384;      // columns of W for which rows are read where they lie in any case, and
 constexpr int64_t kPage = 4096;       // otherwise only if they are no multiple of so many bytes apart
-constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
-constexpr int64_t kInPlace = 3 * kPage / 4;                // bytes of a row of dy; longer ones take a page each
-constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
-constexpr int64_t kRowsOfSum = 256;                        // added to dW at once,
-constexpr int64_t kRowsOfSumByAmx = 512;                   // by AMX
-constexpr int64_t kLeastSum = 4 * kRowsOfSum;              // rows of a part of dW
-constexpr int64_t kShortSum = 3 * kRowsOfSum / 4;          // where there are few blocks
-
-int64_t whole(int64_t count, int64_t of) { return ceil_div(count, of) * of; }
 
 // Terms with those that fill a block of AMX.
 int64_t whole_blocks(int64_t terms, bool amx) { return amx ? whole(terms, kAmxTerms) : terms; }
@@ -51,9 +38,6 @@ int64_t slice_of(int64_t depth, int64_t most) {
   return ceil_div(ceil_div(std::max<int64_t>(depth, 1), slices), 64) * 64;
 }
 
-template <class T>
-using Weight = TiledWeight<T>;
-
 // A part of a product of rows and W, of whole tiles and panels. No number depends on how a product is cut into parts.
 struct Part {
   int64_t row, rows, column, columns;
@@ -62,7 +46,7 @@ struct Part {
 // y [n, columns] = x [n, depth] · right, which is W or, `turned`, Wᵀ.
 template <class T>
 struct RowsProduct {
-  Weight<T> w;
+  TiledWeight<T> w;
   bool turned;
   int64_t n, depth, columns, slice, group, range, pass;  // columns and rows of an item at most, rows of a pass
   const Part* parts;                                     // the items
@@ -93,14 +77,6 @@ struct RowsProduct {
   int64_t padded(int64_t terms) const { return whole_blocks(terms, amx); }
 };
 
-constexpr int64_t kRowsByAmx = 2 * kAmxRows;
-
-// Rows of a tile of a product.
-int64_t tile_of(bool amx) { return amx ? kRowsByAmx : tile_rows(register_bytes()); }
-
-// Whether products in pairs are those of AMX.
-bool by_amx(bool pairs) { return pairs && register_bytes() == 64 && has_amx(); }
-
 // Whether y and dx are multiplied in pairs.
 template <class T>
 bool rows_in_pairs(int64_t depth) {
@@ -118,7 +94,6 @@ template <class T, int B>
 struct RunProduct {
   using V = Vec<float, B>;
   static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
-  static constexpr int kWide = std::max(B, 32), W = kWide / int(sizeof(float));  // what values are spread to
 
   // Items are `parts`.
   FF_INLINE static void run(const RowsProduct<T>& p, const Items& items) {
@@ -127,7 +102,7 @@ struct RunProduct {
     const int64_t factors = p.pairs ? 2 : 1, tile = p.amx ? kRowsByAmx : MR;
     const Scratch<float> slab(p.panels ? 0 : p.padded(again ? p.depth : p.slice) * all * NR);
     const Scratch<float> kept(all * whole(p.pass, tile) * NR);
-    const Tiles tiles_of_amx(p.amx);
+    const AmxTiles tiles(p.amx);
     for (int64_t item; (item = items.take()) < items.count();) {
       const Part& part = p.parts[item];
       const int64_t first = part.row, last = first + part.rows;
@@ -140,12 +115,13 @@ struct RunProduct {
           const float* const right = p.panels ? p.panels + (column * p.padded(p.depth) + d * NR) / factors : made;
           const int64_t step = p.padded(p.panels ? p.depth : terms) / factors * NR;
           if (row == first && !p.panels) {
+            using Make = MakePanels<T, B>;
             if (p.pairs) {
-              make_pairs_of(p, column, panels, d, terms, made);
+              Make::make_pairs(p.w, p.turned, column, panels, d, terms, p.padded(terms), made);
             } else if (p.turned) {
-              make_turned(p.w, column, panels, d, terms, made);
+              Make::make_turned(p.w, column, panels, d, terms, made);
             } else {
-              make(p.w, column, panels, d, terms, made);
+              Make::make(p.w, column, panels, d, terms, made);
             }
             if (p.rank) add_factors(p, column, panels, d, terms, made);
           }
@@ -210,7 +186,7 @@ struct RunProduct {
   template <int R, int N>
   FF_INLINE static void multiply_tile(const RowsProduct<T>& p, int64_t row, int64_t column, int64_t d, int64_t terms,
                                       const float* right, float* kept) {
-    using S = Sums<R, N>;
+    using S = AmxSums<R, N>;
     constexpr int64_t kSize = sizeof(BFloat16);
     const BFloat16* const left = p.template tile<R>(row) + d;
     d ? S::load(kept, NR) : S::clear();
@@ -324,237 +300,6 @@ struct RunProduct {
         }
       }
     }
-  }
-
-  // Panels [term][NR columns] of W, its rows being the terms.
-  FF_INLINE static void make(const Weight<T>& w, int64_t column, int64_t panels, int64_t d, int64_t terms, float* to) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      const int64_t columns = panels * NR;
-      const bool whole = w.support.whole && w.values + (d + terms - 1) * w.i + column + columns <= w.last + 8;
-      if (w.rank) {
-        whole ? make_terms<true, true>(w, column, columns, d, terms, to)
-              : make_terms<true, false>(w, column, columns, d, terms, to);
-      } else {
-        whole ? make_terms<false, true>(w, column, columns, d, terms, to)
-              : make_terms<false, false>(w, column, columns, d, terms, to);
-      }
-    });
-  }
-
-  // kWhole: all of μ is there, and so much can be read. What columns beyond the last hold is multiplied for nothing.
-  template <bool kFactors, bool kWhole>
-  FF_INLINE static void make_terms(const Weight<T>& w, int64_t column, int64_t columns, int64_t d, int64_t terms,
-                                   float* to) {
-    const T* const last = w.last;
-    const float* const u = w.u + column;
-    const int64_t panel = terms * NR;
-    for (int64_t t = 0; t < terms; ++t, to += NR) {
-      const T* from = w.values + w.support.start(d + t, column);
-      if (d + t + kAhead < w.o) fetch(w.values + w.support.start(d + t + kAhead, column), columns);
-      const uint8_t* const bits = w.support.bytes(d + t, column);
-      const float v = kFactors ? w.v[d + t] : 0;
-      float* out = to;
-      for (int64_t k = 0; k < columns; k += NR, out += panel) {
-#pragma GCC unroll 2
-        for (int part = 0; part < NR; part += W) {
-          Vec<float, kWide> x;
-          if constexpr (kWhole) {
-            x = load<kWide>(from), from += W;
-          } else {
-            x = spread_within<kWide>(bits + (k + part) / 8, from, last);
-          }
-          if constexpr (kFactors) x += load<kWide>(u + k + part) * v;
-          store<kWide>(out + part, x);
-        }
-      }
-      for (int64_t r = 1; r < w.rank; ++r) {
-        const float v = w.v[r * w.v_row + d + t];
-        const float* const u = w.u + r * w.u_row + column;
-        out = to;
-        for (int64_t k = 0; k < columns; k += NR, out += panel) {
-#pragma GCC unroll 2
-          for (int part = 0; part < NR; part += L) {
-            store<B>(out + part, load<B>(out + part) + load<B>(u + k + part) * v);
-          }
-        }
-      }
-    }
-  }
-
-  static constexpr int64_t kAhead = 8;  // rows of W whose values are fetched before they are spread
-  static constexpr int64_t kNext = 64;  // values of each row that are, where the rows are the columns
-
-  // The same, its columns being the terms.
-  FF_INLINE static void make_turned(const Weight<T>& w, int64_t column, int64_t panels, int64_t d, int64_t terms,
-                                    float* to) {
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t k = 0; k < panels * NR; k += W) {
-        const int64_t o = column + k, last = std::min(o + W - 1, w.o - 1);
-        float* const at = to + k / NR * terms * NR + k % NR;
-        if (w.support.whole && o + W <= w.o && w.values + last * w.i + d + terms + W <= w.last + 8) {
-          make_columns<true>(w, o, d, terms, at);
-        } else {
-          make_columns<false>(w, o, d, terms, at);
-        }
-      }
-    });
-  }
-
-  template <bool kWhole>
-  FF_INLINE static void make_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, float* to) {
-    static const uint8_t none[kSlice / 8] = {};
-    const T* const last = w.last;
-    const T* from[W];
-    const uint8_t* bits[W];
-    for (int l = 0; l < W; ++l) {
-      const bool there = o + l < w.o;
-      from[l] = w.values + (there ? w.support.start(o + l, d) : 0);
-      bits[l] = there ? w.support.bytes(o + l, d) : none;
-      if (o + l + W < w.o) fetch(w.values + w.support.start(o + l + W, d), std::min(terms, kNext));
-    }
-    const int64_t rank = w.rank, u_row = w.u_row, v_row = w.v_row;
-    const float *u = w.u + d, *const v = w.v + o;
-    for (int64_t t = 0; t < terms; t += W, u += W, to += W * NR) {
-      Vec<float, kWide> lines[W];
-#pragma GCC unroll 16
-      for (int l = 0; l < W; ++l) {
-        if constexpr (kWhole) {
-          lines[l] = load<kWide>(from[l]), from[l] += W;
-        } else {
-          lines[l] = spread_within<kWide>(bits[l] + t / 8, from[l], last);
-        }
-        __builtin_prefetch(from[l] + kNext);
-      }
-      for (int64_t r = 0; r < rank; ++r) {
-        const Vec<float, kWide> factor = load<kWide>(u + r * u_row);
-#pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) lines[l] += factor * v[r * v_row + l];
-      }
-      PackPanels<float, kWide>::template transpose_lanes<W / 2>(lines);
-      if (t + W <= terms) {
-#pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) store<kWide>(to + l * NR, lines[l]);
-      } else {
-        alignas(kWide) float rest[W * W];
-        for (int l = 0; l < W; ++l) store<kWide>(rest + W * l, lines[l]);
-        for (int64_t l = 0; l < terms - t; ++l) std::memcpy(to + l * NR, rest + W * l, kWide);
-      }
-    }
-  }
-
-  // Panels of μ in pairs, [pair of terms][NR columns], of whole blocks by AMX.
-  FF_INLINE static void make_pairs_of(const RowsProduct<T>& p, int64_t column, int64_t panels, int64_t d, int64_t terms,
-                                      float* to) {
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      outline<B>([&]() FF_INLINE_LAMBDA {
-        const int64_t panel = p.padded(terms) / 2 * NR;
-        for (int64_t k = 0; k < panels; ++k) {
-          std::fill(to + k * panel + terms / 2 * NR, to + (k + 1) * panel, 0.f);
-        }
-        if (!p.turned) return pair_rows(p.w, column, panels * NR, d, terms, panel, to);
-        for (int64_t k = 0; k < panels * NR; k += L) {
-          const bool ends = k + L == panels * NR;
-          pair_columns(p.w, column + k, d, terms, ends ? column : column + k + L, ends ? d + terms : d,
-                       to + k / NR * panel + k % NR);
-        }
-      });
-    }
-  }
-
-  using Halves = typename VecOf<uint16_t, B>::Type;
-
-  // Near the end no more is read than there is, elsewhere a register's bytes; kAll: all of μ is there.
-  enum End { kNearEnd, kInside, kAll };
-
-  // The next numbers of μ, two in 32 bits, and `from` moves on.
-  template <End kEnd>
-  FF_INLINE static Halves next(const uint8_t* bits, const T*& from) {
-    Halves out{};
-    if constexpr (kEnd == kAll) {
-      std::memcpy(&out, from, B);
-      from += B / 2;
-      return out;
-    }
-    if constexpr (kExpands<B> && kEnd == kInside) return spread_halves<B>(bits, from);
-    for (int k = 0; k < B / 2; ++k) {
-      if (bits[k / 8] >> k % 8 & 1) out[k] = from++->bits;
-    }
-    return out;
-  }
-
-  static constexpr int64_t kPairsAhead = 32;
-
-  // f.operator()<End>(), where `from` goes on by up to so many values. rows: whether all rows are there.
-  template <class F>
-  FF_INLINE static void with_end(const Weight<T>& w, const T* from, int64_t count, bool rows, const F& f) {
-    if (from + count + NR > w.last + 8) return f.template operator()<kNearEnd>();
-    w.support.whole&& rows ? f.template operator()<kAll>() : f.template operator()<kInside>();
-  }
-
-  FF_INLINE static void pair_rows(const Weight<T>& w, int64_t column, int64_t columns, int64_t d, int64_t terms,
-                                  int64_t panel, float* to) {
-    for (int64_t t = 0; t < terms; t += 2, to += NR) {
-      const T* from[2] = {w.values + w.support.start(d + t, column), w.values + w.support.start(d + t + 1, column)};
-      for (int64_t row = d + t + kPairsAhead; row < std::min(d + t + kPairsAhead + 2, w.o); ++row) {
-        const int64_t start = w.support.start(row, column), word = std::min(column + columns, w.support.words * 64);
-        fetch(w.values + start, w.support.start(row, word) - start);
-      }
-      const uint8_t *const first = w.support.bytes(d + t, column), *const second = w.support.bytes(d + t + 1, column);
-      with_end(w, from[1], columns, true, [&]<End kEnd>() FF_INLINE_LAMBDA {
-        float* out = to;
-        for (int64_t k = 0; k < columns; k += NR, out += panel) {
-          const Halves low = next<kEnd>(first + k / 8, from[0]), high = next<kEnd>(second + k / 8, from[1]);
-          constexpr std::make_integer_sequence<int, NR> lanes;
-          const Halves left = interleaved<0>(low, high, lanes), right = interleaved<NR / 2>(low, high, lanes);
-          std::memcpy(out, &left, B);
-          std::memcpy(out + L, &right, B);
-        }
-      });
-    }
-  }
-
-  // Numbers of a and b in turn, from number `first` on.
-  template <int first, int... lane>
-  FF_INLINE static Halves interleaved(Halves a, Halves b, std::integer_sequence<int, lane...>) {
-#ifdef __clang__
-    return __builtin_shufflevector(a, b, (lane % 2 * NR + first + lane / 2)...);
-#else
-    return __builtin_shuffle(a, b, Halves{(lane % 2 * NR + first + lane / 2)...});
-#endif
-  }
-
-  // What is made next, from output `next_o` and term `next_d` on, is fetched meanwhile.
-  FF_INLINE static void pair_columns(const Weight<T>& w, int64_t o, int64_t d, int64_t terms, int64_t next_o,
-                                     int64_t next_d, float* to) {
-    static const uint8_t none[kSliceOfPairs / 8] = {};
-    const T* from[L];
-    const uint8_t* bits[L];
-    for (int l = 0; l < L; ++l) {
-      const bool there = o + l < w.o;
-      from[l] = w.values + (there ? w.support.start(o + l, d) : 0);
-      bits[l] = there ? w.support.bytes(o + l, d) : none;
-    }
-    int64_t ahead[L];
-    for (int l = 0; l < L; ++l) {
-      const bool there = next_o + l < w.o && next_d < w.i;
-      ahead[l] = there ? w.values + w.support.start(next_o + l, next_d) - from[l] : 0;
-    }
-    with_end(w, from[std::clamp<int64_t>(w.o - o, 1, L) - 1], terms, o + L <= w.o, [&]<End kEnd>() FF_INLINE_LAMBDA {
-      for (int64_t t = 0; t < terms; t += 2 * L, to += L * NR) {
-        V lines[L];
-#pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) {
-          __builtin_prefetch(from[l] + ahead[l]);
-          lines[l] = bit_cast<V>(next<kEnd>(bits[l] + t / 8, from[l]));
-        }
-        PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
-        const int64_t left = std::min<int64_t>(L, (terms - t) / 2);
-#pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) {
-          if (l < left) store<B>(to + l * NR, lines[l]);
-        }
-      }
-    });
   }
 };
 
@@ -693,9 +438,9 @@ struct RunHiddenByAmx {
   // Items are kRowsByAmx rows.
   FF_INLINE static void run(const HiddenByAmx& h, int64_t begin, int64_t end) {
     if constexpr (B == 64) {
-      const Tiles tiles(true);
+      const AmxTiles tiles(true);
       outline<B>([&]() FF_INLINE_LAMBDA {
-        using S = Sums<2, 2>;
+        using S = AmxSums<2, 2>;
         constexpr int64_t kSize = sizeof(BFloat16);
         const int64_t blocks = ceil_div(h.p.depth, kAmxTerms), step = h.p.row * kSize;
         for (int64_t row = begin * kRowsByAmx; row < end * kRowsByAmx; row += kRowsByAmx) {
@@ -721,7 +466,7 @@ struct RunHiddenByAmx {
 // What is multiplied in pairs beside x and W: h, and each number of the other factor twice.
 class Beside {
  public:
-  Beside(const Weight<BFloat16>& w, bool turned, bool amx, int64_t rows, int64_t depth, int64_t columns,
+  Beside(const TiledWeight<BFloat16>& w, bool turned, bool amx, int64_t rows, int64_t depth, int64_t columns,
          ParallelFor parallel_for)
       : amx_(amx),
         depth_(depth),
@@ -838,8 +583,8 @@ struct PackFactors {
 };
 
 template <class T>
-void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y, int64_t threads,
-                   ParallelFor parallel_for, const float* panels = nullptr) {
+void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y,
+                   int64_t threads, ParallelFor parallel_for, const float* panels = nullptr) {
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i;
   const bool pairs = rows_in_pairs<T>(depth), amx = by_amx(pairs);
   const int64_t mr = tile_of(amx), rows_of_pass = kPass / mr * mr;
@@ -910,410 +655,11 @@ void multiply_rows(const Weight<T>& w, bool turned, int64_t n, const T* x, const
   }
 }
 
-// dW = dyᵀ x, of which the values' gradients are gathered, and du, dv summed.
-template <class T>
-struct Gradient {
-  Weight<T> w;
-  int64_t n;
-  const T *x, *dy;
-  bool amx, in_place;  // dy is read where it lies, but for the last tile of a block
-  int64_t outputs, inputs, rows, row_blocks, column_blocks, parts;  // of a block, and how many there are
-  int64_t size;                                                     // of the sums of a block
-  float* sums;                                                      // [block][part], null where there is one part
-  T* dvalues;
-  float *du, *dv;  // [row block][rank, u_row] and [column block][rank, v_row], or both null
-};
-
-template <class T, int B>
-struct RunGradient {
-  static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
-  static constexpr int kWide = std::max(B, 32), W = kWide / int(sizeof(float));  // what values are gathered from
-  static constexpr int64_t kAhead = 12;  // rows of dy that are fetched before they are copied
-  using Rows = SingleRows<float, B>;
-
-  struct Block {
-    int64_t o, outputs, i, inputs, rows, panels;
-    FF_INLINE Block(const Gradient<T>& g, int64_t at)
-        : o(at / g.column_blocks * g.outputs),
-          outputs(std::min(g.outputs, g.w.o - o)),
-          i(at % g.column_blocks * g.inputs),
-          inputs(std::min(g.inputs, g.w.i - i)),
-          rows(whole(outputs, g.amx ? kAmxRows : MR)),
-          panels(ceil_div(inputs, NR)) {}
-
-    // The sums of a panel of columns; not a power of two, so that its rows do not share sets of the first cache.
-    FF_INLINE int64_t panel() const { return rows * NR + NR; }
-    FF_INLINE int64_t size() const { return panels * panel(); }
-  };
-
-  // Items are (block, part).
-  FF_INLINE static void run(const Gradient<T>& g, const Items& items) {
-    const bool pairs = in_pairs<T>(kRowsOfSum);
-    const int64_t height = g.amx ? kAmxRows : MR, together = g.amx ? kRowsOfSumByAmx : kRowsOfSum;
-    // A store of a register runs over the end of a row of a tile.
-    const int64_t step = together / (pairs ? 2 : 1) * height + L;
-    const Scratch<float> left(ceil_div(g.outputs, height) * step), right(together * NR);
-    const Tiles tiles(g.amx);
-    const Scratch<float> own(g.sums ? 0 : g.size);
-    for (int64_t item; (item = items.take()) < items.count();) {
-      const Block block(g, item / g.parts);
-      float* const sums = g.sums ? g.sums + item * g.size : own.get();
-      const int64_t first = item % g.parts * g.rows, last = std::min(g.n, first + g.rows);
-      for (int64_t row = first; row < last; row += together) {
-        const int64_t terms = std::min(together, last - row);
-        if (g.amx) {
-          add_rows_by_amx(g, block, row, terms, row == first, step, left.get(), right.get(), sums);
-          continue;
-        }
-        with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
-          add_rows<decltype(operand)>(g, block, row, terms, last, row == first, step, left.get(), right.get(), sums);
-        });
-      }
-      if (!g.sums) take(g, block, item, sums);
-    }
-  }
-
-  // sums += what `terms` rows from `row` on add to a block; with `fresh` they are that.
-  template <class E>
-  FF_INLINE static void add_rows(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms, int64_t last,
-                                 bool fresh, int64_t step, float* left, float* right, float* sums) {
-    constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
-    const int64_t whole_tiles = block.outputs / MR, rest = block.outputs % MR;
-    const int64_t copied = g.in_place ? whole_tiles * MR : 0;  // from here on
-    const T* const dy = g.dy + row * g.w.o + block.o;
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t t = 0; t < terms && copied < block.outputs; t += kFactors) {
-        const T* const from = dy + t * g.w.o + copied;
-        for (int k = 0; k < kFactors; ++k) {
-          if (row + t + k + kAhead < last) fetch(from + (k + kAhead) * g.w.o, block.outputs - copied);
-        }
-        float* const to = left + copied / MR * step + t / kFactors * MR;
-        if constexpr (kFactors == 2) {
-          copy_pairs(from, t + 1 < terms ? from + g.w.o : nullptr, block.outputs, step, to);
-        } else {
-          copy_row(from, block.outputs - copied, step, to);
-        }
-      }
-    });
-    for (int64_t panel = 0; panel < block.panels; ++panel) {
-      const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
-      const T* const from = g.x + row * g.w.i + block.i + column;
-      outline<B>([&]() FF_INLINE_LAMBDA {
-        if constexpr (kFactors == 2) {
-          for (int64_t t = 0; t < terms; t += 2) {
-            const T *const one = from + t * g.w.i, *const other = t + 1 < terms ? one + g.w.i : nullptr;
-            __builtin_prefetch(one + NR, 0, 2);
-            __builtin_prefetch(one + g.w.i + NR, 0, 2);
-            copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
-          }
-        } else {
-          copy_columns(from, g.w.i, terms, count, right);
-        }
-        auto multiply = [&]<int N>() FF_INLINE_LAMBDA {
-          auto add = [&]<int M>(int64_t tile) FF_INLINE_LAMBDA {
-            MultiplyTiles<float, B>::template accumulate<N, M>(
-                reinterpret_cast<const E*>(left + tile * step), reinterpret_cast<const E*>(right),
-                ceil_div(terms, kFactors), sums + panel * block.panel() + tile * MR * NR, fresh);
-          };
-          if constexpr (std::is_same_v<T, float>) {
-            for (int64_t tile = 0; tile * MR < copied; ++tile) {
-              MultiplyTiles<float, B>::template accumulate_columns<N, MR>(
-                  dy + tile * MR, g.w.o, right, terms, sums + panel * block.panel() + tile * MR * NR, fresh);
-            }
-          }
-          for (int64_t tile = copied / MR; tile < whole_tiles; ++tile) add.template operator()<MR>(tile);
-          if (!rest) return;
-          MultiplyTiles<float, B>::with_height(rest, [&]<int M>() FF_INLINE_LAMBDA {
-            outline<B>([&]() FF_INLINE_LAMBDA { add.template operator()<M>(whole_tiles); });
-          });
-        };
-        count > L ? multiply.template operator()<2>() : multiply.template operator()<1>();
-      });
-    }
-  }
-
-  // The same by AMX.
-  FF_INLINE static void add_rows_by_amx(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms,
-                                        bool fresh, int64_t step, float* left, float* right, float* sums) {
-    if constexpr (std::is_same_v<T, BFloat16> && B == 64) {
-      const int64_t blocks = ceil_div(terms, kAmxTerms);
-      outline<B>([&]() FF_INLINE_LAMBDA {
-        for (int64_t k = 0; k < blocks; ++k) {
-          turn_rows(g.dy + (row + k * kAmxTerms) * g.w.o + block.o, g.w.o, std::min(kAmxTerms, terms - k * kAmxTerms),
-                    block.outputs, step, left + k * kAmxRows * L);
-        }
-      });
-      for (int64_t panel = 0; panel < block.panels; ++panel) {
-        const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
-        const T* const from = g.x + row * g.w.i + block.i + column;
-        float* const to = sums + panel * block.panel();
-        outline<B>([&]() FF_INLINE_LAMBDA {
-          for (int64_t t = 0; t < terms; t += 2) {
-            const T *const one = from + t * g.w.i, *const other = t + 1 < terms ? one + g.w.i : nullptr;
-            __builtin_prefetch(one + NR, 0, 2);
-            __builtin_prefetch(one + g.w.i + NR, 0, 2);
-            copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
-          }
-          std::fill(right + ceil_div(terms, 2) * NR, right + blocks * kAmxRows * NR, 0.f);
-          for (int64_t m = 0; m < block.rows; m += kRowsByAmx) {
-            const float* const of_rows = left + m / kAmxRows * step;
-            auto add = [&]<int R, int N>() FF_INLINE_LAMBDA {
-              using S = Sums<R, N>;
-              fresh ? S::clear() : S::load(to + m * NR, NR);
-              S::multiply(reinterpret_cast<const char*>(of_rows), B, step * sizeof(float), kAmxRows * B, right, blocks);
-              S::store(to + m * NR, NR);
-              for (int64_t k = 0; N == 1 && fresh && k < R * kAmxRows; ++k)
-                store<B>(to + (m + k) * NR + L, Vec<float, B>{});
-            };
-            if (block.rows - m > kAmxRows) {
-              count > L ? add.template operator()<2, 2>() : add.template operator()<2, 1>();
-            } else {
-              count > L ? add.template operator()<1, 2>() : add.template operator()<1, 1>();
-            }
-          }
-        });
-      }
-    }
-  }
-
-  // `terms` rows of `count` numbers, `row` apart, as tiles [number][pair of rows], each `step` behind the last.
-  FF_INLINE static void turn_rows(const T* from, int64_t row, int64_t terms, int64_t count, int64_t step, float* to) {
-    using Narrow = typename VecOf<uint16_t, B / 2>::Type;
-    using Wide = typename VecOf<uint32_t, B>::Type;
-    for (int64_t at = 0; at < count; at += L, to += step) {
-      const int64_t bytes = std::min<int64_t>(L, count - at) * sizeof(T);
-      auto numbers = [&](int64_t term) FF_INLINE_LAMBDA {
-        Narrow narrow{};
-        if (term >= terms) return Wide{};
-        const T* const line = from + term * row + at;
-        bytes == B / 2 ? std::memcpy(&narrow, line, B / 2) : std::memcpy(&narrow, line, bytes);
-        return __builtin_convertvector(narrow, Wide);
-      };
-      Vec<float, B> lines[L];
-#pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) lines[l] = bit_cast<Vec<float, B>>(numbers(2 * l) | numbers(2 * l + 1) << 16);
-      PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
-#pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) store<B>(to + l * L, lines[l]);
-    }
-  }
-
-  // `count` pairs of two rows in pieces of `kPiece`, each `step` behind the last; the last is filled with zeros, as is
-  // a row that is not there. A store of a register may run over the end of a piece.
-  template <int kPiece = MR>
-  FF_INLINE static void copy_pairs(const T* one, const T* other, int64_t count, int64_t step, float* to) {
-    using Wide = typename VecOf<uint32_t, B>::Type;
-    auto bits = [](const T* from) FF_INLINE_LAMBDA {
-      typename VecOf<uint16_t, B / 2>::Type narrow;
-      std::memcpy(&narrow, from, sizeof(narrow));
-      return __builtin_convertvector(narrow, Wide);
-    };
-    for (int64_t at = 0; at < count; at += kPiece, to += step) {
-#pragma GCC unroll 2
-      for (int k = 0; k < kPiece; k += L) {
-        const int64_t first = at + k;
-        if (first + L <= count) {
-          const Wide both = other ? bits(one + first) | bits(other + first) << 16 : bits(one + first);
-          std::memcpy(to + k, &both, B);
-          continue;
-        }
-        for (int lane = 0; lane < std::min(L, kPiece - k); ++lane) {
-          const bool there = first + lane < count;
-          const Pair pair{there ? one[first + lane].bits | (other ? uint32_t(other[first + lane].bits) << 16 : 0) : 0};
-          std::memcpy(to + k + lane, &pair, sizeof(pair));
-        }
-      }
-    }
-  }
-
-  // `count` numbers in pieces of MR, each `step` behind the last; the last is filled with zeros.
-  FF_INLINE static void copy_row(const T* from, int64_t count, int64_t step, float* to) {
-    int64_t at = 0;
-    for (; at + L <= count; at += MR, to += step) store<B>(to, load<B>(from + at));
-    for (; at < count; at += MR, to += step) {
-      for (int k = 0; k < MR; ++k) to[k] = at + k < count ? to_compute(from[at + k]) : 0;
-    }
-  }
-
-  // NR numbers of each row, of which `count` are there.
-  FF_INLINE static void copy_columns(const T* from, int64_t row, int64_t rows, int64_t count, float* to) {
-    for (int64_t t = 0; t < rows; ++t, from += row, to += NR) {
-      if (count == NR) {
-        __builtin_prefetch(from + NR, 0, 2);
-        store<B>(to, load<B>(from));
-        store<B>(to + L, load<B>(from + L));
-      } else {
-        for (int k = 0; k < NR; ++k) to[k] = k < count ? to_compute(from[k]) : 0;
-      }
-    }
-  }
-
-  // What is wanted of a block of dW.
-  FF_INLINE static void take(const Gradient<T>& g, const Block& block, int64_t at, const float* sums) {
-    const Weight<T>& w = g.w;
-    const int64_t row_block = at / g.column_blocks, column_block = at % g.column_blocks;
-    float* const du = g.du ? g.du + row_block * w.rank * w.u_row : nullptr;
-    float* const dv = g.dv ? g.dv + column_block * w.rank * w.v_row : nullptr;
-    for (int64_t r = 0; du && r < w.rank; ++r) {
-      std::memset(du + r * w.u_row + block.i, 0, std::min(block.panels * NR, w.u_row - block.i) * sizeof(float));
-    }
-    outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t first = 0; first < block.outputs; first += Rows::kRows) {
-        const int64_t count = std::min(Rows::kRows, block.outputs - first), next = block.i + g.inputs;
-        T *to[Rows::kRows], *end[Rows::kRows];
-        for (int64_t m = 0; g.dvalues && m < count; ++m) {
-          const int64_t o = block.o + first + m;
-          to[m] = g.dvalues + w.support.start(o, block.i);
-          end[m] = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
-          for (T* line = to[m]; line < end[m]; line += 64 / int64_t(sizeof(T))) __builtin_prefetch(line, 1);
-        }
-        for (int64_t r = 0; du && r < w.rank; r += 2) {
-          if (w.rank - r >= 2) {
-            take_factors<2>(w, block, sums + first * NR, block.o + first, count, r, du, dv);
-          } else {
-            take_factors<1>(w, block, sums + first * NR, block.o + first, count, r, du, dv);
-          }
-        }
-        for (int64_t m = 0; g.dvalues && m < count; ++m) {
-          take_values(w, block, sums + (first + m) * NR, block.o + first + m, to[m], end[m]);
-        }
-      }
-    });
-  }
-
-  // The gradients of the values of row o of a block.
-  FF_INLINE static void take_values(const Weight<T>& w, const Block& block, const float* sums, int64_t o, T* to,
-                                    const T* end) {
-    const uint8_t* bits = w.support.bytes(o, block.i);
-    for (int64_t panel = 0; panel < block.panels; ++panel, sums += block.panel()) {
-#pragma GCC unroll 2
-      for (int k = 0; k < NR; k += W) {
-        const Vec<float, kWide> x = load<kWide>(sums + k);
-        if (w.support.whole && to + W <= end) {
-          store<kWide>(to, x), to += W;
-        } else {
-          gather_next<kWide>(bits, x, to, end);
-        }
-        bits += W / 8;
-      }
-    }
-  }
-
-  // What `count` rows of a block from row o on add to the gradients of ranks from r on.
-  template <int Ranks>
-  FF_INLINE static void take_factors(const Weight<T>& w, const Block& block, const float* sums, int64_t o,
-                                     int64_t count, int64_t r, float* du, float* dv) {
-    constexpr int kRows = Rows::kRows;
-    alignas(64) static const float none[NR] = {};
-    const float* rows[kRows];
-    int64_t next[kRows];
-    Vec<float, B> lanes[Ranks][kRows]{};
-    alignas(64) float scale[Ranks * kRows], of_rows[Ranks * kRows + L];
-    for (int m = 0; m < kRows; ++m) {
-      const bool there = m < count;
-      rows[m] = there ? sums + m * NR : none, next[m] = there ? block.panel() - L : -L;
-      for (int k = 0; k < Ranks; ++k) scale[k * kRows + m] = there ? w.v[(r + k) * w.v_row + o + m] : 0;
-    }
-    const float* u = w.u + r * w.u_row + block.i;
-    du += r * w.u_row + block.i;
-    for (int64_t panel = 0; panel < block.panels; ++panel, u += NR, du += NR) {
-      Rows::template add_block<Ranks>(rows, u, w.u_row, scale, lanes, du, w.u_row);
-#pragma GCC unroll 8
-      for (int m = 0; m < kRows; ++m) rows[m] += L;
-      Rows::template add_block<Ranks>(rows, u + L, w.u_row, scale, lanes, du + L, w.u_row);
-#pragma GCC unroll 8
-      for (int m = 0; m < kRows; ++m) rows[m] += next[m];
-    }
-    Rows::sum_lanes_of(lanes, of_rows);
-    for (int64_t k = 0; k < Ranks; ++k) {
-      std::memcpy(dv + (r + k) * w.v_row + o, of_rows + k * kRows, count * sizeof(float));
-    }
-  }
-};
-
-template <class T, int B>
-struct TakeParts {
-  FF_INLINE static void run(const Gradient<T>& g, int64_t begin, int64_t end) {
-    const Scratch<float> total(g.size);
-    for (int64_t at = begin; at < end; ++at) {
-      const typename RunGradient<T, B>::Block block(g, at);
-      const int64_t size = block.size();
-      const float* from = g.sums + at * g.parts * g.size;
-      std::memcpy(total.get(), from, size * sizeof(float));
-      for (int64_t part = 1; part < g.parts; ++part) {
-        from += g.size;
-        for (int64_t k = 0; k < size; ++k) total.get()[k] += from[k];
-      }
-      RunGradient<T, B>::take(g, block, at, total.get());
-    }
-  }
-};
-
-// Blocks of dW [outputs, inputs], each in so many parts, by which few threads, however many, end together or nearly.
-// The sums of the factors' gradients depend on them.
-template <class T>
-void cut_into_blocks(Gradient<T>& g, int64_t outputs, int64_t inputs, int64_t parts) {
-  const int64_t tile = tile_of(g.amx);
-  const auto least_of = [](int64_t size, int64_t most) { return std::max<int64_t>(1, ceil_div(size, most)); };
-  double least = 0;
-  for (int64_t across = least_of(inputs, kInputs); across <= least_of(inputs, kLeastInputs); ++across) {
-    const int64_t width = ceil_div(ceil_div(inputs, across), 64) * 64;
-    for (int64_t down = least_of(outputs, kOutputs); down <= least_of(outputs, kLeastOutputs); ++down) {
-      const int64_t height = ceil_div(ceil_div(outputs, down), tile) * tile;
-      const int64_t items = ceil_div(outputs, height) * ceil_div(inputs, width) * parts;
-      double time = 0;
-      for (int64_t threads : {2, 4, 8}) time += ceil_div(items, threads) * threads;
-      // Rows of x are copied for each block, and of dy, unless they are read in place.
-      time *= double(height * width + 4 * ((g.in_place ? 0 : height) + width)) / double(parts);
-      if (least && time >= 0.98 * least) continue;
-      least = time, g.outputs = height, g.inputs = width;
-    }
-  }
-  g.row_blocks = ceil_div(outputs, g.outputs), g.column_blocks = ceil_div(inputs, g.inputs);
-}
-
-// The gradients of the values and the factors, null where not asked for.
-template <class T>
-void sum_gradients(const Weight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
-                   ParallelFor parallel_for) {
-  Gradient<T> g{w, n, x, dy};
-  g.amx = by_amx(in_pairs<T>());
-  g.in_place = std::is_same_v<T, float> && register_bytes() == 64 && w.o * int64_t(sizeof(T)) <= kInPlace;
-  const int64_t mr = tile_of(g.amx), nr = register_bytes() / 2;
-  const int64_t parts = std::clamp<int64_t>(n / kLeastSum, 1, kItems / 2);
-  cut_into_blocks(g, w.o, w.i, parts);
-  g.parts = std::min(parts, ceil_div(kItems / 2, g.row_blocks * g.column_blocks));
-  // Few blocks in shorter parts, rather than threads without one.
-  const int64_t shorter = std::min(n / kShortSum, ceil_div(kItems / 4, g.row_blocks * g.column_blocks));
-  g.parts = std::max(g.parts, shorter);
-  g.rows = ceil_div(ceil_div(n, g.parts), kRowsOfSum) * kRowsOfSum, g.parts = ceil_div(n, g.rows);
-  const int64_t blocks = g.row_blocks * g.column_blocks;
-  g.size = (ceil_div(g.outputs, mr) * mr + 1) * nr * ceil_div(g.inputs, nr);
-  const Scratch<float> sums(g.parts > 1 ? blocks * g.parts * g.size : 0);
-  const bool factors = du || dv;
-  const Scratch<float> du_parts(factors ? g.row_blocks * w.rank * w.u_row : 0);
-  const Scratch<float> dv_parts(factors ? g.column_blocks * w.rank * w.v_row : 0);
-  g.sums = g.parts > 1 ? sums.get() : nullptr, g.dvalues = dvalues;
-  if (factors) g.du = du_parts.get(), g.dv = dv_parts.get();
-  const Items items(blocks * g.parts);
-  parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunGradient, T>(g, items); });
-  if (g.sums) {
-    parallel(parallel_for, blocks, 1, [&](int64_t begin, int64_t end) { dispatch<TakeParts, T>(g, begin, end); });
-  }
-  auto add = [&](const float* parts, int64_t count, int64_t row, int64_t size, T* out) {
-    for (int64_t r = 0; out && r < w.rank; ++r) {
-      dispatch<AddChunks, T>(parts + r * row, count, w.rank * row, size, out + r * size);
-    }
-  };
-  add(du_parts.get(), g.row_blocks, w.u_row, w.i, du);
-  add(dv_parts.get(), g.column_blocks, w.v_row, w.o, dv);
-}
-
 // The weight of a call.
 template <class T>
 struct Made {
   Padded<T> u, v;
-  Weight<T> w;
+  TiledWeight<T> w;
 
   template <class Op>
   Made(const Op& op, const Bits& support)
@@ -1403,7 +749,7 @@ bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool ba
 }
 
 bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
-  auto multiply = [&]<class T>(const Weight<T>& w) {
+  auto multiply = [&]<class T>(const TiledWeight<T>& w) {
     const Padded<T> bias(op.bias, op.bias ? 1 : 0, op.o);
     multiply_rows(w, true, op.n, static_cast<const T*>(op.x.data), op.bias ? bias.data : nullptr,
                   static_cast<T*>(op.y.data), op.threads, parallel_for);
@@ -1412,7 +758,7 @@ bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
 }
 
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
-  auto multiply = [&]<class T>(const Weight<T>& w) {
+  auto multiply = [&]<class T>(const TiledWeight<T>& w) {
     const T *x = static_cast<const T*>(op.x.data), *dy = static_cast<const T*>(op.dy.data);
     if (op.dx.data) multiply_rows(w, false, op.n, dy, nullptr, static_cast<T*>(op.dx.data), op.threads, parallel_for);
     T *const dvalues = static_cast<T*>(op.dvalues), *const du = static_cast<T*>(op.du), *dv = static_cast<T*>(op.dv);

@@ -1,6 +1,9 @@
-// The weight of a factored linear layer as linear_tiles.cpp and linear_rows.cpp take it.
+// What the products of a factored linear layer where μ is dense (linear_tiles.cpp, linear_gradient.cpp,
+// linear_rows.cpp) have in common: its weight, and the tiles they are computed in.
 #pragma once
 
+#include "amx.h"
+#include "gemm.h"
 #include "support.h"
 
 namespace fastfact {
@@ -45,6 +48,17 @@ struct Padded {
   bool lies_so(int64_t size) const { return std::is_same_v<T, float> && size == row; }
 };
 
+inline int64_t whole(int64_t count, int64_t of) { return ceil_div(count, of) * of; }
+
+// Rows of a tile by AMX.
+inline constexpr int64_t kRowsByAmx = 2 * kAmxRows;
+
+// Rows of a tile of a product.
+inline int64_t tile_of(bool amx) { return amx ? kRowsByAmx : tile_rows(register_bytes()); }
+
+// Whether products in pairs are those of AMX.
+inline bool by_amx(bool pairs) { return pairs && register_bytes() == 64 && has_amx(); }
+
 // Whether thin products of n rows and the factors take less than what the factors take beside W or dW.
 inline bool are_thin(int64_t n, int64_t i, int64_t o) { return double(n) * double(i + o) < double(i) * double(o); }
 
@@ -53,6 +67,11 @@ template <class T>
 FF_INLINE void fetch(const T* from, int64_t count) {
   for (int64_t k = 0; k < count; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k);
 }
+
+// The gradients of the values and the factors, of dW = dyᵀ x, null where not asked for (linear_gradient.cpp).
+template <class T>
+void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
+                   ParallelFor parallel_for);
 
 // The products where the rows are so few that what counts is how W is read.
 inline constexpr int64_t kFewRows = 16;

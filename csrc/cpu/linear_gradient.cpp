@@ -1,0 +1,427 @@
+// The gradients of a factored linear layer where μ is dense (linear_tiles.cpp): dW = dyᵀ x is summed a block at a time,
+// and the gradients of the values are gathered from the block, those of the factors summed from it.
+#include "items.h"
+#include "linear_tiles.h"
+#include "rank1_rows.h"
+#include "transpose.h"
+
+namespace fastfact {
+namespace {
+
+constexpr int64_t kItems = 16;                             // wanted of work, for the threads
+constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
+constexpr int64_t kInPlace = 3072;                         // bytes of a row of dy; longer ones take a page each
+constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
+constexpr int64_t kRowsOfSum = 256;                        // added to dW at once,
+constexpr int64_t kRowsOfSumByAmx = 512;                   // by AMX
+constexpr int64_t kLeastSum = 4 * kRowsOfSum;              // rows of a part of dW
+constexpr int64_t kShortSum = 3 * kRowsOfSum / 4;          // where there are few blocks
+
+// dW = dyᵀ x, of which the values' gradients are gathered, and du, dv summed.
+template <class T>
+struct Gradient {
+  TiledWeight<T> w;
+  int64_t n;
+  const T *x, *dy;
+  bool amx, in_place;  // dy is read where it lies, but for the last tile of a block
+  int64_t outputs, inputs, rows, row_blocks, column_blocks, parts;  // of a block, and how many there are
+  int64_t size;                                                     // of the sums of a block
+  float* sums;                                                      // [block][part], null where there is one part
+  T* dvalues;
+  float *du, *dv;  // [row block][rank, u_row] and [column block][rank, v_row], or both null
+};
+
+template <class T, int B>
+struct RunGradient {
+  static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
+  static constexpr int kWide = std::max(B, 32), W = kWide / int(sizeof(float));  // what values are gathered from
+  static constexpr int64_t kAhead = 12;  // rows of dy that are fetched before they are copied
+  using Rows = SingleRows<float, B>;
+
+  struct Block {
+    int64_t o, outputs, i, inputs, rows, panels;
+    FF_INLINE Block(const Gradient<T>& g, int64_t at)
+        : o(at / g.column_blocks * g.outputs),
+          outputs(std::min(g.outputs, g.w.o - o)),
+          i(at % g.column_blocks * g.inputs),
+          inputs(std::min(g.inputs, g.w.i - i)),
+          rows(whole(outputs, g.amx ? kAmxRows : MR)),
+          panels(ceil_div(inputs, NR)) {}
+
+    // The sums of a panel of columns; not a power of two, so that its rows do not share sets of the first cache.
+    FF_INLINE int64_t panel() const { return rows * NR + NR; }
+    FF_INLINE int64_t size() const { return panels * panel(); }
+  };
+
+  // Items are (block, part).
+  FF_INLINE static void run(const Gradient<T>& g, const Items& items) {
+    const bool pairs = in_pairs<T>(kRowsOfSum);
+    const int64_t height = g.amx ? kAmxRows : MR, together = g.amx ? kRowsOfSumByAmx : kRowsOfSum;
+    // A store of a register runs over the end of a row of a tile.
+    const int64_t step = together / (pairs ? 2 : 1) * height + L;
+    const Scratch<float> left(ceil_div(g.outputs, height) * step), right(together * NR);
+    const AmxTiles tiles(g.amx);
+    const Scratch<float> own(g.sums ? 0 : g.size);
+    for (int64_t item; (item = items.take()) < items.count();) {
+      const Block block(g, item / g.parts);
+      float* const sums = g.sums ? g.sums + item * g.size : own.get();
+      const int64_t first = item % g.parts * g.rows, last = std::min(g.n, first + g.rows);
+      for (int64_t row = first; row < last; row += together) {
+        const int64_t terms = std::min(together, last - row);
+        if (g.amx) {
+          add_rows_by_amx(g, block, row, terms, row == first, step, left.get(), right.get(), sums);
+          continue;
+        }
+        with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+          add_rows<decltype(operand)>(g, block, row, terms, last, row == first, step, left.get(), right.get(), sums);
+        });
+      }
+      if (!g.sums) take(g, block, item, sums);
+    }
+  }
+
+  // sums += what `terms` rows from `row` on add to a block; with `fresh` they are that.
+  template <class E>
+  FF_INLINE static void add_rows(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms, int64_t last,
+                                 bool fresh, int64_t step, float* left, float* right, float* sums) {
+    constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
+    const int64_t whole_tiles = block.outputs / MR, rest = block.outputs % MR;
+    const int64_t copied = g.in_place ? whole_tiles * MR : 0;  // from here on
+    const T* const dy = g.dy + row * g.w.o + block.o;
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t t = 0; t < terms && copied < block.outputs; t += kFactors) {
+        const T* const from = dy + t * g.w.o + copied;
+        for (int k = 0; k < kFactors; ++k) {
+          if (row + t + k + kAhead < last) fetch(from + (k + kAhead) * g.w.o, block.outputs - copied);
+        }
+        float* const to = left + copied / MR * step + t / kFactors * MR;
+        if constexpr (kFactors == 2) {
+          copy_pairs(from, t + 1 < terms ? from + g.w.o : nullptr, block.outputs, step, to);
+        } else {
+          copy_row(from, block.outputs - copied, step, to);
+        }
+      }
+    });
+    for (int64_t panel = 0; panel < block.panels; ++panel) {
+      const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
+      const T* const from = g.x + row * g.w.i + block.i + column;
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        if constexpr (kFactors == 2) {
+          for (int64_t t = 0; t < terms; t += 2) {
+            const T *const one = from + t * g.w.i, *const other = t + 1 < terms ? one + g.w.i : nullptr;
+            __builtin_prefetch(one + NR, 0, 2);
+            __builtin_prefetch(one + g.w.i + NR, 0, 2);
+            copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
+          }
+        } else {
+          copy_columns(from, g.w.i, terms, count, right);
+        }
+        auto multiply = [&]<int N>() FF_INLINE_LAMBDA {
+          auto add = [&]<int M>(int64_t tile) FF_INLINE_LAMBDA {
+            MultiplyTiles<float, B>::template accumulate<N, M>(
+                reinterpret_cast<const E*>(left + tile * step), reinterpret_cast<const E*>(right),
+                ceil_div(terms, kFactors), sums + panel * block.panel() + tile * MR * NR, fresh);
+          };
+          if constexpr (std::is_same_v<T, float>) {
+            for (int64_t tile = 0; tile * MR < copied; ++tile) {
+              MultiplyTiles<float, B>::template accumulate_columns<N, MR>(
+                  dy + tile * MR, g.w.o, right, terms, sums + panel * block.panel() + tile * MR * NR, fresh);
+            }
+          }
+          for (int64_t tile = copied / MR; tile < whole_tiles; ++tile) add.template operator()<MR>(tile);
+          if (!rest) return;
+          MultiplyTiles<float, B>::with_height(rest, [&]<int M>() FF_INLINE_LAMBDA {
+            outline<B>([&]() FF_INLINE_LAMBDA { add.template operator()<M>(whole_tiles); });
+          });
+        };
+        count > L ? multiply.template operator()<2>() : multiply.template operator()<1>();
+      });
+    }
+  }
+
+  // The same by AMX.
+  FF_INLINE static void add_rows_by_amx(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms,
+                                        bool fresh, int64_t step, float* left, float* right, float* sums) {
+    if constexpr (std::is_same_v<T, BFloat16> && B == 64) {
+      const int64_t blocks = ceil_div(terms, kAmxTerms);
+      outline<B>([&]() FF_INLINE_LAMBDA {
+        for (int64_t k = 0; k < blocks; ++k) {
+          turn_rows(g.dy + (row + k * kAmxTerms) * g.w.o + block.o, g.w.o, std::min(kAmxTerms, terms - k * kAmxTerms),
+                    block.outputs, step, left + k * kAmxRows * L);
+        }
+      });
+      for (int64_t panel = 0; panel < block.panels; ++panel) {
+        const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
+        const T* const from = g.x + row * g.w.i + block.i + column;
+        float* const to = sums + panel * block.panel();
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          for (int64_t t = 0; t < terms; t += 2) {
+            const T *const one = from + t * g.w.i, *const other = t + 1 < terms ? one + g.w.i : nullptr;
+            __builtin_prefetch(one + NR, 0, 2);
+            __builtin_prefetch(one + g.w.i + NR, 0, 2);
+            copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
+          }
+          std::fill(right + ceil_div(terms, 2) * NR, right + blocks * kAmxRows * NR, 0.f);
+          for (int64_t m = 0; m < block.rows; m += kRowsByAmx) {
+            const float* const of_rows = left + m / kAmxRows * step;
+            auto add = [&]<int R, int N>() FF_INLINE_LAMBDA {
+              using S = AmxSums<R, N>;
+              fresh ? S::clear() : S::load(to + m * NR, NR);
+              S::multiply(reinterpret_cast<const char*>(of_rows), B, step * sizeof(float), kAmxRows * B, right, blocks);
+              S::store(to + m * NR, NR);
+              for (int64_t k = 0; N == 1 && fresh && k < R * kAmxRows; ++k)
+                store<B>(to + (m + k) * NR + L, Vec<float, B>{});
+            };
+            if (block.rows - m > kAmxRows) {
+              count > L ? add.template operator()<2, 2>() : add.template operator()<2, 1>();
+            } else {
+              count > L ? add.template operator()<1, 2>() : add.template operator()<1, 1>();
+            }
+          }
+        });
+      }
+    }
+  }
+
+  // `terms` rows of `count` numbers, `row` apart, as tiles [number][pair of rows], each `step` behind the last.
+  FF_INLINE static void turn_rows(const T* from, int64_t row, int64_t terms, int64_t count, int64_t step, float* to) {
+    using Narrow = typename VecOf<uint16_t, B / 2>::Type;
+    using Wide = typename VecOf<uint32_t, B>::Type;
+    for (int64_t at = 0; at < count; at += L, to += step) {
+      const int64_t bytes = std::min<int64_t>(L, count - at) * sizeof(T);
+      auto numbers = [&](int64_t term) FF_INLINE_LAMBDA {
+        Narrow narrow{};
+        if (term >= terms) return Wide{};
+        const T* const line = from + term * row + at;
+        bytes == B / 2 ? std::memcpy(&narrow, line, B / 2) : std::memcpy(&narrow, line, bytes);
+        return __builtin_convertvector(narrow, Wide);
+      };
+      Vec<float, B> lines[L];
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) lines[l] = bit_cast<Vec<float, B>>(numbers(2 * l) | numbers(2 * l + 1) << 16);
+      PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) store<B>(to + l * L, lines[l]);
+    }
+  }
+
+  // `count` pairs of two rows in pieces of `kPiece`, each `step` behind the last; the last is filled with zeros, as is
+  // a row that is not there. A store of a register may run over the end of a piece.
+  template <int kPiece = MR>
+  FF_INLINE static void copy_pairs(const T* one, const T* other, int64_t count, int64_t step, float* to) {
+    using Wide = typename VecOf<uint32_t, B>::Type;
+    auto bits = [](const T* from) FF_INLINE_LAMBDA {
+      typename VecOf<uint16_t, B / 2>::Type narrow;
+      std::memcpy(&narrow, from, sizeof(narrow));
+      return __builtin_convertvector(narrow, Wide);
+    };
+    for (int64_t at = 0; at < count; at += kPiece, to += step) {
+#pragma GCC unroll 2
+      for (int k = 0; k < kPiece; k += L) {
+        const int64_t first = at + k;
+        if (first + L <= count) {
+          const Wide both = other ? bits(one + first) | bits(other + first) << 16 : bits(one + first);
+          std::memcpy(to + k, &both, B);
+          continue;
+        }
+        for (int lane = 0; lane < std::min(L, kPiece - k); ++lane) {
+          const bool there = first + lane < count;
+          const Pair pair{there ? one[first + lane].bits | (other ? uint32_t(other[first + lane].bits) << 16 : 0) : 0};
+          std::memcpy(to + k + lane, &pair, sizeof(pair));
+        }
+      }
+    }
+  }
+
+  // `count` numbers in pieces of MR, each `step` behind the last; the last is filled with zeros.
+  FF_INLINE static void copy_row(const T* from, int64_t count, int64_t step, float* to) {
+    int64_t at = 0;
+    for (; at + L <= count; at += MR, to += step) store<B>(to, load<B>(from + at));
+    for (; at < count; at += MR, to += step) {
+      for (int k = 0; k < MR; ++k) to[k] = at + k < count ? to_compute(from[at + k]) : 0;
+    }
+  }
+
+  // NR numbers of each row, of which `count` are there.
+  FF_INLINE static void copy_columns(const T* from, int64_t row, int64_t rows, int64_t count, float* to) {
+    for (int64_t t = 0; t < rows; ++t, from += row, to += NR) {
+      if (count == NR) {
+        __builtin_prefetch(from + NR, 0, 2);
+        store<B>(to, load<B>(from));
+        store<B>(to + L, load<B>(from + L));
+      } else {
+        for (int k = 0; k < NR; ++k) to[k] = k < count ? to_compute(from[k]) : 0;
+      }
+    }
+  }
+
+  // What is wanted of a block of dW.
+  FF_INLINE static void take(const Gradient<T>& g, const Block& block, int64_t at, const float* sums) {
+    const TiledWeight<T>& w = g.w;
+    const int64_t row_block = at / g.column_blocks, column_block = at % g.column_blocks;
+    float* const du = g.du ? g.du + row_block * w.rank * w.u_row : nullptr;
+    float* const dv = g.dv ? g.dv + column_block * w.rank * w.v_row : nullptr;
+    for (int64_t r = 0; du && r < w.rank; ++r) {
+      std::memset(du + r * w.u_row + block.i, 0, std::min(block.panels * NR, w.u_row - block.i) * sizeof(float));
+    }
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t first = 0; first < block.outputs; first += Rows::kRows) {
+        const int64_t count = std::min(Rows::kRows, block.outputs - first), next = block.i + g.inputs;
+        T *to[Rows::kRows], *end[Rows::kRows];
+        for (int64_t m = 0; g.dvalues && m < count; ++m) {
+          const int64_t o = block.o + first + m;
+          to[m] = g.dvalues + w.support.start(o, block.i);
+          end[m] = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
+          for (T* line = to[m]; line < end[m]; line += 64 / int64_t(sizeof(T))) __builtin_prefetch(line, 1);
+        }
+        for (int64_t r = 0; du && r < w.rank; r += 2) {
+          if (w.rank - r >= 2) {
+            take_factors<2>(w, block, sums + first * NR, block.o + first, count, r, du, dv);
+          } else {
+            take_factors<1>(w, block, sums + first * NR, block.o + first, count, r, du, dv);
+          }
+        }
+        for (int64_t m = 0; g.dvalues && m < count; ++m) {
+          take_values(w, block, sums + (first + m) * NR, block.o + first + m, to[m], end[m]);
+        }
+      }
+    });
+  }
+
+  // The gradients of the values of row o of a block.
+  FF_INLINE static void take_values(const TiledWeight<T>& w, const Block& block, const float* sums, int64_t o, T* to,
+                                    const T* end) {
+    const uint8_t* bits = w.support.bytes(o, block.i);
+    for (int64_t panel = 0; panel < block.panels; ++panel, sums += block.panel()) {
+#pragma GCC unroll 2
+      for (int k = 0; k < NR; k += W) {
+        const Vec<float, kWide> x = load<kWide>(sums + k);
+        if (w.support.whole && to + W <= end) {
+          store<kWide>(to, x), to += W;
+        } else {
+          gather_next<kWide>(bits, x, to, end);
+        }
+        bits += W / 8;
+      }
+    }
+  }
+
+  // What `count` rows of a block from row o on add to the gradients of ranks from r on.
+  template <int Ranks>
+  FF_INLINE static void take_factors(const TiledWeight<T>& w, const Block& block, const float* sums, int64_t o,
+                                     int64_t count, int64_t r, float* du, float* dv) {
+    constexpr int kRows = Rows::kRows;
+    alignas(64) static const float none[NR] = {};
+    const float* rows[kRows];
+    int64_t next[kRows];
+    Vec<float, B> lanes[Ranks][kRows]{};
+    alignas(64) float scale[Ranks * kRows], of_rows[Ranks * kRows + L];
+    for (int m = 0; m < kRows; ++m) {
+      const bool there = m < count;
+      rows[m] = there ? sums + m * NR : none, next[m] = there ? block.panel() - L : -L;
+      for (int k = 0; k < Ranks; ++k) scale[k * kRows + m] = there ? w.v[(r + k) * w.v_row + o + m] : 0;
+    }
+    const float* u = w.u + r * w.u_row + block.i;
+    du += r * w.u_row + block.i;
+    for (int64_t panel = 0; panel < block.panels; ++panel, u += NR, du += NR) {
+      Rows::template add_block<Ranks>(rows, u, w.u_row, scale, lanes, du, w.u_row);
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) rows[m] += L;
+      Rows::template add_block<Ranks>(rows, u + L, w.u_row, scale, lanes, du + L, w.u_row);
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) rows[m] += next[m];
+    }
+    Rows::sum_lanes_of(lanes, of_rows);
+    for (int64_t k = 0; k < Ranks; ++k) {
+      std::memcpy(dv + (r + k) * w.v_row + o, of_rows + k * kRows, count * sizeof(float));
+    }
+  }
+};
+
+template <class T, int B>
+struct TakeParts {
+  FF_INLINE static void run(const Gradient<T>& g, int64_t begin, int64_t end) {
+    const Scratch<float> total(g.size);
+    for (int64_t at = begin; at < end; ++at) {
+      const typename RunGradient<T, B>::Block block(g, at);
+      const int64_t size = block.size();
+      const float* from = g.sums + at * g.parts * g.size;
+      std::memcpy(total.get(), from, size * sizeof(float));
+      for (int64_t part = 1; part < g.parts; ++part) {
+        from += g.size;
+        for (int64_t k = 0; k < size; ++k) total.get()[k] += from[k];
+      }
+      RunGradient<T, B>::take(g, block, at, total.get());
+    }
+  }
+};
+
+// Blocks of dW [outputs, inputs], each in so many parts, by which few threads, however many, end together or nearly.
+// The sums of the factors' gradients depend on them.
+template <class T>
+void cut_into_blocks(Gradient<T>& g, int64_t outputs, int64_t inputs, int64_t parts) {
+  const int64_t tile = tile_of(g.amx);
+  const auto least_of = [](int64_t size, int64_t most) { return std::max<int64_t>(1, ceil_div(size, most)); };
+  double least = 0;
+  for (int64_t across = least_of(inputs, kInputs); across <= least_of(inputs, kLeastInputs); ++across) {
+    const int64_t width = ceil_div(ceil_div(inputs, across), 64) * 64;
+    for (int64_t down = least_of(outputs, kOutputs); down <= least_of(outputs, kLeastOutputs); ++down) {
+      const int64_t height = ceil_div(ceil_div(outputs, down), tile) * tile;
+      const int64_t items = ceil_div(outputs, height) * ceil_div(inputs, width) * parts;
+      double time = 0;
+      for (int64_t threads : {2, 4, 8}) time += ceil_div(items, threads) * threads;
+      // Rows of x are copied for each block, and of dy, unless they are read in place.
+      time *= double(height * width + 4 * ((g.in_place ? 0 : height) + width)) / double(parts);
+      if (least && time >= 0.98 * least) continue;
+      least = time, g.outputs = height, g.inputs = width;
+    }
+  }
+  g.row_blocks = ceil_div(outputs, g.outputs), g.column_blocks = ceil_div(inputs, g.inputs);
+}
+
+}  // namespace
+
+template <class T>
+void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
+                   ParallelFor parallel_for) {
+  Gradient<T> g{w, n, x, dy};
+  g.amx = by_amx(in_pairs<T>());
+  g.in_place = std::is_same_v<T, float> && register_bytes() == 64 && w.o * int64_t(sizeof(T)) <= kInPlace;
+  const int64_t mr = tile_of(g.amx), nr = register_bytes() / 2;
+  const int64_t parts = std::clamp<int64_t>(n / kLeastSum, 1, kItems / 2);
+  cut_into_blocks(g, w.o, w.i, parts);
+  g.parts = std::min(parts, ceil_div(kItems / 2, g.row_blocks * g.column_blocks));
+  // Few blocks in shorter parts, rather than threads without one.
+  const int64_t shorter = std::min(n / kShortSum, ceil_div(kItems / 4, g.row_blocks * g.column_blocks));
+  g.parts = std::max(g.parts, shorter);
+  g.rows = ceil_div(ceil_div(n, g.parts), kRowsOfSum) * kRowsOfSum, g.parts = ceil_div(n, g.rows);
+  const int64_t blocks = g.row_blocks * g.column_blocks;
+  g.size = (ceil_div(g.outputs, mr) * mr + 1) * nr * ceil_div(g.inputs, nr);
+  const Scratch<float> sums(g.parts > 1 ? blocks * g.parts * g.size : 0);
+  const bool factors = du || dv;
+  const Scratch<float> du_parts(factors ? g.row_blocks * w.rank * w.u_row : 0);
+  const Scratch<float> dv_parts(factors ? g.column_blocks * w.rank * w.v_row : 0);
+  g.sums = g.parts > 1 ? sums.get() : nullptr, g.dvalues = dvalues;
+  if (factors) g.du = du_parts.get(), g.dv = dv_parts.get();
+  const Items items(blocks * g.parts);
+  parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunGradient, T>(g, items); });
+  if (g.sums) {
+    parallel(parallel_for, blocks, 1, [&](int64_t begin, int64_t end) { dispatch<TakeParts, T>(g, begin, end); });
+  }
+  auto add = [&](const float* parts, int64_t count, int64_t row, int64_t size, T* out) {
+    for (int64_t r = 0; out && r < w.rank; ++r) {
+      dispatch<AddChunks, T>(parts + r * row, count, w.rank * row, size, out + r * size);
+    }
+  };
+  add(du_parts.get(), g.row_blocks, w.u_row, w.i, du);
+  add(dv_parts.get(), g.column_blocks, w.v_row, w.o, dv);
+}
+
+template void sum_gradients(const TiledWeight<float>&, int64_t, const float*, const float*, float*, float*, float*,
+                            ParallelFor);
+template void sum_gradients(const TiledWeight<BFloat16>&, int64_t, const BFloat16*, const BFloat16*, BFloat16*,
+                            BFloat16*, BFloat16*, ParallelFor);
+template void sum_gradients(const TiledWeight<Half>&, int64_t, const Half*, const Half*, Half*, Half*, Half*,
+                            ParallelFor);
+
+}  // namespace fastfact
