@@ -34,6 +34,26 @@ Tensor borrowed(void* tensor) {
 
 OptionalTensor borrowed_if(void* tensor) { return tensor ? OptionalTensor(borrowed(tensor)) : std::nullopt; }
 
+// What a layer is computed from: in autocast's type, if it casts.
+class Operands {
+ public:
+  Operands(const Layer& of, void* x) : casts_(of.cast), x_(borrowed(x)), type_(type_for(of, x_)) {}
+
+  Tensor x() const { return cast(x_); }
+  Tensor operator()(void* tensor) const { return cast(borrowed(tensor)); }
+  OptionalTensor if_given(void* tensor) const { return tensor ? OptionalTensor((*this)(tensor)) : std::nullopt; }
+
+ private:
+  const bool casts_;
+  const Tensor x_;
+  const ScalarType type_;
+
+  Tensor cast(const Tensor& t) const {
+    require(!casts_ || t.scalar_type() != ScalarType::Double, "layer", "float64 is not cast");
+    return casts_ ? in_type(t, type_) : t;
+  }
+};
+
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
 }
@@ -209,11 +229,11 @@ bool are_few(const Layer& of, const Tensor& grad) {
 
 bool layer(AtenTensorHandle out[2], const Layer& of, void* x_, void* bias_, void* mu_, void* index, void* u, void* v) {
   return done(out, 2, [&] {
-    const OptionalTensor mu = borrowed_if(mu_), bias = borrowed_if(bias_);
-    const Tensor x = borrowed(x_);
-    const Tensor w = index ? compact_weight(borrowed(u), borrowed(v), *mu, borrowed(index), of.layout, of.channels_last)
-                           : rank1_weight(mu, borrowed(u), borrowed(v), of.layout, of.channels_last);
-    give(dense_layer(of, x, w, bias), out);
+    const Operands in(of, x_);
+    const OptionalTensor mu = in.if_given(mu_), bias = in.if_given(bias_);
+    const Tensor w = index ? compact_weight(in(u), in(v), *mu, borrowed(index), of.layout, of.channels_last)
+                           : rank1_weight(mu, in(u), in(v), of.layout, of.channels_last);
+    give(dense_layer(of, in.x(), w, bias), out);
     give(w, out + 1);
   });
 }
@@ -221,13 +241,13 @@ bool layer(AtenTensorHandle out[2], const Layer& of, void* x_, void* bias_, void
 bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad_, void* x_, void* w,
                     void* index, void* u_, void* v_) {
   return done(out, 5, [&] {
-    const Tensor grad = borrowed(grad_), x = borrowed(x_);
+    const Operands in(of, x_);
+    const Tensor grad = borrowed(grad_), x = in.x();
     int64_t of_factors = needs >> 3 & 3;
     if (of_factors && are_few(of, grad)) {
       const Shape size = weight_size(of);
-      const auto [none, du, dv, values] =
-          factored_linear_backward(rows_of(of, grad), rows_of(of, x), borrowed(u_), borrowed(v_), std::nullopt,
-                                   std::nullopt, size, of_factors << 1);
+      const auto [none, du, dv, values] = factored_linear_backward(rows_of(of, grad), rows_of(of, x), in(u_), in(v_),
+                                                                   std::nullopt, std::nullopt, size, of_factors << 1);
       if (needs & 8) give(du, out + 3);
       if (needs & 16) give(dv, out + 4);
       of_factors = 0, needs &= 7;
@@ -236,7 +256,7 @@ bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, voi
     if (found.x) give(*found.x, out);
     if (found.bias) give(*found.bias, out + 1);
     if (!found.w) return;
-    const Tensor u = borrowed(u_), v = borrowed(v_);
+    const Tensor u = in(u_), v = in(v_);
     if (index) {
       const auto [du, dv, dvalues] =
           compact_weight_backward(*found.w, u, v, u, borrowed(index), of.layout, of_factors | (needs & 4));
@@ -254,11 +274,13 @@ bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, voi
 }
 
 bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x_, void* u_, void* v_, void* values_,
-              void* index_, void* bias_) {
+              void* index_, void* bias_, AtenTensorHandle* kept) {
+  if (kept) *kept = nullptr;
   return done(out, 1, [&] {
-    const Tensor x = borrowed(x_);
-    const OptionalTensor u = borrowed_if(u_), v = borrowed_if(v_), values = borrowed_if(values_),
-                         index = borrowed_if(index_), bias = borrowed_if(bias_);
+    const Operands in(of, x_);
+    const Tensor x = in.x();
+    const OptionalTensor u = in.if_given(u_), v = in.if_given(v_), values = in.if_given(values_),
+                         index = borrowed_if(index_), bias = in.if_given(bias_);
     const Shape size = weight_size(of);
     if (of.kind == Layer::kLinear) {
       const Tensor y = factored_linear(rows_of(of, x), u, v, values, index, bias, size);
@@ -268,14 +290,16 @@ bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x_,
           dilation(of.dilation, of.dilation + 2);
       give(factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, of.groups, repeated), out);
     }
+    if (kept && of.cast && values) give(*values, kept);
   });
 }
 
 bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad_, void* x_, void* u_,
                        void* v_, void* values_, void* index_) {
   return done(out, 5, [&] {
-    const Tensor grad = borrowed(grad_), x = borrowed(x_);
-    const OptionalTensor u = borrowed_if(u_), v = borrowed_if(v_), values = borrowed_if(values_),
+    const Operands in(of, x_);
+    const Tensor grad = borrowed(grad_), x = in.x();
+    const OptionalTensor u = in.if_given(u_), v = in.if_given(v_), values = in.if_given(values_),
                          index = borrowed_if(index_);
     const Shape size = weight_size(of);
     if (needs & 15) {
@@ -348,8 +372,9 @@ bool panels(AtenTensorHandle out[1], void* w_) {
 
 bool dense(AtenTensorHandle out[1], const Layer& of, void* x_, void* w, void* bias_) {
   return done(out, 1, [&] {
-    const Tensor x = borrowed(x_);
-    const OptionalTensor bias = borrowed_if(bias_);
+    const Operands in(of, x_);
+    const Tensor x = in.x();
+    const OptionalTensor bias = in.if_given(bias_);
     if (of.kind == Layer::kPanels) {
       give(by_panels(of, x, borrowed(w), bias), out);
     } else if (of.kind == Layer::kReordered || of.kind == Layer::kPacked) {

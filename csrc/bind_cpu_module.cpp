@@ -48,7 +48,7 @@ PyObject *tensor_type, *parameter_type, *questions[kQuestions], *take, *serving;
 PyObject *casts_any, *casts, *cast_to, *is_batched;
 PyObject *forward_ad, *level_;   // the variables of torch.autograd.forward_ad, and the name of one
 const Library* other = nullptr;  // of another device
-PyObject* other_name = nullptr;
+PyObject *other_name = nullptr, *cpu_name = nullptr;
 
 PyObject* none() { return Py_INCREF(Py_None), Py_None; }
 
@@ -207,9 +207,9 @@ PyObject* key_of(PyObject* x, PyObject* training) {
   if (!find_library(address, &library) || (library && library->records(address))) return none();
   int64_t cast = 0;
   if (const int any = is_true(PyObject_CallNoArgs(casts_any))) {
-    if (any < 0 || !library) return any < 0 ? nullptr : none();
-    const int there = is_true(PyObject_CallFunctionObjArgs(casts, other_name, nullptr));
-    const Ref to(there > 0 ? PyObject_CallFunctionObjArgs(cast_to, other_name, nullptr) : nullptr);
+    PyObject* const name = library ? other_name : cpu_name;
+    const int there = any < 0 ? any : is_true(PyObject_CallFunctionObjArgs(casts, name, nullptr));
+    const Ref to(there > 0 ? PyObject_CallFunctionObjArgs(cast_to, name, nullptr) : nullptr);
     if (there < 0 || (there && !to)) return nullptr;
     cast = there ? reinterpret_cast<int64_t>(to.operator PyObject*()) : 0;  // of each type there is one object
   }
@@ -491,7 +491,8 @@ struct Plan {
   }
 };
 
-enum { kX, kU, kV, kMu, kIndex, kBias, kGiven, kW = kGiven };
+// What is saved, as `Plan` of fastfact/ops/direct.py says.
+enum { kX, kU, kV, kMu, kIndex, kBias, kGiven, kKept = kGiven, kMost };
 
 // forward(ctx, plan, x, u, v, μ, index, bias) → y
 PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -499,45 +500,48 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Plan plan;
   void* t[kGiven];
   if (!plan.read(args[1]) || !addresses_of<kGiven>(args + 2, t)) return nullptr;
-  AtenTensorHandle handles[2];
+  AtenTensorHandle handles[2] = {};
   const Library* library;
-  const bool done = find_library(t[kX], &library) && computed(*plan.settings, t[kX], [&] {
-                      using namespace fastfact::direct;
-                      if (library) {
-                        return plan.makes && library->layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex],
-                                                            plan.support, t[kU], t[kV]);
-                      }
-                      if (plan.makes)
-                        return layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
-                      return factored(handles, *plan.settings, false, t[kX], t[kU], t[kV], t[kMu], t[kIndex], t[kBias]);
-                    });
+  const bool done =
+      find_library(t[kX], &library) && computed(*plan.settings, t[kX], [&] {
+        using namespace fastfact::direct;
+        if (library) {
+          return plan.makes && library->layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex], plan.support,
+                                              t[kU], t[kV]);
+        }
+        if (plan.makes) return layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
+        return factored(handles, *plan.settings, false, t[kX], t[kU], t[kV], t[kMu], t[kIndex], t[kBias], handles + 1);
+      });
   if (!done) {
     const Ref function(PyObject_GetAttr(plan.function, forward_)), given(tuple_of(args, count));
     return function && given ? PyObject_CallObject(function, given) : nullptr;
   }
   PyObject* out[2];
-  if (!wrap(handles, 1 + plan.makes, out)) return nullptr;
-  Ref y(out[0]);
-  const Ref saved(PyTuple_New(kGiven + plan.makes));
+  if (!wrap(handles, 2, out)) return nullptr;
+  Ref y(out[0]), kept(out[1]);
+  const bool keeps = kept != Py_None;
+  const Ref saved(PyTuple_New(kGiven + keeps));
   if (!saved) return nullptr;
   for (int n = 0; n < kGiven; ++n) {
     Py_INCREF(args[2 + n]);
     PyTuple_SetItem(saved, n, args[2 + n]);
   }
-  if (plan.makes) PyTuple_SetItem(saved, kW, out[1]);
+  if (keeps) PyTuple_SetItem(saved, kKept, kept.release());
   if (PyObject_SetAttr(args[0], plan_, args[1]) || PyObject_SetAttr(args[0], to_save_, saved)) return nullptr;
   return y.release();
 }
 
 // Whether what `forward` saved may be computed with here.
 int can_be_direct(PyObject* grad, PyObject* saved, bool makes) {
+  const Py_ssize_t size = PyTuple_Size(saved);
+  if (size < kGiven + makes || size > kMost) return 0;
   if (aoti_torch_grad_mode_is_enabled() || !is_plain(grad)) return 0;
   if (const int usual = undisturbed(kInBackward); usual <= 0) return usual;
-  for (int n = 0; n < kGiven + makes; ++n) {
+  for (Py_ssize_t n = 0; n < size; ++n) {
     PyObject* const one = PyTuple_GetItem(saved, n);
     if (one != Py_None && !is_plain(one)) return 0;
   }
-  PyObject* const read[3] = {grad, PyTuple_GetItem(saved, kX), makes ? PyTuple_GetItem(saved, kW) : nullptr};
+  PyObject* const read[3] = {grad, PyTuple_GetItem(saved, kX), makes ? PyTuple_GetItem(saved, kKept) : nullptr};
   for (int n = 0; n < 2 + makes; ++n) {
     if (const int negative = is_negative(read[n])) return negative < 0 ? -1 : 0;
   }
@@ -559,11 +563,12 @@ PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
   const int direct = can_be_direct(grad, saved, plan.makes);
   if (direct < 0) return nullptr;
   if (direct) {
-    void *t[kGiven + 1], *by;
+    void *t[kMost] = {}, *by;
     if (!address_of(grad, &by)) return nullptr;
-    for (int n = 0; n < kGiven + plan.makes; ++n) {
+    for (Py_ssize_t n = 0; n < PyTuple_Size(saved); ++n) {
       if (!address_of(PyTuple_GetItem(saved, n), t + n)) return nullptr;
     }
+    if (!plan.makes && t[kKept]) t[kMu] = t[kKept];
     // The order of the gradients.
     static constexpr int made[5] = {kX, kBias, kMu, kU, kV}, apart[5] = {kX, kU, kV, kMu, kBias};
     const int* const order = plan.makes ? made : apart;
@@ -575,11 +580,11 @@ PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
         find_library(t[kX], &library) && computed(*plan.settings, t[kX], [&] {
           using namespace fastfact::direct;
           if (library) {
-            return plan.makes && library->layer_backward(handles, *plan.settings, needs, by, t[kX], t[kW], t[kIndex],
+            return plan.makes && library->layer_backward(handles, *plan.settings, needs, by, t[kX], t[kKept], t[kIndex],
                                                          plan.support, t[kU], t[kV]);
           }
           if (plan.makes)
-            return layer_backward(handles, *plan.settings, needs, by, t[kX], t[kW], t[kIndex], t[kU], t[kV]);
+            return layer_backward(handles, *plan.settings, needs, by, t[kX], t[kKept], t[kIndex], t[kU], t[kV]);
           return factored_backward(handles, *plan.settings, needs, by, t[kX], t[kU], t[kV], t[kMu], t[kIndex]);
         });
     if (done) {
@@ -657,7 +662,8 @@ bool find() {
                {to_save_, "to_save"},
                {forward_, "forward"},
                {backward_, "backward"},
-               {level_, "_current_level"}};
+               {level_, "_current_level"},
+               {cpu_name, "cpu"}};
   for (const auto& [at, name] : names) {
     if (!(at = PyUnicode_InternFromString(name))) return false;
   }

@@ -62,16 +62,6 @@ class Operands {
   Tensor first_;
 };
 
-Tensor in_type(const Tensor& t, ScalarType type) { return t.scalar_type() == type ? t : torch::stable::to(t, type); }
-
-// In which a layer is computed.
-ScalarType type_for(const Layer& of, const Tensor& x) {
-  require(!of.cast || x.scalar_type() != ScalarType::Double, "layer", "float64 is not cast");
-  return of.cast == Layer::kHalf       ? ScalarType::Half
-         : of.cast == Layer::kBFloat16 ? ScalarType::BFloat16
-                                       : x.scalar_type();
-}
-
 // A tensor for it, which is of that type but where it may be cast.
 Tensor cast(const Operands& operands, const Layer& of, void* tensor, ScalarType type) {
   if (!of.cast) return operands.of_type(tensor, type);

@@ -25,7 +25,7 @@ struct Layer {
   enum : int64_t { kLinear, kPixels, kConvolution, kReordered, kPacked, kPanels } kind;
   int64_t layout, channels_last;  // of the weight
   int64_t size[4], stride[2], padding[2], dilation[2], groups;
-  enum : int64_t { kAsItIs, kHalf, kBFloat16 } cast;  // the type that autocast has layers computed in, not on the CPU
+  enum : int64_t { kAsItIs, kHalf, kBFloat16 } cast;  // the type that autocast has layers computed in
 };
 
 struct Group {
@@ -55,6 +55,19 @@ struct Library {
 
 inline Shape weight_size(const Layer& of) {
   return of.kind == Layer::kLinear ? Shape{of.size[0], of.size[1]} : Shape(of.size, of.size + 4);
+}
+
+// In which a layer is computed.
+inline bind::ScalarType type_for(const Layer& of, const Tensor& x) {
+  using bind::ScalarType;
+  bind::require(!of.cast || x.scalar_type() != ScalarType::Double, "layer", "float64 is not cast");
+  return of.cast == Layer::kHalf       ? ScalarType::Half
+         : of.cast == Layer::kBFloat16 ? ScalarType::BFloat16
+                                       : x.scalar_type();
+}
+
+inline Tensor in_type(const Tensor& t, bind::ScalarType type) {
+  return t.scalar_type() == type ? t : torch::stable::to(t, type);
 }
 
 // A tensor that PyTorch's own code alone reads.

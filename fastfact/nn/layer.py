@@ -235,7 +235,7 @@ class FactorizedLayer(Factors):
             twin = self._cache.value(own, ("twin", dtype), lambda: self._twin(dtype)) if own else None
             cast = x.to(dtype)
             found = None if twin is None else of(twin, cast)
-            call = None if found is None or kind != direct.OTHER else twin._call_for(cast, dtype)
+            call = None if found is None else twin._call_for(cast, dtype)
         finally:
             torch.set_autocast_enabled(kind, True)
         if call and (kept := self._cache.of(own)) and (watch := self._cache.watch(kept)):
@@ -243,12 +243,15 @@ class FactorizedLayer(Factors):
         return found
 
     def _call_for(self, x: Tensor, dtype: torch.dtype) -> direct.Call | None:
-        """What serves in place of this twin, of inputs that are cast by the call; None where it keeps no W for x."""
-        tensors = self._tensors()
-        kept = self._kept_for(tensors)
-        if kept is None or not choice.can_measure() or self._path(x, tensors, kept) != "reconstruct":
+        """What serves in place of this twin, of inputs that are cast by the call; None where no call does."""
+        kept = self._kept_for(self._tensors())
+        if kept is None or not choice.can_measure():
             return None
-        return direct.casting(self._kept_call("reconstruct", x, tensors, self.bias, kept), dtype)
+        tensors, packed = self._sparse_for_evaluation(self._tensors(), kept)
+        path = self._path(x, tensors, packed)
+        if packed is not None and path not in OF_WEIGHT:
+            return None
+        return direct.casting(self._kept_call(path, x, tensors, self.bias, kept), dtype)
 
     @torch.inference_mode(False)
     def _twin(self, dtype: torch.dtype) -> "FactorizedLayer | None":
@@ -318,7 +321,8 @@ class FactorizedLayer(Factors):
         how, *parts = self.spec.op(tensors, self.size, self._format_of(is_channels_last(x), tensors))
         if any(part is not None and all(part is not t for t in tensors.values()) for part in parts):
             return None
-        return call_of(self._plan(path, how, x, tensors), bias, *parts)
+        call = call_of(self._plan(path, how, x, tensors), bias, *parts)
+        return direct.with_input(call, x, self._cast(x), len(self.size) == 2)
 
     def _plan(self, path: str, how: WeightOp, x: Tensor, tensors: dict[str, Tensor]) -> LayerPlan:
         """The layer on this path as one node."""
@@ -328,8 +332,9 @@ class FactorizedLayer(Factors):
     @staticmethod
     def _cast(x: Tensor) -> torch.dtype | None:
         """What autocast has a layer computed in, where that is one node."""
-        other = x.device.type == direct.OTHER and autocasts(direct.OTHER)
-        return torch.get_autocast_dtype(direct.OTHER) if other else None
+        kind = x.device.type
+        casts = kind in ("cpu", direct.OTHER) and autocasts(kind)
+        return torch.get_autocast_dtype(kind) if casts else None
 
     def _support(self, tensors: dict[str, Tensor]) -> Tensor | None:
         """Where compact μ is, as the CUDA kernels read it, made once for its positions. None where they serve not."""
@@ -691,15 +696,19 @@ class FactorizedLayer(Factors):
 
     def _is_one_node(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
         """Whether W and the layer can be one node of the graph: in eager training."""
-        if not torch.is_grad_enabled() or transforming() or type(self.spec).weight is not Spec.weight:
+        if not torch.is_grad_enabled() or type(self.spec).weight is not Spec.weight:
             return False
-        if x.device.type != direct.OTHER:
-            return self._is_plain(x, tensors, bias)
+        return self._can_cast(x, tensors, bias, direct.OTHER if x.device.type == direct.OTHER else "cpu")
+
+    def _can_cast(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, device: str = "cpu") -> bool:
+        """Whether nothing transforms, all tensors are plain, x on this device, and autocast casts what a node can."""
+        if transforming():
+            return False
         cast = self._cast(x)
         casts = isinstance(self.spec, Rank1) and cast in direct.CASTS
         if casts and cast and any(t.dtype == torch.float64 for t in (x, *tensors.values())):
             return False  # which autocast leaves as it is
-        return self._is_plain(x, tensors, bias, casts, direct.OTHER)
+        return self._is_plain(x, tensors, bias, casts, device)
 
     @staticmethod
     def _is_plain(

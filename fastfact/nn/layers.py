@@ -248,7 +248,7 @@ class FactorizedConv2d(FactorizedLayer):
             return False
         if type(self)._conv_forward is not FactorizedConv2d._conv_forward:
             return False
-        if self._pair("padding") != (0, 0) or x.dim() != 4 or not self._is_plain(x, tensors, self.bias):
+        if self._pair("padding") != (0, 0) or x.dim() != 4 or not self._can_cast(x, tensors, self.bias):
             return False
         return are_rows(x) and (not torch.is_grad_enabled() or self._is_one_node(x, tensors, self.bias))
 
@@ -271,18 +271,19 @@ class FactorizedConv2d(FactorizedLayer):
     def _call(self, path, x, tensors, bias):
         if path != "factored" or not self._is_one_op() or x.dim() != 4:
             return super()._call(path, x, tensors, bias)
-        if not self._is_plain(x, tensors, bias):
+        if not self._can_cast(x, tensors, bias):
             return None
-        of, repeated = ops.conv.of_factors(self.size, self._convolution()), not self.training and INDEX in tensors
-        return ops.conv.call_of_factors(of, *rank1_parts(tensors), bias, repeated)
+        cast, repeated = self._cast(x), not self.training and INDEX in tensors
+        of = ops.conv.of_factors(self.size, self._convolution(), cast)
+        return direct.with_input(ops.conv.call_of_factors(of, *rank1_parts(tensors), bias, repeated), x, cast, False)
 
     def _without_weight(self, path, x, tensors, bias):
         if path == "factored" and isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
-        if path == "factored" and self._is_one_op() and x.dim() == 4 and self._is_plain(x, tensors, bias):
+        if path == "factored" and self._is_one_op() and x.dim() == 4 and self._can_cast(x, tensors, bias):
             # What does not fit is told by the checked function.
             with contextlib.suppress(RuntimeError, ValueError):
-                of = ops.conv.of_factors(self.size, self._convolution())
+                of = ops.conv.of_factors(self.size, self._convolution(), self._cast(x))
                 y = ops.conv.apply_factors(of, x, *rank1_parts(tensors), bias, not self.training and INDEX in tensors)
                 if y is not None:
                     return y
@@ -482,21 +483,22 @@ class FactorizedLinear(FactorizedLayer):
 
     def _call(self, path, x, tensors, bias):
         if path != "factored" or isinstance(self.spec, LowRank) or x.dim() < 2:
-            call = super()._call(path, x, tensors, bias)
-        elif self._is_plain(x, tensors, bias):
-            call = ops.conv.call_of_factors(ops.conv.of_factors(self.size), *rank1_parts(tensors), bias)
-        else:
-            call = None
-        return call and direct.with_rows(call, x)
+            return super()._call(path, x, tensors, bias)
+        if not self._can_cast(x, tensors, bias):
+            return None
+        cast = self._cast(x)
+        of = ops.conv.of_factors(self.size, cast=cast)
+        return direct.with_input(ops.conv.call_of_factors(of, *rank1_parts(tensors), bias), x, cast, True)
 
     def _without_weight(self, path, x, tensors, bias):
         if isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
         parts = rank1_parts(tensors)
-        if x.dim() and self._is_plain(x, tensors, bias):
+        if x.dim() and self._can_cast(x, tensors, bias):
             with contextlib.suppress(RuntimeError, ValueError):
                 rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-                y = ops.conv.apply_factors(ops.conv.of_factors(self.size), rows, *parts, bias)
+                of = ops.conv.of_factors(self.size, cast=self._cast(x))
+                y = ops.conv.apply_factors(of, rows, *parts, bias)
                 if y is not None:
                     return y if x.dim() == 2 else y.view(*x.shape[:-1], self.size[0])
         return ops.factored_linear(x, *parts, bias, size=self.size)

@@ -90,6 +90,12 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
+def in_type(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What a layer was computed from, in the type of its gradient, where autocast had cast it; autograd casts what this
+    gives rise to."""
+    return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
+
+
 def is_mapped(tensor: Tensor) -> bool:
     """Whether `vmap` maps over `tensor`: inside, each client has its own. Under torch.compile, which cannot trace the
     question, False."""

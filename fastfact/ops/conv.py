@@ -24,6 +24,7 @@ from fastfact.ops.common import (
     choice,
     flag,
     fold,
+    in_type,
     is_mapped,
     must_be_plain,
     no_view,
@@ -107,7 +108,9 @@ class _Apart:
     @staticmethod
     def forward(ctx, plan, x, u, v, mu, index, bias):
         ctx.plan = plan
-        ctx.save_for_backward(x, u, v, mu, index, bias)
+        given = u, v, mu, index, bias
+        x, u, v, mu, bias = autocast(x, u, v, mu, bias)
+        ctx.save_for_backward(x, *given, *(() if mu is given[2] else (mu,)))
         op, settings = plan.own
         y = _forward(op, False, settings, _rows(op, x), u, v, mu, index, bias)
         return no_view(y.view(*x.shape[:-1], -1)) if op == LAYER and x.dim() > 2 else y
@@ -115,7 +118,7 @@ class _Apart:
     @staticmethod
     def backward(ctx, grad, saved):
         op, settings = ctx.plan.own
-        x, *factors = saved[:5]
+        x, *factors = in_type(grad.dtype, *saved[:5])
         given = _rows(op, x), *factors
         dx, *rest = _gradients(op, False, settings, _rows(op, grad), given, ctx.needs_input_grad[1:])
         return None, dx if dx is None else dx.reshape(x.shape), *rest
@@ -256,18 +259,20 @@ def _check_parts_of_mu(op: str, mu: Tensor | None, index: Tensor | None, dims: i
         )
 
 
-def of_factors(size: tuple[int, ...], how: Sequence = ()) -> direct.Plan:
+def of_factors(size: tuple[int, ...], how: Sequence = (), cast: torch.dtype | None = None) -> direct.Plan:
     """The plan of a layer that is computed from the factors of a weight of `size`; for a convolution `how` is its
-    stride, padding, dilation and groups."""
+    stride, padding, dilation and groups. cast: see `direct.settings`."""
     if not how:
-        return direct.Plan(direct.settings(direct.LINEAR, LINEAR, False, size), False, _Apart, (LAYER, (size,)))
-    numbers = direct.settings(direct.CONVOLUTION, SPATIAL, False, size, how)
+        numbers = direct.settings(direct.LINEAR, LINEAR, False, size, cast=cast)
+        return direct.Plan(numbers, False, _Apart, (LAYER, (size,)))
+    numbers = direct.settings(direct.CONVOLUTION, SPATIAL, False, size, how, cast)
     return direct.Plan(numbers, False, _Apart, (OP, (size, *how)))
 
 
 def call_of_factors(plan: direct.Plan, u, v, values, index, bias, repeated: bool = False) -> direct.Call:
     """`factored_conv2d` or `factored_linear` (x [n, i]) without the checks of these functions, for layers: nothing may
-    transform or cast, all tensors must be plain, and the CPU library must serve, which checks all it reads."""
+    transform, nor cast but as the plan says, all tensors must be plain, and the CPU library must serve, which checks
+    all it reads."""
     if torch.is_grad_enabled():
         return direct.call(plan, u, v, values, index, bias)
     return direct.Call(direct.factored, (plan.settings, repeated, None, u, v, values, index, bias), 2)
@@ -282,6 +287,7 @@ def apply_factors(plan: direct.Plan, x, u, v, values, index, bias, repeated: boo
         return direct.apply(plan, x, u, v, values, index, bias)
     y = direct.factored(plan.settings, repeated, x, u, v, values, index, bias) if direct.serves(x) else None
     if y is None:
+        x, u, v, values, bias = autocast(x, u, v, values, bias)
         return implementation(op)(x, u, v, values, index, bias, *settings, *((True,) if repeated else ()))
     return y
 

@@ -5,9 +5,9 @@ those of most networks, and so do the questions that a layer asks before it. Bot
 module of Python, `fastfact._cpu` (`csrc/bind_cpu_module.cpp`): `serve` looks for a `Node` that says what to compute for
 an input, asks whether all it depends on is as it was, and computes. What stands between an op and its kernel is passed
 by, so that nothing may transform, record or dispatch elsewhere, and all tensors must be plain ones on the CPU or, for
-layers whose weight is made or at hand, on one device of the CUDA library (`csrc/bind_cuda_direct.cpp`), which alone
-casts as autocast says. `serve` asks for that; whoever calls the rest asks `serves`. Where a function returns None
-nothing was computed, and the ops serve, which say what does not fit.
+layers whose weight is made or at hand, on one device of the CUDA library (`csrc/bind_cuda_direct.cpp`). A layer casts
+as autocast does if it is asked to. `serve` asks for that; whoever calls the rest asks `serves`. Where a function
+returns None nothing was computed, and the ops serve, which say what does not fit.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ LINEAR, PIXELS, CONVOLUTION, REORDERED, PACKED, PANELS = range(6)
 with W in oneDNN's form, and x Wᵀ or, in channels_last, a 1×1 convolution, with W as `panels` has it."""
 
 CASTS = {None: 0, torch.float16: 1, torch.bfloat16: 2}
-"""What autocast may have a layer computed in, on a device with a library of its own."""
+"""What autocast may have a layer computed in."""
 
 
 def settings(
@@ -51,9 +51,8 @@ def settings(
 
 
 def casting(call: "Call | None", dtype: torch.dtype) -> "Call | None":
-    """A call of `dense`, on a device with a library of its own, that casts its input to this type of `CASTS`; None for
-    any other call."""
-    if call is None or call.function is not dense or dtype not in CASTS:
+    """A call of `dense` or `factored` that casts its input to this type of `CASTS`; None for any other call."""
+    if call is None or call.function not in (dense, factored) or dtype not in CASTS:
         return None
     settings, *rest = call.args
     return call._replace(args=(settings[:-8] + struct.pack("=q", CASTS[dtype]), *rest))
@@ -62,8 +61,9 @@ def casting(call: "Call | None", dtype: torch.dtype) -> "Call | None":
 class Plan(NamedTuple):
     """A layer as one node of the graph. makes: W, or y from the factors apart. function: has `forward` (ctx, plan, x,
     u, v, μ, index, bias) and `backward` (ctx, grad, what was saved), which serve where the library does not: they save
-    what `forward` is given, and W after it if that is made, and put the plan on the context. own: for these. support:
-    where compact μ is, as the CUDA kernels read it (`sparsity.words`), if that is made."""
+    what `forward` is given and after it W, if that is made, or μ as it was cast, if it was, and put the plan on the
+    context. own: for these. support: where compact μ is, as the CUDA kernels read it (`sparsity.words`), if that is
+    made."""
 
     settings: bytes
     makes: bool
@@ -97,19 +97,27 @@ class Call(NamedTuple):
         return self.function(*self.args[: self.at], x, *self.args[self.at + 1 :])
 
 
-def with_rows(call: Call, x: Tensor) -> Call:
-    """The call of a linear layer in training for inputs such as x: rows that no matrix has where they lie are copied
-    once, for the forward and the backward."""
-    if not x.is_cpu or x.dim() <= 2 or not torch.is_grad_enabled():
+def with_input(call: Call, x: Tensor, cast: torch.dtype | None, rows: bool) -> Call:
+    """The call for inputs such as x, which are copied once where the forward and the backward would each do so: to the
+    type of `CASTS` that they are cast to, and, the `rows` of a linear layer in training, to where a matrix has them."""
+    dtype = cast or x.dtype
+    rows = rows and x.is_cpu and x.dim() > 2 and torch.is_grad_enabled() and not _is_matrix(x)
+    if dtype == x.dtype and not rows:
         return call
+    return Call(_of_copy, (call.function, call.at, dtype, rows, *call.args), call.at + 4)
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether x […, channels] is a matrix of its rows where it lies."""
     with contextlib.suppress(RuntimeError):
         x.detach().view(-1, x.shape[-1] if x.numel() else 1)
-        return call
-    return Call(_of_copy, (call.function, call.at, *call.args), call.at + 2)
+        return True
+    return False
 
 
-def _of_copy(function: Callable[..., Tensor | None], at: int, *args) -> Tensor | None:
-    return function(*args[:at], args[at].contiguous(), *args[at + 1 :])
+def _of_copy(function: Callable[..., Tensor | None], at: int, dtype: torch.dtype, rows: bool, *args) -> Tensor | None:
+    x = args[at].to(dtype, memory_format=torch.contiguous_format if rows else torch.preserve_format)
+    return function(*args[:at], x.contiguous() if rows else x, *args[at + 1 :])
 
 
 Fact = tuple[Mapping[str, Any], str, Any, bool | None]

@@ -3,7 +3,6 @@
 One `autograd.Function` serves them all; its `vmap` rule folds a mapped axis into the client axis.
 """
 
-import contextlib
 import math
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from fastfact.base.formats import LAYOUTS, LINEAR, lowrank_shape, rank1_size
 from fastfact.ops import direct, reference
 from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (
+    autocast,
     call,
     check,
     check_factors,
@@ -24,6 +24,7 @@ from fastfact.ops.common import (
     choice,
     flag,
     fold,
+    in_type,
     is_channels_last,
     must_be_plain,
     no_view,
@@ -291,25 +292,21 @@ class _Made:
     @staticmethod
     def forward(ctx, plan, x, u, v, mu, index, bias):
         settings, how = plan.own
+        ctx.plan, given = plan, (x, u, v, mu, index, bias)
+        x, u, v, mu, bias = autocast(x, u, v, mu, bias)
         made = _forward(how, *_parts(u, v, mu, index))
-        ctx.plan = plan
-        ctx.save_for_backward(x, u, v, mu, index, bias, made)
+        ctx.save_for_backward(*given, made)
         return no_view(_dense_layer(x, made, bias, settings))
 
     @staticmethod
     def backward(ctx, grad, saved):
-        x, u, v, mu, index, bias, made = saved
+        x, u, v, mu, index, bias, made = in_type(grad.dtype, *saved)
         (settings, how), (dense, *factors) = ctx.plan.own, _parts(u, v, mu, index)
         _, nx, nu, nv, nmu, _, nb = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            casts = any(t is not None and t.dtype != grad.dtype for t in (x, u, bias))
-            with torch.autocast(x.device.type, grad.dtype) if casts else contextlib.nullcontext():
-                y = _dense_layer(x, _EagerWeight.apply(how, dense, *factors), bias, settings)
+            y = _dense_layer(x, _EagerWeight.apply(how, dense, *factors), bias, settings)
             return None, *_differentiable(y, saved[:6], ctx.needs_input_grad[1:], grad)
-        # Under autocast the layer was computed in another type. Those of x and the bias are cast by autograd.
-        x, made = x.to(grad.dtype), made.to(grad.dtype)
         dx, dw, db = _layer_gradients(settings, grad, x, made, bias, (nx, nu or nv or nmu, nb))
-        dw = dw if dw is None else dw.to(u.dtype)
         if index is None:
             dmu, du, dv, *_ = _gradients(how, (nmu, nu, nv, False, False), dw, factors)
         else:
