@@ -130,7 +130,7 @@ def rule(work: Work) -> str:
     if work.device != "cpu" or not loaded("cpu") or work.kind not in KINDS:
         return "reconstruct"
     if work.step == "kept":
-        if work.dtype != torch.float32:
+        if work.dtype != torch.float32 and work.kind == "linear":
             return "product"
         return "panels" if work.rows * math.prod(work.image) > 1 else "reconstruct"
     o, i, kh, kw = (*work.size, 1, 1)[:4]
@@ -141,10 +141,14 @@ def rule(work: Work) -> str:
         product = work.rank * (1 / (o * kw) + 1 / (i * kh))
     else:
         product = work.rank * (1 / o + 1 / taps)
-    if work.kind == "linear" and work.step != "evaluation" and work.dtype != torch.float64:
+    if o == i == 1 < work.groups and work.step in ("training", "weights"):
+        return "factored"  # PyTorch's gradients of depthwise convolutions take twice as long and more
+    of_rows = taps == 1 and work.groups == 1
+    if of_rows and work.step != "evaluation" and work.dtype != torch.float64:
         # Where μ is dense, tiles of W are multiplied in cache: no slower than a dense product.
         return "factored" if product + min(3.5 * work.density, 0.6) < 0.75 else "reconstruct"
-    sparse = work.density * (2.2 if taps > 1 else 8)
+    in_order = of_rows and (work.kind == "linear" or work.channels_last) and work.dtype == torch.float32
+    sparse = work.density * (2.2 if taps > 1 else 4 if in_order else 8)
     # Of few pixels, what each nonzero costs outside the product counts.
     few = work.step != "evaluation" and work.rows * math.prod(work.image) < 512
     return "factored" if product + sparse * (2 if few else 1) < 0.75 else "reconstruct"

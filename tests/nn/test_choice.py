@@ -63,13 +63,25 @@ def work(**changes):
         ("factored", 0.05, 3, 1, 64),
         ("factored", 0.0, 3, 1, 64),
         ("reconstruct", 0.9, 3, 1, 64),
-        ("reconstruct", 0.3, 1, 1, 64),
+        ("factored", 0.3, 1, 1, 64),
         ("reconstruct", 0.3, 3, 64, 8),
         ("reconstruct", 0.3, 3, 1, 1),
     ],
 )
 def test_the_rule_follows_density_kernel_groups_and_batch(expected, density, kernel, groups, images):
     assert takes(layer(density, kernel=kernel, groups=groups), images, 64, 16, 16) == expected
+
+
+def test_the_rule_knows_depthwise_and_1x1_convolutions():
+    depthwise = ff.nn.FactorizedConv2d(64, 64, 5, padding=2, groups=64).compact(0.6)
+    assert takes(depthwise, 2, 64, 14, 14, training=True) == "factored"
+    assert takes(depthwise.eval(), 2, 64, 14, 14) == "reconstruct"
+    pixels = layer(0.1, kernel=1).eval()
+    assert takes(pixels, 2, 64, 14, 14, memory_format=torch.channels_last) == "factored"
+    assert (
+        takes(pixels, 2, 64, 14, 14) == takes(pixels.bfloat16(), 2, 64, 14, 14, dtype=torch.bfloat16) == "reconstruct"
+    )
+    assert takes(pixels.double().train(), 2, 64, 14, 14, training=True, dtype=torch.float64) == "reconstruct"
 
 
 def test_by_the_rule_a_layer_without_mu_may_be_factored_and_of_a_dense_mu_a_linear_layer():

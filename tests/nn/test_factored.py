@@ -379,6 +379,42 @@ def test_partial_gradients(needed):
     assert all(torch.allclose(a, b) for a, b in zip(grads, expected, strict=True))
 
 
+@pytest.mark.parametrize("density", [0.3, None])
+@pytest.mark.parametrize("stride", [1, (2, 1)])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=["nchw", "channels_last"])
+def test_a_1x1_convolution_that_is_traced_or_mapped_is_a_linear_layer_of_its_pixels(density, stride, form, monkeypatch):
+    torch.manual_seed(0)
+    spec = ff.Rank1(rank=2, layout="kernel", sparse=density is not None)
+    layer = ff.nn.FactorizedConv2d(6, 9, 1, stride=stride, spec=spec, dtype=torch.float64)
+    torch.nn.init.normal_(layer.bias)
+    if density:
+        torch.nn.init.normal_(layer.mu)
+        layer.compact(density)
+    layer.path = "factored"
+    x, dense = torch.randn(3, 2, 6, 5, 4, dtype=torch.float64), layer.to_dense()
+    monkeypatch.setattr(ops, "separable_conv2d", None)
+    torch._dynamo.reset()
+    graph = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    names = [name for name, _ in layer.named_parameters()]
+    for one in x:
+        mine, its = (one.clone().contiguous(memory_format=form).requires_grad_() for _ in range(2))
+        y, expected = graph(mine), dense(its)
+        torch.testing.assert_close(y, expected)
+        assert y.is_contiguous(memory_format=form)
+        found = torch.autograd.grad(y.square().sum(), [mine, *map(layer.get_parameter, names)])
+        wanted = torch.autograd.grad(layer(its).square().sum(), [its, *map(layer.get_parameter, names)])
+        torch.testing.assert_close(found, wanted)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+    parameters = dict(layer.named_parameters())
+    mapped = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for at, one in enumerate(x):
+        wanted = torch.autograd.grad(layer(one).square().sum(), list(parameters.values()))
+        torch.testing.assert_close([mapped[name][at] for name in parameters], list(wanted))
+
+
 def test_clients_vmap_and_func_grad():
     size, how = (6, 5, 3, 3), {"padding": 1, "stride": 2}
     t = draw(4, size, 9, 9, 1, 0.2, torch.float64, clients=(3,))
