@@ -313,8 +313,6 @@ class FactorizedConv2d(FactorizedLayer):
         """The factored or the fused path, on x with its batch axis."""
         how, spec, parts = self._convolution()._asdict(), self.spec, rank1_parts(tensors)
         if not fused:
-            if self._is_one_op() and spec.layout == "kernel":
-                return self._of_pixels(x, parts, bias)
             if spec.layout == "kernel":
                 return ops.separable_conv2d(x, *parts, bias, size=self.size, **how)
             return ops.factored_conv2d(x, *parts, bias, size=self.size, repeated=not self.training, **how)
@@ -326,15 +324,6 @@ class FactorizedConv2d(FactorizedLayer):
             return self._apart(x, tensors, bias)
         weight = spec.weight(cast(tensors), self.size, is_channels_last(x))
         return ops.fused_conv2d(x, mu=weight, bias=bias, size=self.size, **how)
-
-    def _of_pixels(self, x: Tensor, parts: tuple, bias: Tensor | None) -> Tensor:
-        """The factored path of a 1×1 convolution, by an op: that of a linear layer of its pixels."""
-        (u, v, values, index), (down, across) = parts, self._pair("stride")
-        u, v = (t if t is None else t.squeeze(-1) for t in (u, v))
-        values = values if values is None or index is not None else values.flatten(1)
-        pixels = x[:, :, ::down, ::across].permute(0, 2, 3, 1)
-        y = ops.factored_linear(pixels, u, v, values, index, bias, size=self.size[:2]).permute(0, 3, 1, 2)
-        return y if is_channels_last(x) else y.contiguous()
 
     def _shares_sigma(self, x: Tensor) -> bool:
         """Whether clients of `vmap` share σ, and σ and BA apart cost less than each client's own W."""

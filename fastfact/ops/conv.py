@@ -415,6 +415,9 @@ def separable_conv2d(
         op, "kernel", x, u, v, values, index, bias, size, stride, padding, dilation, groups
     )
     if size[2:] == (1, 1) and groups == 1 and not x.is_cuda:
+        if not clients and padding == (0, 0) and size[1] > 1 and not torch._C._are_functorch_transforms_active():
+            # Images as they lie: in a graph, whose compiler would put them into another order for a linear layer.
+            return _apply(OP, False, (size, stride, padding, dilation, groups), x, u, v, values, index, bias)
         last = not is_mapped(x) and formats.is_channels_last(x if clients else x.unsqueeze(0))
         y = _of_pixels(x, u.squeeze(-1), v.squeeze(-1), values, index, bias, size[:2], stride, padding)
         return y if last else y.contiguous()
