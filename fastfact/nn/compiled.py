@@ -66,9 +66,11 @@ def forget(factors: Iterable[Tensor | None]) -> None:
 
 
 def _forward(how: str, x: Tensor, factors: list[Tensor], bias: Tensor | None) -> Tensor:
-    with torch.no_grad():
-        layer = _layer(how, factors, bias)
-        return layer(x).contiguous(memory_format=_format(layer, x))
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _forward(how, x, factors, bias)
+    layer = _layer(how, factors, bias)
+    return layer(x).contiguous(memory_format=_format(layer, x))
 
 
 def _format(layer: Any, x: Tensor) -> torch.memory_format:
