@@ -47,10 +47,10 @@ def _like(how: str) -> Any:
 
 def _layer(how: str, factors: Sequence[Tensor], bias: Tensor | None) -> Any:
     """The layer with these tensors."""
-    first, given = factors[0], [*factors, *([] if bias is None else [bias])]
+    first, given = factors[0], factors if bias is None else [*factors, bias]
     of, held, layer = _layers.get((how, id(first)), (None, (), None))
     same = of is not None and of() is first and len(held) == len(given)
-    if not same or not all(mine.is_set_to(theirs) for mine, theirs in zip(held, given, strict=True)):
+    if not same or not all(map(Tensor.is_set_to, held, given)):
         layer = _like(how).holding(factors, bias)
         key = how, id(first)
         # What shares the memory, not the tensors themselves, which would live on.
