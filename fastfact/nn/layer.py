@@ -244,13 +244,12 @@ class FactorizedLayer(Factors):
 
     def _call_for(self, x: Tensor, dtype: torch.dtype) -> direct.Call | None:
         """What serves in place of this twin, of inputs that are cast by the call; None where no call does."""
-        kept = self._kept_for(self._tensors())
+        tensors = self._tensors()
+        kept = self._kept_for(tensors)
         if kept is None or not choice.can_measure():
             return None
-        tensors, packed = self._sparse_for_evaluation(self._tensors(), kept)
+        tensors, packed = self._sparse_for_evaluation(tensors, kept)
         path = self._path(x, tensors, packed)
-        if packed is not None and path not in OF_WEIGHT:
-            return None
         return direct.casting(self._kept_call(path, x, tensors, self.bias, kept), dtype)
 
     @torch.inference_mode(False)

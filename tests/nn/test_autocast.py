@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from drawing import drawn
 
 import fastfact as ff
+from fastfact.nn.layer import FactorizedLayer
 from fastfact.ops import direct
 
 LAYERS = {
@@ -24,16 +26,10 @@ def _seed():
     torch.manual_seed(0)
 
 
-def drawn(of, path, density):
-    """(A layer with its factors drawn, μ compact where less than all of it is to be there; an input.)"""
+def case(of, path, density):
+    """(A layer, `drawn`; an input.)"""
     kind, sizes, how, shape = LAYERS[of]
-    layer = kind(*sizes, **how, spec=ff.Rank1(rank=2, sparse=density is not None))
-    with torch.no_grad():
-        for factor in layer.factors().values():
-            factor.normal_(std=0.5)
-    if density is not None and density < 1:
-        layer.prune_(density)
-        layer.compact()
+    layer = drawn(kind(*sizes, **how, spec=ff.Rank1(rank=2, sparse=density is not None)), density)
     layer.path = path
     return layer, torch.randn(shape)
 
@@ -66,7 +62,7 @@ def check(layer, x, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("of", "path", "density"), CASES)
 def test_a_layer_is_one_node(of, path, density, dtype):
-    layer, x = drawn(of, path, density)
+    layer, x = case(of, path, density)
     for given in (x, x.to(dtype)):
         for _ in range(2):  # the second is served by the node of the first
             check(layer, given, dtype)
@@ -75,13 +71,13 @@ def test_a_layer_is_one_node(of, path, density, dtype):
 
 @pytest.mark.parametrize(("of", "path", "density"), CASES)
 def test_without_the_library_it_is_the_same(of, path, density):
-    layer, x = drawn(of, path, density)
+    layer, x = case(of, path, density)
     with ff.use_backend("reference"):
         check(layer, x, torch.bfloat16)
 
 
 def test_pixels_are_rows_of_one_product(prefer):
-    layer, x = drawn("1×1", "auto", 0.3)
+    layer, x = case("1×1", "auto", 0.3)
     taken = prefer("product")
     for _ in range(2):
         check(layer, x.to(memory_format=torch.channels_last), torch.bfloat16)
@@ -91,7 +87,7 @@ def test_pixels_are_rows_of_one_product(prefer):
 @pytest.mark.parametrize(("of", "path", "density"), CASES)
 def test_what_is_saved_is_in_its_type(of, path, density):
     """But for the parameters, which are there anyhow: as much as a dense layer keeps."""
-    layer, x = drawn(of, path, density)
+    layer, x = case(of, path, density)
     grad, kept = torch.ones(layer(x).shape).bfloat16(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         run(layer, x, grad, torch.bfloat16)
@@ -102,7 +98,7 @@ def test_what_is_saved_is_in_its_type(of, path, density):
 
 @pytest.mark.parametrize(("of", "path", "density"), CASES)
 def test_second_derivatives(of, path, density):
-    layer, x = drawn(of, path, density)
+    layer, x = case(of, path, density)
 
     def second(layer, x, dtype):
         x = x.detach().requires_grad_()
@@ -119,13 +115,13 @@ def test_second_derivatives(of, path, density):
 
 
 def test_float64_stays():
-    layer, x = drawn("linear", "auto", 0.3)
+    layer, x = case("linear", "auto", 0.3)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.double()(x.double()).dtype == torch.float64
 
 
 def test_a_node_serves_for_one_state_of_autocast():
-    layer, x = drawn("linear", "factored", 0.3)
+    layer, x = case("linear", "factored", 0.3)
     for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             assert layer(x).dtype == (dtype or torch.float32)
@@ -135,7 +131,7 @@ def test_a_node_serves_for_one_state_of_autocast():
 @torch.no_grad()
 @pytest.mark.parametrize("of", LAYERS)
 def test_evaluation_is_one_call(of, monkeypatch):
-    layer, x = drawn(of, "auto", 0.3)
+    layer, x = case(of, "auto", 0.3)
     layer.eval()
     with torch.autocast("cpu", torch.bfloat16):
         for given in (x, x.bfloat16()):
@@ -148,8 +144,25 @@ def test_evaluation_is_one_call(of, monkeypatch):
         torch.testing.assert_close(layer(x), dense, rtol=2e-2, atol=2e-2 * dense.abs().max().item())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
+def test_evaluation_of_a_dense_mu_that_is_mostly_zeros_is_one_call(path, monkeypatch):
+    layer, x = case("linear", "auto", 1.0)
+    layer.prune_(0.1)
+    layer.eval()
+    monkeypatch.setattr(FactorizedLayer, "_choose", lambda self, *_: path)
+    with torch.autocast("cpu", torch.bfloat16):
+        for change in (lambda: None, lambda: layer.mu.data.mul_(-2), lambda: layer.mu.data.fill_(0.1)):
+            change()
+            expected = layer.to_dense()(x)
+            for _ in range(2):
+                found = layer(x)
+                torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+            assert len(layer._nodes) == 1
+
+
 def test_rows_that_lie_apart_are_copied_once():
-    layer, x = drawn("sequences", "factored", 0.3)
+    layer, x = case("sequences", "factored", 0.3)
     turned = x.transpose(1, 2).contiguous().transpose(1, 2)
     for _ in range(2):
         check(layer, turned, torch.bfloat16)

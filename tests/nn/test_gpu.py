@@ -9,6 +9,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from drawing import drawn
 from torch import nn
 
 import fastfact as ff
@@ -58,17 +59,6 @@ def measured(monkeypatch, tmp_path):
     choice.forget()
     yield
     choice.forget()
-
-
-def drawn(layer, density):
-    """The layer with all of its factors drawn; density: of a compact μ, None for one that stays as it is."""
-    with torch.no_grad():
-        for factor in layer.factors().values():
-            factor.normal_(std=0.5)
-    if density is not None and "mu" in layer.factors():
-        layer.prune_(density)
-        layer.compact()
-    return layer
 
 
 def packed(model, density=None):

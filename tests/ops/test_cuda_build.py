@@ -13,6 +13,7 @@ import op_cases
 import pytest
 import torch
 import triton
+from drawing import drawn
 from torch import nn
 from torch.utils import cpp_extension
 
@@ -157,16 +158,10 @@ LAYERS = [
 ]
 
 
-def drawn(layer, density):
-    """The layer, which makes W, with its factors drawn, and μ compact where less than all of it is to be there."""
+def making(layer, density):
+    """The layer, which makes W, `drawn`."""
     layer.path = "reconstruct"
-    with torch.no_grad():
-        for factor in layer.factors().values():
-            factor.normal_(std=0.5)
-    if density is not None and density < 1:
-        layer.prune_(density)
-        layer.compact()
-    return layer
+    return drawn(layer, density)
 
 
 SPECIFIED = [(of, ("spatial", 1)) for of in LAYERS]
@@ -181,7 +176,7 @@ def test_a_layer_as_one_call_emulated(on_emulated, of, spec, density, dtype):
     kind, sizes, how, shape = of
     # "view" has no kernel that writes channels_last
     for form in (torch.contiguous_format, torch.channels_last)[: 1 if len(shape) < 4 or spec[0] == "view" else 2]:
-        layer = drawn(kind(*sizes, **how, spec=ff.Rank1(*spec, sparse=density is not None), dtype=dtype), density)
+        layer = making(kind(*sizes, **how, spec=ff.Rank1(*spec, sparse=density is not None), dtype=dtype), density)
         if len(shape) == 4:
             layer.to(memory_format=form)
         x = torch.randn(shape, dtype=dtype)
@@ -213,7 +208,7 @@ def test_a_layer_under_autocast_as_one_call_emulated(on_emulated, of, density, d
     """In autocast's type, as the dense layer is, with gradients in the types of the tensors; backward in autocast and
     after it."""
     kind, sizes, how, shape = of
-    layer = drawn(kind(*sizes, **how, spec=ff.Rank1(sparse=density is not None)), density)
+    layer = making(kind(*sizes, **how, spec=ff.Rank1(sparse=density is not None)), density)
     dense = layer.to_dense()
     for wide in (True, False):
         x = torch.randn(shape, dtype=torch.float32 if wide else dtype).requires_grad_()
@@ -259,7 +254,7 @@ def test_evaluation_under_autocast_as_one_call_emulated(on_emulated, monkeypatch
 def test_a_layer_of_many_clients_emulated(on_emulated, counts):
     """Clients of a federation that train one after another: the tensors of one model are pointed at each one's state,
     whose positions of μ are others."""
-    layer = drawn(ff.nn.FactorizedConv2d(8, 8, 3, padding=1), 0.2)
+    layer = making(ff.nn.FactorizedConv2d(8, 8, 3, padding=1), 0.2)
     trainer, x = Trainer(layer, describe(layer, None), Settings(4, 0.1, 0.0, 0.0)), torch.randn(2, 8, 6, 6)
 
     def check():
@@ -283,7 +278,7 @@ def test_a_layer_of_many_clients_emulated(on_emulated, counts):
 
 def test_no_more_values_are_read_or_written_than_there_are_emulated(on_emulated):
     """Whatever the positions are, which nobody looks at on a GPU."""
-    layer = drawn(ff.nn.FactorizedConv2d(8, 8, 3, padding=1), 0.2)
+    layer = making(ff.nn.FactorizedConv2d(8, 8, 3, padding=1), 0.2)
     layer._support(layer._tensors())
     words = layer._words[2]
     values = torch.full((len(layer.mu),), torch.nan)
