@@ -48,10 +48,7 @@ class Operands {
   const Tensor x_;
   const ScalarType type_;
 
-  Tensor cast(const Tensor& t) const {
-    require(!casts_ || t.scalar_type() != ScalarType::Double, "layer", "float64 is not cast");
-    return casts_ ? in_type(t, type_) : t;
-  }
+  Tensor cast(const Tensor& t) const { return casts_ ? by_autocast(t, type_) : t; }
 };
 
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {

@@ -64,10 +64,7 @@ class Operands {
 
 // A tensor for it, which is of that type but where it may be cast.
 Tensor cast(const Operands& operands, const Layer& of, void* tensor, ScalarType type) {
-  if (!of.cast) return operands.of_type(tensor, type);
-  const Tensor t = operands.of_device(tensor);
-  require(t.scalar_type() != ScalarType::Double, "layer", "float64 is not cast");
-  return in_type(t, type);
+  return of.cast ? by_autocast(operands.of_device(tensor), type) : operands.of_type(tensor, type);
 }
 
 OptionalTensor cast_if(const Operands& operands, const Layer& of, void* tensor, ScalarType type) {

@@ -70,6 +70,12 @@ inline Tensor in_type(const Tensor& t, bind::ScalarType type) {
   return t.scalar_type() == type ? t : torch::stable::to(t, type);
 }
 
+// As autocast casts, which leaves float64 as it is.
+inline Tensor by_autocast(const Tensor& t, bind::ScalarType type) {
+  bind::require(t.scalar_type() != bind::ScalarType::Double, "layer", "float64 is not cast");
+  return in_type(t, type);
+}
+
 // A tensor that PyTorch's own code alone reads.
 inline Tensor opaque(void* tensor) {
   AtenTensorHandle out;
