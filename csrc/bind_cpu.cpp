@@ -193,54 +193,150 @@ fastfact::Size weight_size(const char* op, const Shape& size) {
   return size.size() == 2 ? fastfact::Size{size[0], size[1], 1, 1} : fastfact::Size{size[0], size[1], size[2], size[3]};
 }
 
-void check_lowrank(const char* op, const Tensor& a, const Tensor& b, int64_t layout, const fastfact::Size& s) {
-  if (layout != fastfact::kView && layout != fastfact::kSeparable) {
-    fail(op, "layout=" + std::to_string(layout) + ", must be 3 or 4");
+// What a and b of a low-rank weight say, with the client axis or without it, as those of a rank-1 weight.
+struct LowRankForm {
+  int64_t axes, clients, rank;
+  fastfact::Size size;
+  bool conv;
+
+  LowRankForm(const char* op, const Tensor& a, const Tensor& b, int64_t layout, const Shape& of)
+      : axes(a.dim() == 2 ? 0 : 1), size(weight_size(op, of)), conv(of.size() == 4) {
+    if (layout != fastfact::kView && layout != fastfact::kSeparable) {
+      fail(op, "layout=" + std::to_string(layout) + ", must be 3 or 4");
+    }
+    expect_dim(op, "a", a, 2 + axes);
+    clients = axes ? a.size(0) : 1, rank = a.size(axes);
+    const bool view = layout == fastfact::kView;
+    expect(op, "a", a, with_clients({rank, (view ? size.i : size.o) * size.kw}), a);
+    expect(op, "b", b, with_clients({(view ? size.o : size.i) * size.kh, rank}), a);
   }
-  expect_dim(op, "a", a, 3);
-  const int64_t k = a.size(0), rank = a.size(1);
-  const bool view = layout == fastfact::kView;
-  expect(op, "a", a, {k, rank, (view ? s.i : s.o) * s.kw}, a);
-  expect(op, "b", b, {k, (view ? s.o : s.i) * s.kh, rank}, a);
+
+  Shape with_clients(Shape shape) const {
+    if (axes) shape.insert(shape.begin(), clients);
+    return shape;
+  }
+  Shape weight() const { return with_clients(conv ? Shape{size.o, size.i, size.kh, size.kw} : Shape{size.o, size.i}); }
+};
+
+// `weight` [(k,) o, i, kh, kw] in the memory order of channels_last.
+Tensor to_channels_last(const Tensor& weight, int64_t axes) {
+  const Tensor inner = torch::stable::contiguous(inputs_last(weight, axes));
+  return torch::stable::transpose(torch::stable::transpose(inner, 2 + axes, 3 + axes), 1 + axes, 2 + axes);
 }
 
-// `weight` [k, o, i, kh, kw] in the memory order of channels_last.
-Tensor to_channels_last(const Tensor& weight) {
-  const Tensor inner = torch::stable::contiguous(inputs_last(weight));
-  return torch::stable::transpose(torch::stable::transpose(inner, 3, 4), 2, 3);
+// Each client's part of t, dense, in another shape.
+Tensor reshaped(const Tensor& t, int64_t axes, const Shape& shape) {
+  Shape strides(shape.size());
+  int64_t step = 1;
+  for (size_t d = shape.size(); d-- > size_t(axes); step *= shape[d]) strides[d] = step;
+  if (axes) strides[0] = t.stride(0);
+  return viewed(t, shape, strides);
+}
+
+// scaling · t, the matrix [rows, columns] of each client `turned` if asked, in this shape.
+Tensor scaled_factor(const char* op, const Tensor& t, bool turned, double scaling, const Shape& shape, int64_t axes) {
+  const Tensor from = is_dense(t, axes) ? t : torch::stable::contiguous(t);
+  if (!turned && scaling == 1) return reshaped(from, axes, shape);
+  const int64_t rows = t.size(axes), columns = t.size(axes + 1);
+  const Tensor out = empty(t, shape);
+  fastfact::scaled({type_of(op, t), axes ? t.size(0) : 1, turned ? columns : rows, turned ? rows : columns,
+                    in(from, axes), turned ? 1 : columns, turned ? columns : 1, scaling, out.data_ptr()},
+                   parallel_for);
+  return out;
+}
+
+// Whether the weight, or its factors' gradients, take less as those of a rank-1 weight than as products of matrices.
+bool are_few(const LowRankForm& of, fastfact::Type type, bool backward) {
+  const bool in_rows = of.size.taps() == 1, narrow = type != fastfact::Type::f32 && type != fastfact::Type::f64;
+  return of.rank && of.rank <= (backward ? 8 : 16) && (in_rows || !narrow);
+}
+
+}  // namespace
+
+namespace fastfact::ops {
+
+bool LowRankFactors::exist(const Shape& size, int64_t layout) {
+  return layout != kView || size.size() == 2 || size[2] * size[3] == 1;
+}
+
+LowRankFactors::LowRankFactors(const char* op, const Tensor& a, const Tensor& b, int64_t layout, const Shape& size,
+                               double scaling)
+    : layout(size.size() == 4 ? kKernel : kLinear),
+      op_(op),
+      b_is_u_(layout != kView),
+      scaling_(scaling),
+      a_(shape_of(a)),
+      b_(shape_of(b)) {
+  const LowRankForm of(op, a, b, layout, size);
+  const auto& [o, i, kh, kw] = of.size;
+  const Shape us = of.conv ? Shape{of.rank, i, kh} : Shape{of.rank, i};
+  const Shape vs = of.conv ? Shape{of.rank, o, kw} : Shape{of.rank, o};
+  u = scaled_factor(op, b_is_u_ ? b : a, b_is_u_, 1, of.with_clients(us), of.axes);
+  v = scaled_factor(op, b_is_u_ ? a : b, !b_is_u_, scaling, of.with_clients(vs), of.axes);
+}
+
+Tensor LowRankFactors::of_a(const Tensor& du, const Tensor& dv) const {
+  const int64_t axes = a_.size() - 2;
+  if (!b_is_u_) return reshaped(du, axes, a_);
+  return scaled_factor(op_, reshaped(dv, axes, a_), false, scaling_, a_, axes);
+}
+
+Tensor LowRankFactors::of_b(const Tensor& du, const Tensor& dv) const {
+  const int64_t axes = b_.size() - 2;
+  Shape turned = b_;
+  std::swap(turned[axes], turned[axes + 1]);
+  return scaled_factor(op_, reshaped(b_is_u_ ? du : dv, axes, turned), true, b_is_u_ ? 1 : scaling_, b_, axes);
+}
+
+int64_t LowRankFactors::needs(int64_t of_a_and_b) const {
+  return b_is_u_ ? of_a_and_b >> 1 | (of_a_and_b & 1) << 1 : of_a_and_b;
 }
 
 Tensor lowrank_weight(OptionalTensor sigma, Tensor a, Tensor b, int64_t layout, Shape size, double scaling,
                       bool channels_last) {
   const char* op = "lowrank_weight";
-  const fastfact::Size s = weight_size(op, size);
-  check_lowrank(op, a, b, layout, s);
-  const bool conv = size.size() == 4, permutes = channels_last && conv && layout == fastfact::kView;
-  channels_last = channels_last && conv && !permutes;
-  if (sigma) expect(op, "sigma", *sigma, weight_shape(a.size(0), s, conv), a);
-  a = dense(a), b = dense(b);
-  if (sigma) sigma = dense(*sigma, channels_last);
-  Tensor w = empty_weight(a, a.size(0), s, conv, channels_last);
-  fastfact::lowrank_weight({type_of(op, a), int(layout), channels_last, a.size(0), a.size(1), s, scaling, in(sigma),
-                            in(a), in(b), w.data_ptr()},
+  const LowRankForm of(op, a, b, layout, size);
+  if (sigma) expect(op, "sigma", *sigma, of.weight(), a);
+  if (LowRankFactors::exist(size, layout) && are_few(of, type_of(op, a), false)) {
+    const LowRankFactors factors(op, a, b, layout, size, scaling);
+    return rank1_weight_of(op, std::move(sigma), nullptr, factors.u, factors.v, factors.layout, channels_last);
+  }
+  const bool permutes = channels_last && of.conv && layout == fastfact::kView;
+  channels_last = channels_last && of.conv && !permutes;
+  a = dense(a, false, of.axes), b = dense(b, false, of.axes);
+  if (sigma) sigma = dense(*sigma, channels_last, of.axes);
+  Tensor w =
+      channels_last ? empty(a, of.weight(), of.axes ? Shape{0, 1, 3, 4, 2} : Shape{0, 2, 3, 1}) : empty(a, of.weight());
+  fastfact::lowrank_weight({type_of(op, a), int(layout), channels_last, of.clients, of.rank, of.size, scaling,
+                            in(sigma, of.axes), in(a, of.axes), in(b, of.axes), w.data_ptr()},
                            parallel_for);
-  return permutes ? to_channels_last(w) : w;
+  return permutes ? to_channels_last(w, of.axes) : w;
 }
 
 std::tuple<Tensor, Tensor> lowrank_weight_backward(Tensor grad, Tensor a, Tensor b, int64_t layout, Shape size,
                                                    double scaling, int64_t needs) {
   const char* op = "lowrank_weight_backward";
-  const fastfact::Size s = weight_size(op, size);
-  check_lowrank(op, a, b, layout, s);
-  expect(op, "grad", grad, weight_shape(a.size(0), s, size.size() == 4), a);
-  const bool channels_last = layout != fastfact::kView && reads_channels_last(grad);
-  a = dense(a), b = dense(b), grad = dense(grad, channels_last);
+  const LowRankForm of(op, a, b, layout, size);
+  expect(op, "grad", grad, of.weight(), a);
+  if (LowRankFactors::exist(size, layout) && are_few(of, type_of(op, a), true)) {
+    const LowRankFactors factors(op, a, b, layout, size, scaling);
+    const auto [du, dv, none] =
+        rank1_gradients(op, grad, factors.u, factors.v, nullptr, factors.layout, factors.needs(needs & 3));
+    return {needs & 1 ? factors.of_a(du, dv) : empty(a, {0}), needs & 2 ? factors.of_b(du, dv) : empty(b, {0})};
+  }
+  const bool channels_last = layout != fastfact::kView && reads_channels_last(grad, of.axes);
+  a = dense(a, false, of.axes), b = dense(b, false, of.axes), grad = dense(grad, channels_last, of.axes);
   Tensor da = empty_if(a, needs, 0), db = empty_if(b, needs, 1);
-  fastfact::lowrank_weight_backward({type_of(op, a), int(layout), channels_last, a.size(0), a.size(1), s, scaling,
-                                     in(grad), in(a), in(b), wanted(da, needs, 0), wanted(db, needs, 1)},
-                                    parallel_for);
+  fastfact::lowrank_weight_backward(
+      {type_of(op, a), int(layout), channels_last, of.clients, of.rank, of.size, scaling, in(grad, of.axes),
+       in(a, of.axes), in(b, of.axes), wanted(da, needs, 0), wanted(db, needs, 1)},
+      parallel_for);
   return {da, db};
 }
+
+}  // namespace fastfact::ops
+
+namespace {
 
 // What x [k, n, i], σ [o, i] or [k, o, i], a [k, r, i] and b [k, o, r] say together; `like` is x, or dy [k, n, o].
 struct Adapted {

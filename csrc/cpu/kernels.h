@@ -66,6 +66,16 @@ struct LowRank {
   void* w;
 };
 
+// to [clients, m, n], dense, = scaling · a matrix of each client by its steps.
+struct Scaled {
+  Type type;
+  int64_t clients, m, n;
+  In from;
+  int64_t row, column;
+  double scaling;
+  void* to;
+};
+
 struct LowRankBackward {
   Type type;
   int layout;
@@ -162,6 +172,7 @@ bool rank1_weight(const Rank1& op, ParallelFor parallel_for);
 bool rank1_weight_backward(const Rank1Backward& op, ParallelFor parallel_for);
 void lowrank_weight(const LowRank& op, ParallelFor parallel_for);
 void lowrank_weight_backward(const LowRankBackward& op, ParallelFor parallel_for);
+void scaled(const Scaled& op, ParallelFor parallel_for);
 void hadamard_weight(const Hadamard& op, ParallelFor parallel_for);
 void hadamard_weight_backward(const HadamardBackward& op, ParallelFor parallel_for);
 void adapter(const Adapter& op, ParallelFor parallel_for);

@@ -27,7 +27,29 @@ Sides make_sides(const Op& op) {
   return {steps(s.i * s.kh, s.kw), steps(s.o, s.i * s.taps(), s.kw, 1), steps(s.i * s.kh, rank), false};
 }
 
+template <class T, int>
+struct CopyScaled {
+  // Items are (client, row).
+  static void run(const Scaled& op, int64_t begin, int64_t end) {
+    const auto scaling = Compute<T>(op.scaling);
+    for (int64_t item = begin; item < end; ++item) {
+      const T* const from = client<T>(op.from, item / op.m) + item % op.m * op.row;
+      T* const to = static_cast<T*>(op.to) + item * op.n;
+      for (int64_t j = 0; j < op.n; ++j) to[j] = from_compute<T>(scaling * to_compute(from[j * op.column]));
+    }
+  }
+};
+
 }  // namespace
+
+void scaled(const Scaled& op, ParallelFor parallel_for) {
+  constexpr int64_t kGrain = 1 << 14;  // numbers that are worth another thread
+  with_type(op.type, [&](auto type) {
+    using T = decltype(type);
+    parallel(parallel_for, op.clients * op.m, kGrain / std::max<int64_t>(op.n, 1) + 1,
+             [&](int64_t begin, int64_t end) { dispatch<CopyScaled, T>(op, begin, end); });
+  });
+}
 
 void lowrank_weight(const LowRank& op, ParallelFor parallel_for) {
   const Size& s = op.size;

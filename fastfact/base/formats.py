@@ -1,6 +1,7 @@
 """What the reference and the kernels agree on: layouts of factors, memory formats, types and scales of values."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,29 @@ def lowrank_shape(layout: int, size: Sequence[int]) -> tuple[int, int]:
     size = (*size, 1, 1)[:4]
     (a, b), (c, d) = _LOWRANK_AXES[layout]
     return size[a] * size[b], size[c] * size[d]
+
+
+class LowRankForm(NamedTuple):
+    """How σ + scaling · BA, for one client, is Σ u ⊗ v + σ in the layout "linear" or "kernel": of layers without
+    kernels, and in `SEPARABLE`."""
+
+    layout: int
+    scaling: float
+
+    def factors(self, a: Tensor, b: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(u, v) from A [r, columns] and B [rows, r]."""
+        u, v = (b.mT, self.scaling * a) if self.layout == SEPARABLE else (a, self.scaling * b.mT)
+        if len(size) == 2:
+            return u, v
+        o, i, kh, kw = size
+        return u.unflatten(-1, (i, kh)), v.unflatten(-1, (o, kw))
+
+    def gradients(self, du: Tensor | None, dv: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Those of A and B from those of u and v."""
+        du, dv = (None if d is None else d.flatten(1) for d in (du, dv))
+        dv = None if dv is None else self.scaling * dv
+        da, db = (dv, du) if self.layout == SEPARABLE else (du, dv)
+        return da, None if db is None else db.mT
 
 
 def empty_weight(like: Tensor, size: Sequence[int], channels_last: bool) -> Tensor:

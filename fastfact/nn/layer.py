@@ -15,6 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from fastfact.base.formats import LAYOUTS, LowRankForm
 from fastfact.nn import choice, compiled, sparsity, weight_cache
 from fastfact.nn.derived import Derived
 from fastfact.nn.factors import INDEX, Factors, is_dense
@@ -326,7 +327,7 @@ class FactorizedLayer(Factors):
     def _plan(self, path: str, how: WeightOp, x: Tensor, tensors: dict[str, Tensor]) -> LayerPlan:
         """The layer on this path as one node."""
         settings = self._convolution() if path == "reconstruct" else PIXELS
-        return plan_layer(settings, how, self.size, self._cast(x), self._support(tensors))
+        return plan_layer(settings, how, self.size, self._cast(x), self._support(tensors), x.is_cpu)
 
     @staticmethod
     def _cast(x: Tensor) -> torch.dtype | None:
@@ -578,6 +579,20 @@ class FactorizedLayer(Factors):
             factored = not self._why_not("factored", tensors)
         return ["reconstruct", "factored"] if factored else ["reconstruct"]
 
+    def _is_one_factored(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
+        """Whether the factored path of x, on the CPU, is one node: of `LowRank` where σ takes a gradient, and is the
+        dense μ of a `Rank1`."""
+        if isinstance(self.spec, LowRank):
+            trained = torch.is_grad_enabled() and tensors["sigma"].requires_grad and not self._dropout_active()
+            if not trained or not self._takes_dense(x, tensors):
+                return False
+        return self._can_cast(x, tensors, bias)
+
+    def _form_of_factors(self) -> LowRankForm | None:
+        """How those of `LowRank` are factors of `Rank1`."""
+        spec = self.spec
+        return LowRankForm(LAYOUTS[spec.layout_of(self.size)], spec.scaling) if isinstance(spec, LowRank) else None
+
     def _takes_dense(self, x: Tensor, tensors: dict[str, Tensor]) -> bool:
         """Whether a kernel of the factored path takes dense μ as it is."""
         raise NotImplementedError
@@ -704,7 +719,8 @@ class FactorizedLayer(Factors):
         if transforming():
             return False
         cast = self._cast(x)
-        casts = isinstance(self.spec, Rank1) and cast in direct.CASTS
+        by_library = isinstance(self.spec, Rank1) or (isinstance(self.spec, LowRank) and x.is_cpu)
+        casts = by_library and cast in direct.CASTS
         if casts and cast and any(t.dtype == torch.float64 for t in (x, *tensors.values())):
             return False  # which autocast leaves as it is
         return self._is_plain(x, tensors, bias, casts, device)

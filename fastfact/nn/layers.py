@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -261,32 +261,33 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _is_one_op(self) -> bool:
         """Whether the factored path of images is one op, `factored_conv2d`."""
-        if not isinstance(self.spec, Rank1):
-            return False
-        if self.spec.layout == "spatial":
+        if isinstance(self.spec, Rank1) and self.spec.layout == "spatial":
             return True
         of_pixels = self.size[2:] == (1, 1) and self.size[1] > 1 and self.groups == 1
-        return self.spec.layout == "kernel" and of_pixels and self._pair("padding") == (0, 0)
+        if not of_pixels or self._pair("padding") != (0, 0):
+            return False
+        return isinstance(self.spec, LowRank) or (isinstance(self.spec, Rank1) and self.spec.layout == "kernel")
 
     def _call(self, path, x, tensors, bias):
-        if path != "factored" or not self._is_one_op() or x.dim() != 4:
+        if path != "factored" or not self._is_one_factored(x, tensors, bias):
             return super()._call(path, x, tensors, bias)
-        if not self._can_cast(x, tensors, bias):
-            return None
         cast, repeated = self._cast(x), not self.training and INDEX in tensors
-        of = ops.conv.of_factors(self.size, self._convolution(), cast)
-        return direct.with_input(ops.conv.call_of_factors(of, *rank1_parts(tensors), bias, repeated), x, cast, False)
+        of = ops.conv.of_factors(self.size, self._convolution(), cast, self._form_of_factors())
+        return direct.with_input(ops.conv.call_of_factors(of, *_parts(tensors), bias, repeated), x, cast, False)
+
+    def _is_one_factored(self, x, tensors, bias):
+        return self._is_one_op() and x.dim() == 4 and super()._is_one_factored(x, tensors, bias)
 
     def _without_weight(self, path, x, tensors, bias):
-        if path == "factored" and isinstance(self.spec, LowRank):
-            return self._apart(x, tensors, bias)
-        if path == "factored" and self._is_one_op() and x.dim() == 4 and self._can_cast(x, tensors, bias):
+        if path == "factored" and self._is_one_factored(x, tensors, bias):
             # What does not fit is told by the checked function.
             with contextlib.suppress(RuntimeError, ValueError):
-                of = ops.conv.of_factors(self.size, self._convolution(), self._cast(x))
-                y = ops.conv.apply_factors(of, x, *rank1_parts(tensors), bias, not self.training and INDEX in tensors)
+                of = ops.conv.of_factors(self.size, self._convolution(), self._cast(x), self._form_of_factors())
+                y = ops.conv.apply_factors(of, x, *_parts(tensors), bias, not self.training and INDEX in tensors)
                 if y is not None:
                     return y
+        if path == "factored" and isinstance(self.spec, LowRank):
+            return self._apart(x, tensors, bias)
         y = self._convolve(x if x.dim() == 4 else x.unsqueeze(0), path == "fused", tensors, bias)
         return y if x.dim() == 4 else y.squeeze(0)
 
@@ -482,25 +483,23 @@ class FactorizedLinear(FactorizedLayer):
         return forms | _orders(self, x, x.shape[-1], tensors, bias) if rows else forms
 
     def _call(self, path, x, tensors, bias):
-        if path != "factored" or isinstance(self.spec, LowRank) or x.dim() < 2:
+        if path != "factored" or x.dim() < 2 or not self._is_one_factored(x, tensors, bias):
             return super()._call(path, x, tensors, bias)
-        if not self._can_cast(x, tensors, bias):
-            return None
         cast = self._cast(x)
-        of = ops.conv.of_factors(self.size, cast=cast)
-        return direct.with_input(ops.conv.call_of_factors(of, *rank1_parts(tensors), bias), x, cast, True)
+        of = ops.conv.of_factors(self.size, cast=cast, form=self._form_of_factors())
+        return direct.with_input(ops.conv.call_of_factors(of, *_parts(tensors), bias), x, cast, True)
 
     def _without_weight(self, path, x, tensors, bias):
-        if isinstance(self.spec, LowRank):
-            return self._apart(x, tensors, bias)
-        parts = rank1_parts(tensors)
-        if x.dim() and self._can_cast(x, tensors, bias):
+        parts = _parts(tensors)
+        if x.dim() and self._is_one_factored(x, tensors, bias):
             with contextlib.suppress(RuntimeError, ValueError):
                 rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-                of = ops.conv.of_factors(self.size, cast=self._cast(x))
+                of = ops.conv.of_factors(self.size, cast=self._cast(x), form=self._form_of_factors())
                 y = ops.conv.apply_factors(of, rows, *parts, bias)
                 if y is not None:
                     return y if x.dim() == 2 else y.view(*x.shape[:-1], self.size[0])
+        if isinstance(self.spec, LowRank):
+            return self._apart(x, tensors, bias)
         return ops.factored_linear(x, *parts, bias, size=self.size)
 
     @property
@@ -561,6 +560,11 @@ def _is_few(x: Tensor, rows: int, size: Sequence[int]) -> bool:
 def _by_columns(weight: Tensor) -> Tensor:
     """W [o, i] with its columns one after the other in memory: products of few rows read it along the outputs."""
     return weight.t().contiguous().t()
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """(u, v, μ, its positions), or (A, B, σ, None)."""
+    return (tensors["A"], tensors["B"], tensors["sigma"], None) if "sigma" in tensors else rank1_parts(tensors)
 
 
 def _is_of_one_dtype(x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:

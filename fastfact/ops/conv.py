@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastfact.base import formats
-from fastfact.base.formats import FLOATING, LAYOUTS, LINEAR, SPATIAL, rank1_shapes
+from fastfact.base.formats import FLOATING, LAYOUTS, LINEAR, SPATIAL, LowRankForm, rank1_shapes
 from fastfact.ops import direct, reference
 from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (
@@ -111,17 +111,24 @@ class _Apart:
         given = u, v, mu, index, bias
         x, u, v, mu, bias = autocast(x, u, v, mu, bias)
         ctx.save_for_backward(x, *given, *(() if mu is given[2] else (mu,)))
-        op, settings = plan.own
+        op, settings, form = plan.own
+        if form:
+            u, v = form.factors(u, v, settings[0])
         y = _forward(op, False, settings, _rows(op, x), u, v, mu, index, bias)
         return no_view(y.view(*x.shape[:-1], -1)) if op == LAYER and x.dim() > 2 else y
 
     @staticmethod
     def backward(ctx, grad, saved):
-        op, settings = ctx.plan.own
-        x, *factors = in_type(grad.dtype, *saved[:5])
-        given = _rows(op, x), *factors
-        dx, *rest = _gradients(op, False, settings, _rows(op, grad), given, ctx.needs_input_grad[1:])
-        return None, dx if dx is None else dx.reshape(x.shape), *rest
+        op, settings, form = ctx.plan.own
+        x, u, v, *of_mu = in_type(grad.dtype, *saved[:5])
+        nx, nu, nv, *needed = ctx.needs_input_grad[1:]
+        if form:
+            (u, v), nu, nv = form.factors(u, v, settings[0]), nu or nv, nu or nv
+        given = _rows(op, x), u, v, *of_mu
+        dx, du, dv, *rest = _gradients(op, False, settings, _rows(op, grad), given, (nx, nu, nv, *needed))
+        if form:
+            du, dv = form.gradients(du, dv)
+        return None, dx if dx is None else dx.reshape(x.shape), du, dv, *rest
 
 
 def _rows(op: str, t: Tensor) -> Tensor:
@@ -259,14 +266,18 @@ def _check_parts_of_mu(op: str, mu: Tensor | None, index: Tensor | None, dims: i
         )
 
 
-def of_factors(size: tuple[int, ...], how: Sequence = (), cast: torch.dtype | None = None) -> direct.Plan:
+def of_factors(
+    size: tuple[int, ...],
+    how: Sequence = (),
+    cast: torch.dtype | None = None,
+    form: LowRankForm | None = None,
+) -> direct.Plan:
     """The plan of a layer that is computed from the factors of a weight of `size`; for a convolution `how` is its
-    stride, padding, dilation and groups. cast: see `direct.settings`."""
-    if not how:
-        numbers = direct.settings(direct.LINEAR, LINEAR, False, size, cast=cast)
-        return direct.Plan(numbers, False, _Apart, (LAYER, (size,)))
-    numbers = direct.settings(direct.CONVOLUTION, SPATIAL, False, size, how, cast)
-    return direct.Plan(numbers, False, _Apart, (OP, (size, *how)))
+    stride, padding, dilation and groups. cast: see `direct.settings`. form: given if u, v and μ are A, B and σ."""
+    kind, op = (direct.CONVOLUTION, OP) if how else (direct.LINEAR, LAYER)
+    layout, scaling = form or (SPATIAL if how else LINEAR, None)
+    numbers = direct.settings(kind, layout, False, size, how, cast, scaling)
+    return direct.Plan(numbers, False, _Apart, (op, (size, *how), form))
 
 
 def call_of_factors(plan: direct.Plan, u, v, values, index, bias, repeated: bool = False) -> direct.Call:
@@ -280,7 +291,7 @@ def call_of_factors(plan: direct.Plan, u, v, values, index, bias, repeated: bool
 
 def apply_factors(plan: direct.Plan, x, u, v, values, index, bias, repeated: bool = False) -> Tensor | None:
     """`call_of_factors` for x. None where it is not the CPU library that serves."""
-    op, settings = plan.own
+    op, settings, form = plan.own
     if not takes_one(op, x):
         return None
     if torch.is_grad_enabled():
@@ -288,6 +299,8 @@ def apply_factors(plan: direct.Plan, x, u, v, values, index, bias, repeated: boo
     y = direct.factored(plan.settings, repeated, x, u, v, values, index, bias) if direct.serves(x) else None
     if y is None:
         x, u, v, values, bias = autocast(x, u, v, values, bias)
+        if form:
+            u, v = form.factors(u, v, settings[0])
         return implementation(op)(x, u, v, values, index, bias, *settings, *((True,) if repeated else ()))
     return y
 

@@ -42,12 +42,15 @@ def settings(
     size: Sequence[int],
     how: Sequence = (),
     cast: torch.dtype | None = None,
+    scaling: float | None = None,
 ) -> bytes:
     """What a layer is asked for besides tensors: layout of the factors (`formats.LAYOUTS`), whether W is laid out
-    channels_last, its size, the settings of a convolution (stride, padding, dilation, groups), and one of `CASTS`."""
+    channels_last, its size, the settings of a convolution (stride, padding, dilation, groups), one of `CASTS`, and, if
+    u, v and μ are A, B and σ of a low-rank weight, its scaling."""
     stride, padding, dilation, groups = how or ((1, 1), (0, 0), (1, 1), 1)
-    size = (*size, 1, 1)[:4]
-    return struct.pack("=15q", kind, layout, channels_last, *size, *stride, *padding, *dilation, groups, CASTS[cast])
+    of_convolution = *(*size, 1, 1)[:4], *stride, *padding, *dilation, groups
+    low_rank = scaling is not None, scaling or 0.0
+    return struct.pack("=15qdq", kind, layout, channels_last, *of_convolution, *low_rank, CASTS[cast])
 
 
 def casting(call: "Call | None", dtype: torch.dtype) -> "Call | None":

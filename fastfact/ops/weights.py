@@ -225,13 +225,16 @@ def plan_layer(
     size: tuple[int, ...],
     cast: torch.dtype | None = None,
     support: Tensor | None = None,
+    on_cpu: bool = False,
 ) -> LayerPlan:
     """The plan for a weight of `size`. cast: see `direct.settings`, support: `direct.Plan`; of the ops of `Rank1`."""
-    plan = None
-    if how.op in ("rank1_weight", "compact_weight") and not how.clients:
+    plan, (layout, *rest) = None, how.settings
+    low_rank = how.op == "lowrank_weight" and on_cpu
+    if (low_rank or how.op in ("rank1_weight", "compact_weight")) and not how.clients:
         kind = direct.LINEAR if settings is None else direct.PIXELS if settings == PIXELS else direct.CONVOLUTION
         own = settings if isinstance(settings, Convolution) else ()
-        numbers = direct.settings(kind, how.settings[0], how.channels_last, size, own, cast)
+        scaling = rest[-1] if low_rank else None
+        numbers = direct.settings(kind, layout, how.channels_last, size, own, cast, scaling)
         plan = direct.Plan(numbers, True, _Made, (settings, how), support)
     return LayerPlan(settings, how, plan)
 

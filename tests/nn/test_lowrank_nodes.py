@@ -1,0 +1,172 @@
+"""Low-rank layers whose σ is trained: one node of the graph, as layers of u, v and μ are, on every path."""
+
+import copy
+
+import pytest
+import torch
+from drawing import drawn
+
+import fastfact as ff
+
+LAYERS = {
+    "linear": (ff.nn.FactorizedLinear, (40, 24), {}, (5, 40)),
+    "sequences": (ff.nn.FactorizedLinear, (33, 70), {"bias": False}, (2, 30, 33)),
+    "1×1": (ff.nn.FactorizedConv2d, (20, 32), {"kernel_size": 1}, (2, 20, 6, 5)),
+    "1×1, stride": (ff.nn.FactorizedConv2d, (20, 32), {"kernel_size": 1, "stride": 2}, (2, 20, 6, 5)),
+    "3×3": (ff.nn.FactorizedConv2d, (6, 8), {"kernel_size": (3, 2), "padding": 1}, (2, 6, 7, 5)),
+    "groups": (ff.nn.FactorizedConv2d, (8, 12), {"kernel_size": 1, "groups": 2, "bias": False}, (3, 8, 6, 9)),
+    "depthwise": (ff.nn.FactorizedConv2d, (9, 9), {"kernel_size": 5, "padding": 2, "groups": 9}, (2, 9, 7, 8)),
+}
+SPECS = {
+    "few ranks": ff.LowRank(rank=3, scaling=1.7),
+    "many ranks": ff.LowRank(rank=21, scaling=0.4),
+    "view": ff.LowRank(ratio=0.4, layout="view", scaling=1.3),
+    "separable": ff.LowRank(ratio=0.4),
+}
+CASES = [(of, spec) for of in LAYERS for spec in SPECS]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def case(of, spec, last=False):
+    """(A layer, an input.)"""
+    kind, sizes, how, shape = LAYERS[of]
+    layer, x = drawn(kind(*sizes, **how, spec=SPECS[spec]), None), torch.randn(shape)
+    if last and x.dim() == 4:
+        return layer.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    return layer, x
+
+
+def paths(layer):
+    """Those that the layer has."""
+    return [path for path in ("reconstruct", "factored") if path == "reconstruct" or layer.can_factor]
+
+
+def wanted(layer, x, grad=None):
+    """(y, the gradients of x and the parameters), by the formula in float64; grad: of y, drawn if not given."""
+    exact, x = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    factors = exact.factors()
+    spec, size = layer.spec, exact.size
+    (o, i), taps = size[:2], (*size, 1, 1)[2:4]
+    product = factors["B"] @ factors["A"]
+    if spec.layout_of(size) == "view":
+        product = product.reshape(size)
+    elif len(size) == 2:
+        product = product.T
+    else:
+        product = product.view(i, taps[0], o, taps[1]).permute(2, 0, 1, 3)
+    weight = factors["sigma"] + spec.scaling * product
+    dense = copy.deepcopy(layer).to_dense().double()
+    own = {} if layer.bias is None else {"bias": exact.bias}
+    y = torch.func.functional_call(dense, {"weight": weight, **own}, (x,))
+    grad = torch.randn_like(y) if grad is None else grad.double()
+    inputs = [x, *exact.parameters()]
+    return y, grad, torch.autograd.grad(y, inputs, grad)
+
+
+def check(layer, x, dtype=None):
+    """y, which is held against the formula as its gradients are; dtype: of autocast."""
+    expected, grad, gradients = wanted(layer, x)
+    tolerance = 2e-6 if dtype is None else 2 * torch.finfo(dtype).eps
+    given = x.detach().requires_grad_()
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        y = layer(given)
+    assert y.dtype == (dtype or torch.float32)
+    assert (y.double() - expected).norm() <= tolerance * expected.norm()
+    inputs = [given, *layer.parameters()]
+    for t, found, want in zip(inputs, torch.autograd.grad(y, inputs, grad.to(y.dtype)), gradients, strict=True):
+        assert found.dtype == t.dtype
+        assert found.shape == t.shape
+        assert (found.double() - want).norm() <= tolerance * want.norm()
+    return y
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(("of", "spec"), CASES)
+def test_a_layer_is_one_node(of, spec, last):
+    layer, x = case(of, spec, last)
+    for path in paths(layer):
+        layer.path = path
+        for _ in range(2):  # the second is served by the node of the first
+            y = check(layer, x)
+        in_two_parts = path == "factored" and of in ("3×3", "groups", "depthwise")
+        assert (type(y.grad_fn).__name__ == "DirectBackward") != in_two_parts
+        assert bool(layer._nodes) != in_two_parts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("of", "spec"), CASES)
+def test_under_autocast(of, spec, dtype):
+    layer, x = case(of, spec)
+    layer.path = "reconstruct"
+    for given in (x, x.to(dtype).float()):
+        assert type(check(layer, given, dtype).grad_fn).__name__ == "DirectBackward"
+
+
+@pytest.mark.parametrize(("of", "spec"), CASES)
+def test_without_the_library_it_is_the_same(of, spec):
+    layer, x = case(of, spec)
+    for path in paths(layer):
+        layer.path = path
+        with ff.use_backend("reference"):
+            check(layer, x)
+
+
+@pytest.mark.parametrize("of", ["linear", "1×1", "3×3", "depthwise"])
+def test_the_gradient_has_a_gradient(of):
+    layer, x = case(of, "few ranks")
+    for path in paths(layer):
+        layer.path = path
+        found = []
+        for kind in (torch.float32, torch.float64):
+            one, given = copy.deepcopy(layer).to(kind), x.to(kind).requires_grad_()
+            inputs = [given, *one.parameters()]
+            first = torch.autograd.grad(one(given).square().sum(), inputs, create_graph=True)
+            total = sum((n + 1) * g.square().sum() for n, g in enumerate(first))
+            found.append(torch.autograd.grad(total, inputs, allow_unused=True))
+        for one, other in zip(*found, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or (one.double() - other).norm() <= 2e-5 * other.norm()
+
+
+@pytest.mark.parametrize("frozen", ["sigma", "A", "B", "bias"])
+@pytest.mark.parametrize(("of", "spec"), [(of, spec) for of in ("linear", "1×1", "3×3") for spec in SPECS])
+def test_what_is_frozen_gets_no_gradient(of, spec, frozen):
+    layer, x = case(of, spec)
+    layer.get_parameter(frozen).requires_grad_(False)
+    for path in paths(layer):
+        layer.path = path
+        for given in (x, x.requires_grad_()):
+            layer.zero_grad()
+            y = layer(given)
+            grad = torch.randn_like(y)
+            y.backward(grad)
+            names = ["x", *(name for name, _ in layer.named_parameters())]
+            for name, want in zip(names, wanted(layer.requires_grad_(), x, grad)[2], strict=True):
+                if name in ("x", frozen):
+                    continue
+                assert (layer.get_parameter(name).grad.double() - want).norm() <= 2e-6 * want.norm(), name
+            assert layer.get_parameter(frozen).grad is None
+            layer.get_parameter(frozen).requires_grad_(False)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (5, 1), ((7, 4), 2)])
+def test_depthwise_gradients_by_own_kernels(kernel, stride, dtype, last):
+    """Where W is made, whatever makes it."""
+    layer = ff.nn.FactorizedConv2d(16, 16, kernel, stride=stride, padding=1, groups=16, spec=SPECS["few ranks"])
+    layer, x = drawn(layer, None).to(dtype), torch.randn(2, 16, 9, 11, dtype=dtype)
+    if last:
+        layer, x = layer.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    layer.path = "reconstruct"
+    _, grad, gradients = wanted(layer, x)
+    x.requires_grad_()
+    y = layer(x)
+    inputs = [x, *layer.parameters()]
+    tolerance = 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    for found, want in zip(torch.autograd.grad(y, inputs, grad.to(dtype)), gradients, strict=True):
+        assert (found.double() - want).norm() <= tolerance * want.norm()
