@@ -171,6 +171,17 @@ bool adds_bias_last(const Layer& layer, const Tensor& x, const Tensor& w, const 
          bias->size(0) == w.size(0);
 }
 
+// Whether a convolution is one that is computed from its factors, of which there are none, or, `backward`, its
+// gradients are: PyTorch's of depthwise kernels take up to three times as long for contiguous images, and backward up
+// to twenty times for all, but for 3×3 ones of float32 in channels_last.
+bool is_own_depthwise(const Layer& of, const Tensor& x, bool backward) {
+  constexpr int64_t kFewest = 8;
+  if (of.kind != Layer::kConvolution || of.size[1] != 1 || of.groups != of.size[0] || of.groups < kFewest) return false;
+  if (x.dim() != 4 || x.scalar_type() == ScalarType::Double) return false;
+  const bool narrow = x.scalar_type() != ScalarType::Float;
+  return !is_dense(x, {0, 2, 3, 1}) || (backward && (narrow || of.size[2] * of.size[3] > 9));
+}
+
 Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (layer.kind != Layer::kConvolution) {
     require(x.size(layer.kind == Layer::kPixels ? 1 : x.dim() - 1) == w.size(1), "layer", "x does not fit");
@@ -179,6 +190,11 @@ Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const O
     if (multiply_few(layer, x, w, bias, y)) return y;
     multiply(rows_of(layer, y), rows_of(layer, x), transposed(matrix(w)), bias);
     return y;
+  }
+  if (is_own_depthwise(layer, x, false)) {
+    return factored_conv2d(x, std::nullopt, std::nullopt, w, std::nullopt, bias, weight_size(layer),
+                           Shape(layer.stride, layer.stride + 2), Shape(layer.padding, layer.padding + 2),
+                           Shape(layer.dilation, layer.dilation + 2), layer.groups, false);
   }
   return convolution(aoti_torch_cpu_convolution, layer, x, w, bias);
 }
@@ -194,16 +210,6 @@ Tensor channel_sums(const Tensor& grad) {
   fastfact::channel_sums({type, last ? n * plane : n, channels, last ? 1 : plane, dense.data_ptr(), out.data_ptr()},
                          parallel_for);
   return out;
-}
-
-// Whether the gradients of a convolution are those of one that is computed from its factors, of which there are none:
-// PyTorch's of depthwise kernels take up to twenty times as long, and are faster for 3×3 ones of float32 in
-// channels_last alone.
-bool is_own_depthwise(const Layer& of, const Tensor& x) {
-  constexpr int64_t kFewest = 8;
-  if (of.kind != Layer::kConvolution || of.size[1] != 1 || of.groups != of.size[0] || of.groups < kFewest) return false;
-  if (x.dim() != 4 || x.scalar_type() == ScalarType::Double) return false;
-  return of.size[2] * of.size[3] > 9 || x.scalar_type() != ScalarType::Float || !is_dense(x, {0, 2, 3, 1});
 }
 
 Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Tensor& x, const Tensor& w, bool of_x,
@@ -222,7 +228,7 @@ Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Ten
     if (of_bias) out.bias = channel_sums(rows);
     return out;
   }
-  if ((of_x || of_w) && is_own_depthwise(layer, x)) {
+  if ((of_x || of_w) && is_own_depthwise(layer, x, true)) {
     auto [dx, du, dv, dw] =
         factored_conv2d_backward(grad, x, std::nullopt, std::nullopt, w, std::nullopt, weight_size(layer),
                                  Shape(layer.stride, layer.stride + 2), Shape(layer.padding, layer.padding + 2),
