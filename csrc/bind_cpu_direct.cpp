@@ -266,6 +266,73 @@ class Factors {
   std::optional<LowRankFactors> low_rank_;
 };
 
+void add_product(const Tensor& out, const Tensor& a, const Tensor& b, double scaling) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, scaling));
+}
+
+Tensor product(const Tensor& a, const Tensor& b, double scaling) {
+  const Tensor out = empty(a, {a.size(0), b.size(1)});
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 0, scaling));
+  return out;
+}
+
+// A linear layer y = x σᵀ + scaling · (seen aᵀ) bᵀ + bias. seen: what the adapter sees in place of x, if given.
+class Adapter {
+ public:
+  Adapter(const Layer& of, const Tensor& a, const Tensor& b, const Tensor& sigma)
+      : of_(of),
+        turned_(of.layout != fastfact::kView),
+        a_(turned_ ? transposed(b) : a),
+        b_(turned_ ? transposed(a) : b),
+        sigma_(sigma) {
+    const int64_t o = of.size[0], i = of.size[1], rank = a.size(0);
+    require(of.kind == Layer::kLinear, "layer", "an adapter is one of a linear layer");
+    expect("layer", "sigma", sigma, {o, i}, a);
+    expect("layer", "a", a_, {rank, i}, sigma);
+    expect("layer", "b", b_, {o, rank}, sigma);
+  }
+
+  Tensor forward(const Tensor& x, const OptionalTensor& seen, const OptionalTensor& bias) const {
+    if (seen) expect("layer", "seen", *seen, shape_of(x), x);
+    const Tensor y = dense_layer(of_, x, sigma_, bias), rows = rows_of(of_, seen ? *seen : x);
+    add_product(rows_of(of_, y), product(rows, transposed(a_), 1), transposed(b_), of_.scaling);
+    return y;
+  }
+
+  // out: the gradients of x, A, B and what the adapter sees in place of x, of those that bits 0–3 of `needs` ask for.
+  // x: what the adapter sees.
+  void backward(int64_t needs, const Tensor& grad, const Tensor& x, bool in_place_of_x, AtenTensorHandle* out) const {
+    const Tensor dy = rows_of(of_, grad), rows = rows_of(of_, x);
+    const bool of_a = needs >> (turned_ ? 2 : 1) & 1, of_b = needs >> (turned_ ? 1 : 2) & 1;
+    const bool of_seen = needs & (in_place_of_x ? 8 : 1);
+    OptionalTensor of_hidden;
+    if (of_seen || of_a) of_hidden = product(dy, b_, of_.scaling);
+    if (needs & 1) {
+      const Tensor dx = like_rows(of_, x, of_.size[1]);
+      multiply(rows_of(of_, dx), dy, sigma_);
+      if (!in_place_of_x) add_product(rows_of(of_, dx), *of_hidden, a_, 1);
+      give(dx, out);
+    }
+    if (in_place_of_x && of_seen) {
+      const Tensor dseen = like_rows(of_, x, of_.size[1]);
+      multiply(rows_of(of_, dseen), *of_hidden, a_);
+      give(dseen, out + 3);
+    }
+    if (of_a) give_product(*of_hidden, rows, 1, out + (turned_ ? 2 : 1));
+    if (of_b) give_product(dy, product(rows, transposed(a_), 1), of_.scaling, out + (turned_ ? 1 : 2));
+  }
+
+ private:
+  const Layer& of_;
+  const bool turned_;  // A is bᵀ and B is aᵀ
+  const Tensor a_, b_, sigma_;
+
+  // leftᵀ right, or rightᵀ left where the factors are turned.
+  void give_product(const Tensor& left, const Tensor& right, double scaling, AtenTensorHandle* to) const {
+    direct::give(turned_ ? product(transposed(right), left, scaling) : product(transposed(left), right, scaling), to);
+  }
+};
+
 // Whether a linear layer has so few rows that du = (dy vᵀ)ᵀ x and dv = (x uᵀ)ᵀ dy take less than sums over dW.
 bool are_few(const Layer& of, const Tensor& grad) {
   constexpr int64_t kDearer = 3;  // than a product over dW, one over the rows
@@ -331,6 +398,12 @@ bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x_,
   return done(out, 1, [&] {
     const Operands in(of, x_);
     const Tensor x = in.x();
+    if (of.low_rank == Layer::kAdapter) {
+      const Tensor sigma = in(values_);
+      give(Adapter(of, in(u_), in(v_), sigma).forward(x, in.if_given(index_), in.if_given(bias_)), out);
+      if (kept && of.cast) give(sigma, kept);
+      return;
+    }
     const Factors factors(of, in.if_given(u_), in.if_given(v_));
     const OptionalTensor &u = factors.u, &v = factors.v, values = in.if_given(values_), index = borrowed_if(index_),
                          bias = in.if_given(bias_);
@@ -352,6 +425,10 @@ bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, 
   return done(out, 5, [&] {
     const Operands in(of, x_);
     const Tensor grad = borrowed(grad_), x = in.x();
+    if (needs & 16) give(channel_sums(of.kind == Layer::kLinear ? rows_of(of, grad) : grad), out + 4);
+    if (of.low_rank == Layer::kAdapter) {
+      return Adapter(of, in(u_), in(v_), in(values_)).backward(needs, grad, x, index_, out);
+    }
     const Factors factors(of, in.if_given(u_), in.if_given(v_));
     const OptionalTensor &u = factors.u, &v = factors.v, values = in.if_given(values_), index = borrowed_if(index_);
     const Shape size = weight_size(of);
@@ -367,7 +444,6 @@ bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, 
       factors.give(needs >> 1, du, dv, out + 1, out + 2);
       if (needs & 8) give(dvalues, out + 3);
     }
-    if (needs & 16) give(channel_sums(of.kind == Layer::kLinear ? rows_of(of, grad) : grad), out + 4);
   });
 }
 

@@ -14,11 +14,13 @@ bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, voi
                     void* u, void* v);
 
 // out: y of the factored layer. repeated: see `factored_conv2d`. kept: null, or where the values go if they are cast,
-// null if they are not; backward they can stand in place of these.
+// null if they are not; backward they can stand in place of these. index: of `Layer::kAdapter` what the adapter sees in
+// place of x, which backward stands in place of x.
 bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x, void* u, void* v, void* values,
               void* index, void* bias, AtenTensorHandle* kept = nullptr);
 
-// out: the gradients of x, u, v, the values and the bias, of those that bits 0–4 of `needs` ask for.
+// out: the gradients of x, u, v, the values (of `Layer::kAdapter` of what stands for index) and the bias, of those that
+// bits 0–4 of `needs` ask for.
 bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* u, void* v,
                        void* values, void* index);
 

@@ -484,6 +484,8 @@ struct Plan {
   PyObject* function;
   void* support;
 
+  bool is_adapter() const { return settings->low_rank == Layer::kAdapter; }
+
   bool read(PyObject* plan) {
     if (PyTuple_Size(plan) < 5 || !(settings = layer_of(PyTuple_GetItem(plan, 0)))) return false;
     makes = PyTuple_GetItem(plan, 1) == Py_True, function = PyTuple_GetItem(plan, 2);
@@ -522,9 +524,11 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const bool keeps = kept != Py_None;
   const Ref saved(PyTuple_New(kGiven + keeps));
   if (!saved) return nullptr;
+  const bool sees_other = plan.is_adapter() && t[kIndex];
   for (int n = 0; n < kGiven; ++n) {
-    Py_INCREF(args[2 + n]);
-    PyTuple_SetItem(saved, n, args[2 + n]);
+    PyObject* const one = args[2 + (n == kX && sees_other ? int{kIndex} : n)];
+    Py_INCREF(one);
+    PyTuple_SetItem(saved, n, one);
   }
   if (keeps) PyTuple_SetItem(saved, kKept, kept.release());
   if (PyObject_SetAttr(args[0], plan_, args[1]) || PyObject_SetAttr(args[0], to_save_, saved)) return nullptr;
@@ -570,8 +574,9 @@ PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
     }
     if (!plan.makes && t[kKept]) t[kMu] = t[kKept];
     // The order of the gradients.
-    static constexpr int made[5] = {kX, kBias, kMu, kU, kV}, apart[5] = {kX, kU, kV, kMu, kBias};
-    const int* const order = plan.makes ? made : apart;
+    static constexpr int made[5] = {kX, kBias, kMu, kU, kV}, apart[5] = {kX, kU, kV, kMu, kBias},
+                         adapter[5] = {kX, kU, kV, kIndex, kBias};
+    const int* const order = plan.makes ? made : plan.is_adapter() ? adapter : apart;
     int64_t needs = 0;
     for (int n = 0; n < 5; ++n) needs |= int64_t{PyTuple_GetItem(needed, 1 + order[n]) == Py_True} << n;
     AtenTensorHandle handles[5];
@@ -591,7 +596,7 @@ PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
       PyObject* found[5];
       if (!wrap(handles, 5, found)) return nullptr;
       PyObject* const out = PyTuple_New(1 + kGiven);
-      for (int n : {0, 1 + kIndex}) PyTuple_SetItem(out, n, none());
+      for (int n : {0, 1 + (plan.is_adapter() ? kMu : kIndex)}) PyTuple_SetItem(out, n, none());
       for (int n = 0; n < 5; ++n) PyTuple_SetItem(out, 1 + order[n], found[n]);
       return out;
     }

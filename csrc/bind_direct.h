@@ -25,7 +25,9 @@ struct Layer {
   enum : int64_t { kLinear, kPixels, kConvolution, kReordered, kPacked, kPanels } kind;
   int64_t layout, channels_last;  // of the weight
   int64_t size[4], stride[2], padding[2], dilation[2], groups;
-  int64_t low_rank;  // whether u, v and μ are A, B and σ of σ + scaling · BA, their layout that of `lowrank_weight`
+  // Whether u, v and μ are A, B and σ of σ + scaling · BA, their layout that of `lowrank_weight`; kAdapter: of a linear
+  // layer whose σ takes no gradient.
+  enum : int64_t { kNone, kLowRank, kAdapter } low_rank;
   double scaling;
   enum : int64_t { kAsItIs, kHalf, kBFloat16 } cast;  // the type that autocast has layers computed in
 };

@@ -53,6 +53,10 @@ class LowRankForm(NamedTuple):
     layout: int
     scaling: float
 
+    def matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """(a [r, i], b [o, r]) of a linear layer, W = σ + scaling · b a, from A and B; and the other way round."""
+        return (b.mT, a.mT) if self.layout == SEPARABLE else (a, b)
+
     def factors(self, a: Tensor, b: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(u, v) from A [r, columns] and B [rows, r]."""
         u, v = (b.mT, self.scaling * a) if self.layout == SEPARABLE else (a, self.scaling * b.mT)
@@ -63,7 +67,7 @@ class LowRankForm(NamedTuple):
 
     def gradients(self, du: Tensor | None, dv: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Those of A and B from those of u and v."""
-        du, dv = (None if d is None else d.flatten(1) for d in (du, dv))
+        du, dv = (None if d is None else d.reshape(len(d), d.shape[1:].numel()) for d in (du, dv))
         dv = None if dv is None else self.scaling * dv
         da, db = (dv, du) if self.layout == SEPARABLE else (du, dv)
         return da, None if db is None else db.mT

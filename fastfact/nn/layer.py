@@ -32,6 +32,7 @@ from fastfact.ops.common import (
     recording,
     transforming,
 )
+from fastfact.ops.lowrank import is_plan
 from fastfact.ops.weights import PIXELS, Convolution, LayerPlan, WeightOp, apply_weight, call_of, pixels, plan_layer
 
 PATHS = ("auto", "reconstruct", "factored")
@@ -580,11 +581,16 @@ class FactorizedLayer(Factors):
         return ["reconstruct", "factored"] if factored else ["reconstruct"]
 
     def _is_one_factored(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
-        """Whether the factored path of x, on the CPU, is one node: of `LowRank` where σ takes a gradient, and is the
-        dense μ of a `Rank1`."""
+        """Whether the factored path of x, on the CPU, is one node: of `LowRank` in training, where σ is the dense μ of
+        a `Rank1` or, of a linear layer, frozen."""
         if isinstance(self.spec, LowRank):
-            trained = torch.is_grad_enabled() and tensors["sigma"].requires_grad and not self._dropout_active()
-            if not trained or not self._takes_dense(x, tensors):
+            sigma = tensors["sigma"]
+            if not torch.is_grad_enabled():
+                return False
+            if sigma.requires_grad:
+                if self._dropout_active() or not self._takes_dense(x, tensors):
+                    return False
+            elif len(self.size) == 4 or not is_plan(x, sigma):
                 return False
         return self._can_cast(x, tensors, bias)
 

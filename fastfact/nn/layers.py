@@ -483,21 +483,30 @@ class FactorizedLinear(FactorizedLayer):
         return forms | _orders(self, x, x.shape[-1], tensors, bias) if rows else forms
 
     def _call(self, path, x, tensors, bias):
-        if path != "factored" or x.dim() < 2 or not self._is_one_factored(x, tensors, bias):
+        drawn = self._dropout_active()  # what the adapter sees, for each call
+        if path != "factored" or x.dim() < 2 or drawn or not self._is_one_factored(x, tensors, bias):
             return super()._call(path, x, tensors, bias)
-        cast = self._cast(x)
-        of = ops.conv.of_factors(self.size, cast=cast, form=self._form_of_factors())
-        return direct.with_input(ops.conv.call_of_factors(of, *_parts(tensors), bias), x, cast, True)
+        of = self._plan_of_factors(x, tensors)
+        return direct.with_input(ops.conv.call_of_factors(of, *_parts(tensors), bias), x, self._cast(x), True)
+
+    def _plan_of_factors(self, x: Tensor, tensors: dict[str, Tensor]) -> direct.Plan:
+        """The factored path of x, where that is one node."""
+        form = self._form_of_factors()
+        if form and not tensors["sigma"].requires_grad:
+            return ops.lowrank.plan(self.size, form, self._cast(x))
+        return ops.conv.of_factors(self.size, cast=self._cast(x), form=form)
 
     def _without_weight(self, path, x, tensors, bias):
         parts = _parts(tensors)
         if x.dim() and self._is_one_factored(x, tensors, bias):
             with contextlib.suppress(RuntimeError, ValueError):
-                rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-                of = ops.conv.of_factors(self.size, cast=self._cast(x), form=self._form_of_factors())
-                y = ops.conv.apply_factors(of, rows, *parts, bias)
+                as_it_is = x.dim() == 2 or (x.dim() > 2 and torch.is_grad_enabled())
+                rows = x if as_it_is else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+                if (seen := self._adapter_input(rows)) is not None:
+                    parts = *parts[:3], seen
+                y = ops.conv.apply_factors(self._plan_of_factors(x, tensors), rows, *parts, bias)
                 if y is not None:
-                    return y if x.dim() == 2 else y.view(*x.shape[:-1], self.size[0])
+                    return y if as_it_is else y.view(*x.shape[:-1], self.size[0])
         if isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
         return ops.factored_linear(x, *parts, bias, size=self.size)

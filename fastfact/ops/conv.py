@@ -133,7 +133,8 @@ class _Apart:
 
 def _rows(op: str, t: Tensor) -> Tensor:
     """t as the op takes it: […, channels] of a linear layer as rows."""
-    return t.flatten(0, -2) if op == LAYER and t.dim() > 2 else t
+    # No `flatten`, which gradients in batches (`is_grads_batched`) have not.
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1]) if op == LAYER and t.dim() > 2 else t
 
 
 class _Conv(torch.autograd.Function):

@@ -43,13 +43,14 @@ def settings(
     how: Sequence = (),
     cast: torch.dtype | None = None,
     scaling: float | None = None,
+    adapter: bool = False,
 ) -> bytes:
     """What a layer is asked for besides tensors: layout of the factors (`formats.LAYOUTS`), whether W is laid out
     channels_last, its size, the settings of a convolution (stride, padding, dilation, groups), one of `CASTS`, and, if
-    u, v and μ are A, B and σ of a low-rank weight, its scaling."""
+    u, v and μ are A, B and σ of a low-rank weight, its scaling and whether σ takes no gradient."""
     stride, padding, dilation, groups = how or ((1, 1), (0, 0), (1, 1), 1)
     of_convolution = *(*size, 1, 1)[:4], *stride, *padding, *dilation, groups
-    low_rank = scaling is not None, scaling or 0.0
+    low_rank = (scaling is not None) + adapter, scaling or 0.0
     return struct.pack("=15qdq", kind, layout, channels_last, *of_convolution, *low_rank, CASTS[cast])
 
 

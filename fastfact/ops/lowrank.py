@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastfact.base.formats import FLOATING
-from fastfact.ops import conv, reference
+from fastfact.base.formats import FLOATING, LowRankForm
+from fastfact.ops import conv, direct, reference
 from fastfact.ops.backends import PRODUCTS_ARE_SLOW, implementation, kernel_serves, library_serves
 from fastfact.ops.common import (
     autocast,
@@ -14,6 +14,7 @@ from fastfact.ops.common import (
     check,
     check_size,
     check_tensor,
+    in_type,
     must_be_plain,
     no_view,
     number,
@@ -173,6 +174,32 @@ class _LowRankBackward(torch.autograd.Function):
         return unfold(info.batch_size, clients, needs, _LowRankBackward.apply(scaling, needs, *folded))
 
 
+class _Adapter:
+    """The layer with σ frozen by the ops, for one client, for `direct.Plan`. index: what the adapter sees in place of
+    x, or None; it is saved in place of x, too."""
+
+    @staticmethod
+    def forward(ctx, plan, x, u, v, mu, index, bias):
+        ctx.plan, given = plan, (u, v, mu, index, bias)
+        x, u, v, sigma, seen, bias = autocast(x, u, v, mu, index, bias)
+        ctx.save_for_backward(x if seen is None else seen, *given, *(() if sigma is mu else (sigma,)))
+        _, _, form = plan.own
+        seen = seen if seen is None else _as_rows(seen, 0)
+        y, _ = _forward(form.scaling, _as_rows(x, 0), seen, sigma, *form.matrices(u, v), bias)
+        return no_view(y.view(*x.shape[:-1], -1))
+
+    @staticmethod
+    def backward(ctx, grad, saved):
+        seen, u, v, sigma = in_type(grad.dtype, *saved[:4])
+        _, _, form = ctx.plan.own
+        rows, of_y, own = _as_rows(seen, 0), _as_rows(grad, 0), saved[4] is not None
+        needs = 15 | (OWN if own else 0)
+        dx, dseen, da, db = _plain_backward(form.scaling, needs, of_y, rows, sigma, *form.matrices(u, v))
+        dx, dseen = (d.view(seen.shape) for d in (dx, dseen))
+        found = dx, *form.matrices(da, db), None, dseen if own else None, of_y.sum(0)
+        return None, *(one if need else None for one, need in zip(found, ctx.needs_input_grad[1:], strict=True))
+
+
 def _dims(tensor: Tensor, mapped: int | None) -> int:
     return tensor.dim() - (mapped is not None)
 
@@ -243,7 +270,8 @@ def lowrank_linear(
 
 def _as_rows(x: Tensor, at: int) -> Tensor:
     """x with one axis between the first `at` and the last."""
-    return x.flatten(at, -2) if x.dim() > at + 1 else x.unsqueeze(at)
+    # No `flatten`, which gradients in batches (`is_grads_batched`) have not.
+    return x.reshape(*x.shape[:at], x.shape[at:-1].numel(), x.shape[-1])
 
 
 def layer(x, sigma, a, b, bias=None, *, scaling: float = 1.0, seen=None) -> Tensor:
@@ -253,6 +281,17 @@ def layer(x, sigma, a, b, bias=None, *, scaling: float = 1.0, seen=None) -> Tens
     y = _linear(rows, seen, sigma, a, b, bias, scaling)
     y = y.view(*x.shape[:-1], y.shape[-1])
     return y if transforming() or must_be_plain() else no_view(y)
+
+
+def is_plan(x: Tensor, sigma: Tensor) -> bool:
+    """Whether `plan` serves x no slower than this module's other ways."""
+    return library_serves(conv.LAYER, x) and not _kernel_pays(OP, x, sigma)
+
+
+def plan(size: tuple[int, ...], form: LowRankForm, cast: torch.dtype | None) -> direct.Plan:
+    """The plan of a linear layer of A, B and a σ that takes no gradient, as `conv.of_factors` has those of others."""
+    numbers = direct.settings(direct.LINEAR, form.layout, False, size, (), cast, form.scaling, adapter=True)
+    return direct.Plan(numbers, False, _Adapter, (conv.LAYER, (size,), form))
 
 
 def _takes_sigma(x: Tensor, sigma: Tensor, a: Tensor) -> bool:

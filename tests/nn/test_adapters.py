@@ -69,13 +69,13 @@ def test_a_linear_layer_is_the_formula_of_lora(bias):
     torch.testing.assert_close(layer.weight.detach(), layer.sigma + 1.5 * layer.B @ layer.A)
 
 
-def test_what_is_kept_for_the_backward_pass_is_the_input_and_one_thin_product():
+def test_what_is_kept_for_the_backward_pass_is_the_input_and_at_most_one_thin_product():
     layer, x = adapter(nn.Linear(40, 30), (16, 40))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(x)
     own = {p.data_ptr() for p in layer.parameters()}
-    assert sorted(t.numel() for t in kept if t.data_ptr() not in own) == [16 * 2, 16 * 40]
+    assert sorted(t.numel() for t in kept if t.data_ptr() not in own) in ([16 * 40], [16 * 2, 16 * 40])
 
 
 CONVOLUTIONS = {

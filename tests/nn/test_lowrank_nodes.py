@@ -7,6 +7,7 @@ import torch
 from drawing import drawn
 
 import fastfact as ff
+from fastfact.ops import lowrank
 
 LAYERS = {
     "linear": (ff.nn.FactorizedLinear, (40, 24), {}, (5, 40)),
@@ -27,8 +28,9 @@ CASES = [(of, spec) for of in LAYERS for spec in SPECS]
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(lowrank, "_HERE", None)  # no kernel of its own serves adapters of few numbers
 
 
 def case(of, spec, last=False):
@@ -151,6 +153,86 @@ def test_what_is_frozen_gets_no_gradient(of, spec, frozen):
                 assert (layer.get_parameter(name).grad.double() - want).norm() <= 2e-6 * want.norm(), name
             assert layer.get_parameter(frozen).grad is None
             layer.get_parameter(frozen).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("of", "spec"), [(of, spec) for of in ("linear", "sequences") for spec in SPECS])
+def test_an_adapter_is_one_node(of, spec, dtype):
+    layer, x = case(of, spec)
+    layer.sigma.requires_grad_(False)
+    layer.path = "factored"
+    for _ in range(2):
+        _, grad, gradients = wanted(copy.deepcopy(layer).requires_grad_(), x)
+        given = x.detach().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            y = layer(given)
+        assert type(y.grad_fn).__name__ == "DirectBackward"
+        names = ["x", *(name for name, _ in layer.named_parameters())]
+        y.backward(grad.to(y.dtype))
+        tolerance = 2e-6 if dtype is None else 2 * torch.finfo(dtype).eps
+        for name, want in zip(names, gradients, strict=True):
+            found = given.grad if name == "x" else layer.get_parameter(name).grad
+            assert (found is None) == (name == "sigma")
+            assert found is None or (found.double() - want).norm() <= tolerance * want.norm(), name
+        layer.zero_grad()
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [{"rank": 3}, {"ratio": 0.3}], ids=str)
+@pytest.mark.parametrize("shape", [(5, 20), (2, 3, 20), (20,)])
+def test_an_adapter_with_dropout_is_one_node_behind_it(shape, layout, dtype, create_graph):
+    layer = drawn(ff.nn.FactorizedLinear(20, 12, spec=ff.LowRank(**layout, scaling=0.7, dropout=0.5)), None)
+    layer.sigma.requires_grad_(False)
+    exact, x = copy.deepcopy(layer).double(), torch.randn(shape, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    torch.manual_seed(3)
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        y = layer(x)
+    assert type(y.grad_fn).__name__ == "DirectBackward" or x.dim() == 1
+    torch.manual_seed(3)
+    seen = wide * (torch.nn.functional.dropout(torch.ones(shape), 0.5)).double()
+    a, b = (exact.A, exact.B) if "rank" in layout else (exact.B.T, exact.A.T)
+    wanted = wide @ exact.sigma.T + 0.7 * (seen @ a.T @ b.T) + exact.bias
+    grad = torch.randn_like(wanted)
+    tolerance = 2e-6 if dtype is None else 2 * torch.finfo(dtype).eps
+    inputs = [t for t in (x, *layer.parameters()) if t.requires_grad]
+    of_exact = [t for t in (wide, *exact.parameters()) if t.requires_grad]
+    found = torch.autograd.grad(y, inputs, grad.to(y.dtype), create_graph=create_graph)
+    assert (y.double() - wanted).norm() <= tolerance * wanted.norm()
+    for one, other in zip(found, torch.autograd.grad(wanted, of_exact, grad), strict=True):
+        assert (one.double() - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
+@pytest.mark.parametrize("spec", [ff.Rank1(rank=2), SPECS["few ranks"], SPECS["separable"]], ids=str)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradients_in_batches(spec, frozen, path):
+    """Of sequences, whose rows a node takes apart."""
+    layer = drawn(ff.nn.FactorizedLinear(10, 7, spec=spec), 0.6)
+    layer.path = path
+    layer.get_parameter("mu" if isinstance(spec, ff.Rank1) else "sigma").requires_grad_(not frozen)
+    x = torch.randn(4, 5, 10, requires_grad=True)
+    inputs, y = [x, *(p for p in layer.parameters() if p.requires_grad)], layer(x)
+    gradients = torch.randn(3, *y.shape)
+    found = torch.autograd.grad(y, inputs, gradients, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(y, inputs, one, retain_graph=True) for one in gradients]
+    for all_, ones in zip(found, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(all_, torch.stack(ones))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_gradient_of_an_adapter_has_a_gradient(spec):
+    found, (layer, x) = [], case("sequences", spec)
+    layer.sigma.requires_grad_(False)
+    for kind, path in ((torch.float32, "factored"), (torch.float64, "reconstruct")):
+        one, given = copy.deepcopy(layer).to(kind), x.to(kind).requires_grad_()
+        one.path = path
+        inputs = [given, *(p for p in one.parameters() if p.requires_grad)]
+        first = torch.autograd.grad(one(given).square().sum(), inputs, create_graph=True)
+        found.append(torch.autograd.grad(sum((n + 1) * g.square().sum() for n, g in enumerate(first)), inputs))
+    for one, other in zip(*found, strict=True):
+        assert (one.double() - other).norm() <= 2e-5 * other.norm()
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
