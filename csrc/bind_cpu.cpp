@@ -194,12 +194,12 @@ fastfact::Size weight_size(const char* op, const Shape& size) {
 }
 
 // What a and b of a low-rank weight say, with the client axis or without it, as those of a rank-1 weight.
-struct LowRankForm {
+struct LowRankShapes {
   int64_t axes, clients, rank;
   fastfact::Size size;
   bool conv;
 
-  LowRankForm(const char* op, const Tensor& a, const Tensor& b, int64_t layout, const Shape& of)
+  LowRankShapes(const char* op, const Tensor& a, const Tensor& b, int64_t layout, const Shape& of)
       : axes(a.dim() == 2 ? 0 : 1), size(weight_size(op, of)), conv(of.size() == 4) {
     if (layout != fastfact::kView && layout != fastfact::kSeparable) {
       fail(op, "layout=" + std::to_string(layout) + ", must be 3 or 4");
@@ -246,9 +246,11 @@ Tensor scaled_factor(const char* op, const Tensor& t, bool turned, double scalin
 }
 
 // Whether the weight, or its factors' gradients, take less as those of a rank-1 weight than as products of matrices.
-bool are_few(const LowRankForm& of, fastfact::Type type, bool backward) {
-  const bool in_rows = of.size.taps() == 1, narrow = type != fastfact::Type::f32 && type != fastfact::Type::f64;
-  return of.rank && of.rank <= (backward ? 8 : 16) && (in_rows || !narrow);
+// Not of float16, in which scaling · a factor may be out of range where the product is not.
+bool has_few_ranks(const LowRankShapes& of, fastfact::Type type, bool backward) {
+  const bool in_rows = of.size.taps() == 1;
+  return of.rank && of.rank <= (backward ? 8 : 16) && type != fastfact::Type::f16 &&
+         (in_rows || type != fastfact::Type::bf16);
 }
 
 }  // namespace
@@ -267,7 +269,7 @@ LowRankFactors::LowRankFactors(const char* op, const Tensor& a, const Tensor& b,
       scaling_(scaling),
       a_(shape_of(a)),
       b_(shape_of(b)) {
-  const LowRankForm of(op, a, b, layout, size);
+  const LowRankShapes of(op, a, b, layout, size);
   const auto& [o, i, kh, kw] = of.size;
   const Shape us = of.conv ? Shape{of.rank, i, kh} : Shape{of.rank, i};
   const Shape vs = of.conv ? Shape{of.rank, o, kw} : Shape{of.rank, o};
@@ -295,9 +297,9 @@ int64_t LowRankFactors::needs(int64_t of_a_and_b) const {
 Tensor lowrank_weight(OptionalTensor sigma, Tensor a, Tensor b, int64_t layout, Shape size, double scaling,
                       bool channels_last) {
   const char* op = "lowrank_weight";
-  const LowRankForm of(op, a, b, layout, size);
+  const LowRankShapes of(op, a, b, layout, size);
   if (sigma) expect(op, "sigma", *sigma, of.weight(), a);
-  if (LowRankFactors::exist(size, layout) && are_few(of, type_of(op, a), false)) {
+  if (LowRankFactors::exist(size, layout) && has_few_ranks(of, type_of(op, a), false)) {
     const LowRankFactors factors(op, a, b, layout, size, scaling);
     return rank1_weight_of(op, std::move(sigma), nullptr, factors.u, factors.v, factors.layout, channels_last);
   }
@@ -316,9 +318,9 @@ Tensor lowrank_weight(OptionalTensor sigma, Tensor a, Tensor b, int64_t layout, 
 std::tuple<Tensor, Tensor> lowrank_weight_backward(Tensor grad, Tensor a, Tensor b, int64_t layout, Shape size,
                                                    double scaling, int64_t needs) {
   const char* op = "lowrank_weight_backward";
-  const LowRankForm of(op, a, b, layout, size);
+  const LowRankShapes of(op, a, b, layout, size);
   expect(op, "grad", grad, of.weight(), a);
-  if (LowRankFactors::exist(size, layout) && are_few(of, type_of(op, a), true)) {
+  if (LowRankFactors::exist(size, layout) && has_few_ranks(of, type_of(op, a), true)) {
     const LowRankFactors factors(op, a, b, layout, size, scaling);
     const auto [du, dv, none] =
         rank1_gradients(op, grad, factors.u, factors.v, nullptr, factors.layout, factors.needs(needs & 3));

@@ -168,12 +168,12 @@ bool adds_bias_last(const Layer& layer, const Tensor& x, const Tensor& w, const 
   constexpr auto kType = ScalarType::BFloat16;
   return has_bfloat16 && bias && layer.kind == Layer::kLinear && x.scalar_type() == kType && x.numel() &&
          w.scalar_type() == kType && is_dense(w, 0) && bias->scalar_type() == kType && bias->dim() == 1 &&
-         bias->size(0) == w.size(0);
+         bias->size(0) == w.size(0) && is_dense(*bias, 0);
 }
 
-// Whether a convolution is one that is computed from its factors, of which there are none, or, `backward`, its
-// gradients are: PyTorch's of depthwise kernels take up to three times as long for contiguous images, and backward up
-// to twenty times for all, but for 3×3 ones of float32 in channels_last.
+// Whether a convolution with W made, or, `backward`, its gradients are computed by this library, W being a dense μ
+// without factors: PyTorch takes up to three times as long for depthwise kernels and contiguous images, and backward up
+// to twenty times, but for 3×3 ones of float32 in channels_last.
 bool is_own_depthwise(const Layer& of, const Tensor& x, bool backward) {
   constexpr int64_t kFewest = 8;
   if (of.kind != Layer::kConvolution || of.size[1] != 1 || of.groups != of.size[0] || of.groups < kFewest) return false;
@@ -181,6 +181,14 @@ bool is_own_depthwise(const Layer& of, const Tensor& x, bool backward) {
   const bool narrow = x.scalar_type() != ScalarType::Float;
   return !is_dense(x, {0, 2, 3, 1}) || (backward && (narrow || of.size[2] * of.size[3] > 9));
 }
+
+// The settings of a convolution as ops take them.
+struct Steps {
+  explicit Steps(const Layer& of)
+      : stride(of.stride, of.stride + 2), padding(of.padding, of.padding + 2), dilation(of.dilation, of.dilation + 2) {}
+
+  const Shape stride, padding, dilation;
+};
 
 Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (layer.kind != Layer::kConvolution) {
@@ -192,9 +200,9 @@ Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const O
     return y;
   }
   if (is_own_depthwise(layer, x, false)) {
-    return factored_conv2d(x, std::nullopt, std::nullopt, w, std::nullopt, bias, weight_size(layer),
-                           Shape(layer.stride, layer.stride + 2), Shape(layer.padding, layer.padding + 2),
-                           Shape(layer.dilation, layer.dilation + 2), layer.groups, false);
+    const Steps by(layer);
+    return factored_conv2d(x, std::nullopt, std::nullopt, w, std::nullopt, bias, weight_size(layer), by.stride,
+                           by.padding, by.dilation, layer.groups, false);
   }
   return convolution(aoti_torch_cpu_convolution, layer, x, w, bias);
 }
@@ -229,10 +237,10 @@ Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Ten
     return out;
   }
   if ((of_x || of_w) && is_own_depthwise(layer, x, true)) {
+    const Steps by(layer);
     auto [dx, du, dv, dw] =
-        factored_conv2d_backward(grad, x, std::nullopt, std::nullopt, w, std::nullopt, weight_size(layer),
-                                 Shape(layer.stride, layer.stride + 2), Shape(layer.padding, layer.padding + 2),
-                                 Shape(layer.dilation, layer.dilation + 2), layer.groups, of_x | of_w << 3);
+        factored_conv2d_backward(grad, x, std::nullopt, std::nullopt, w, std::nullopt, weight_size(layer), by.stride,
+                                 by.padding, by.dilation, layer.groups, of_x | of_w << 3);
     Gradients out;
     if (of_x) out.x = dx;
     if (of_w) out.w = dw;
@@ -334,7 +342,7 @@ class Adapter {
 };
 
 // Whether a linear layer has so few rows that du = (dy vᵀ)ᵀ x and dv = (x uᵀ)ᵀ dy take less than sums over dW.
-bool are_few(const Layer& of, const Tensor& grad) {
+bool has_few_rows(const Layer& of, const Tensor& grad) {
   constexpr int64_t kDearer = 3;  // than a product over dW, one over the rows
   const int64_t o = of.size[0], i = of.size[1];
   return of.kind == Layer::kLinear && kDearer * grad.numel() * (i + o) < i * o * o;
@@ -361,7 +369,7 @@ bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, voi
     const Operands in(of, x_);
     const Tensor grad = borrowed(grad_), x = in.x();
     int64_t of_factors = needs >> 3 & 3;
-    if (of_factors && are_few(of, grad)) {
+    if (of_factors && has_few_rows(of, grad)) {
       const Factors factors(of, in(u_), in(v_));
       const auto [none, du, dv, values] =
           factored_linear_backward(rows_of(of, grad), rows_of(of, x), factors.u, factors.v, std::nullopt, std::nullopt,
@@ -412,9 +420,9 @@ bool factored(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x_,
       const Tensor y = factored_linear(rows_of(of, x), u, v, values, index, bias, size);
       give(x.dim() == 2 ? y : as_rows_of(x, y), out);
     } else {
-      const Shape stride(of.stride, of.stride + 2), padding(of.padding, of.padding + 2),
-          dilation(of.dilation, of.dilation + 2);
-      give(factored_conv2d(x, u, v, values, index, bias, size, stride, padding, dilation, of.groups, repeated), out);
+      const Steps by(of);
+      give(factored_conv2d(x, u, v, values, index, bias, size, by.stride, by.padding, by.dilation, of.groups, repeated),
+           out);
     }
     if (kept && of.cast && values) give(*values, kept);
   });
@@ -434,11 +442,11 @@ bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, 
     const Shape size = weight_size(of);
     if (needs & 15) {
       const int64_t asked = (needs & 9) | factors.needs(needs >> 1 & 3) << 1;
+      const Steps by(of);
       auto [dx, du, dv, dvalues] =
           of.kind == Layer::kLinear
               ? factored_linear_backward(rows_of(of, grad), rows_of(of, x), u, v, values, index, size, asked)
-              : factored_conv2d_backward(grad, x, u, v, values, index, size, Shape(of.stride, of.stride + 2),
-                                         Shape(of.padding, of.padding + 2), Shape(of.dilation, of.dilation + 2),
+              : factored_conv2d_backward(grad, x, u, v, values, index, size, by.stride, by.padding, by.dilation,
                                          of.groups, asked);
       if (needs & 1) give(of.kind == Layer::kLinear && x.dim() != 2 ? as_rows_of(x, dx) : dx, out);
       factors.give(needs >> 1, du, dv, out + 1, out + 2);
@@ -452,6 +460,8 @@ namespace {
 // By a weight in a form of oneDNN, which takes a bias as it comes.
 AtenTensorHandle by_form(const Layer& of, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (bias) expect("layer", "bias", *bias, {of.size[0]}, x);
+  // Its strides are not asked for.
+  require(!bias || is_dense(*bias, 0), "layer", "the bias has gaps");
   AtenTensorHandle of_bias = bias ? bias->get() : nullptr, y;
   AtenTensorHandle* const with_bias = bias ? &of_bias : nullptr;
   if (of.kind == Layer::kReordered) {

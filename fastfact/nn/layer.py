@@ -583,16 +583,20 @@ class FactorizedLayer(Factors):
     def _is_one_factored(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> bool:
         """Whether the factored path of x, on the CPU, is one node: of `LowRank` in training, where σ is the dense μ of
         a `Rank1` or, of a linear layer, frozen."""
-        if isinstance(self.spec, LowRank):
-            sigma = tensors["sigma"]
-            if not torch.is_grad_enabled():
-                return False
-            if sigma.requires_grad:
-                if self._dropout_active() or not self._takes_dense(x, tensors):
-                    return False
-            elif len(self.size) == 4 or not is_plan(x, sigma):
-                return False
-        return self._can_cast(x, tensors, bias)
+        if not self._can_cast(x, tensors, bias):
+            return False
+        if not isinstance(self.spec, LowRank):
+            return True
+        sigma = tensors["sigma"]
+        if not torch.is_grad_enabled():
+            return False
+        if sigma.requires_grad:
+            return not self._dropout_active() and self._takes_dense(x, tensors)
+        return len(self.size) == 2 and is_plan(x, sigma)
+
+    def _plan_of_factors(self, x: Tensor, tensors: dict[str, Tensor]) -> direct.Plan:
+        """The factored path of x, where that is one node."""
+        raise NotImplementedError
 
     def _form_of_factors(self) -> LowRankForm | None:
         """How those of `LowRank` are factors of `Rank1`."""

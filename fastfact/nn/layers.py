@@ -19,7 +19,7 @@ from fastfact.nn.layer import PATHS, FactorizedLayer, Form, as_leaf, cast, conve
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
-from fastfact.ops.common import address, is_channels_last, is_mapped, recording, transforming
+from fastfact.ops.common import address, as_rows, is_channels_last, is_mapped, recording, transforming
 from fastfact.ops.weights import Convolution, are_rows
 
 NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
@@ -271,9 +271,13 @@ class FactorizedConv2d(FactorizedLayer):
     def _call(self, path, x, tensors, bias):
         if path != "factored" or not self._is_one_factored(x, tensors, bias):
             return super()._call(path, x, tensors, bias)
-        cast, repeated = self._cast(x), not self.training and INDEX in tensors
-        of = ops.conv.of_factors(self.size, self._convolution(), cast, self._form_of_factors())
-        return direct.with_input(ops.conv.call_of_factors(of, *_parts(tensors), bias, repeated), x, cast, False)
+        of, repeated = self._plan_of_factors(x, tensors), not self.training and INDEX in tensors
+        return direct.with_input(
+            ops.conv.call_of_factors(of, *_parts(tensors), bias, repeated), x, self._cast(x), False
+        )
+
+    def _plan_of_factors(self, x, tensors):
+        return ops.conv.of_factors(self.size, self._convolution(), self._cast(x), self._form_of_factors())
 
     def _is_one_factored(self, x, tensors, bias):
         return self._is_one_op() and x.dim() == 4 and super()._is_one_factored(x, tensors, bias)
@@ -282,7 +286,7 @@ class FactorizedConv2d(FactorizedLayer):
         if path == "factored" and self._is_one_factored(x, tensors, bias):
             # What does not fit is told by the checked function.
             with contextlib.suppress(RuntimeError, ValueError):
-                of = ops.conv.of_factors(self.size, self._convolution(), self._cast(x), self._form_of_factors())
+                of = self._plan_of_factors(x, tensors)
                 y = ops.conv.apply_factors(of, x, *_parts(tensors), bias, not self.training and INDEX in tensors)
                 if y is not None:
                     return y
@@ -364,7 +368,8 @@ class FactorizedConv2d(FactorizedLayer):
             return x
         last = x.contiguous(memory_format=torch.channels_last)
         if last is x and x.shape[1] == 1 < x.shape[2] * x.shape[3] and not is_channels_last(x):
-            return x.view(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
+            last = x.view(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
+            return last if is_channels_last(last) else x
         return last
 
     def _forward(self, x):
@@ -489,8 +494,7 @@ class FactorizedLinear(FactorizedLayer):
         of = self._plan_of_factors(x, tensors)
         return direct.with_input(ops.conv.call_of_factors(of, *_parts(tensors), bias), x, self._cast(x), True)
 
-    def _plan_of_factors(self, x: Tensor, tensors: dict[str, Tensor]) -> direct.Plan:
-        """The factored path of x, where that is one node."""
+    def _plan_of_factors(self, x, tensors):
         form = self._form_of_factors()
         if form and not tensors["sigma"].requires_grad:
             return ops.lowrank.plan(self.size, form, self._cast(x))
@@ -499,17 +503,19 @@ class FactorizedLinear(FactorizedLayer):
     def _without_weight(self, path, x, tensors, bias):
         parts = _parts(tensors)
         if x.dim() and self._is_one_factored(x, tensors, bias):
+            # Cast once, not wherever what is drawn is used.
+            given = x.to(self._cast(x) or x.dtype) if self._dropout_active() else x
+            as_it_is = x.dim() == 2 or (x.dim() > 2 and torch.is_grad_enabled())
+            rows = given if as_it_is else as_rows(given)
+            if (seen := self._adapter_input(rows)) is not None:
+                parts = *parts[:3], seen
             with contextlib.suppress(RuntimeError, ValueError):
-                as_it_is = x.dim() == 2 or (x.dim() > 2 and torch.is_grad_enabled())
-                rows = x if as_it_is else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-                if (seen := self._adapter_input(rows)) is not None:
-                    parts = *parts[:3], seen
                 y = ops.conv.apply_factors(self._plan_of_factors(x, tensors), rows, *parts, bias)
                 if y is not None:
                     return y if as_it_is else y.view(*x.shape[:-1], self.size[0])
         if isinstance(self.spec, LowRank):
             return self._apart(x, tensors, bias)
-        return ops.factored_linear(x, *parts, bias, size=self.size)
+        return ops.factored_linear(x, *_parts(tensors), bias, size=self.size)
 
     @property
     def weight(self) -> Tensor:

@@ -90,6 +90,12 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
+def as_rows(x: Tensor, at: int = 0) -> Tensor:
+    """x with one axis between the first `at` and the last."""
+    # No `flatten`, which gradients in batches (`is_grads_batched`) have not; no `numel`, which a trace takes for fixed.
+    return x.reshape(*x.shape[:at], math.prod(x.shape[at:-1]), x.shape[-1])
+
+
 def in_type(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """What a layer was computed from, in the type of its gradient, where autocast had cast it; autograd casts what this
     gives rise to."""

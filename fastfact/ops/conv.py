@@ -13,6 +13,7 @@ from fastfact.ops import direct, reference
 from fastfact.ops.backends import implementation, takes_one
 from fastfact.ops.common import (
     LARGEST,
+    as_rows,
     autocast,
     call,
     check,
@@ -133,8 +134,7 @@ class _Apart:
 
 def _rows(op: str, t: Tensor) -> Tensor:
     """t as the op takes it: […, channels] of a linear layer as rows."""
-    # No `flatten`, which gradients in batches (`is_grads_batched`) have not.
-    return t.reshape(t.shape[:-1].numel(), t.shape[-1]) if op == LAYER and t.dim() > 2 else t
+    return as_rows(t) if op == LAYER and t.dim() > 2 else t
 
 
 class _Conv(torch.autograd.Function):
@@ -276,8 +276,9 @@ def of_factors(
     """The plan of a layer that is computed from the factors of a weight of `size`; for a convolution `how` is its
     stride, padding, dilation and groups. cast: see `direct.settings`. form: given if u, v and μ are A, B and σ."""
     kind, op = (direct.CONVOLUTION, OP) if how else (direct.LINEAR, LAYER)
-    layout, scaling = form or (SPATIAL if how else LINEAR, None)
-    numbers = direct.settings(kind, layout, False, size, how, cast, scaling)
+    layout = form.layout if form else SPATIAL if how else LINEAR
+    low_rank = (direct.AS_RANK1, form.scaling) if form else direct.NO_LOW_RANK
+    numbers = direct.settings(kind, layout, False, size, how, cast, low_rank)
     return direct.Plan(numbers, False, _Apart, (op, (size, *how), form))
 
 

@@ -34,6 +34,12 @@ with W in oneDNN's form, and x Wᵀ or, in channels_last, a 1×1 convolution, wi
 CASTS = {None: 0, torch.float16: 1, torch.bfloat16: 2}
 """What autocast may have a layer computed in."""
 
+AS_RANK1, ADAPTER = 1, 2
+"""How u, v and μ are A, B and σ of a low-rank weight: as those of a rank-1 weight, or of a linear layer whose σ takes
+no gradient."""
+NO_LOW_RANK = 0, 0.0
+"""They are not, and there is no scaling."""
+
 
 def settings(
     kind: int,
@@ -42,15 +48,13 @@ def settings(
     size: Sequence[int],
     how: Sequence = (),
     cast: torch.dtype | None = None,
-    scaling: float | None = None,
-    adapter: bool = False,
+    low_rank: tuple[int, float] = NO_LOW_RANK,
 ) -> bytes:
     """What a layer is asked for besides tensors: layout of the factors (`formats.LAYOUTS`), whether W is laid out
-    channels_last, its size, the settings of a convolution (stride, padding, dilation, groups), one of `CASTS`, and, if
-    u, v and μ are A, B and σ of a low-rank weight, its scaling and whether σ takes no gradient."""
+    channels_last, its size, the settings of a convolution (stride, padding, dilation, groups), one of `CASTS`, and
+    whether u, v and μ are A, B and σ of a low-rank weight, with its scaling."""
     stride, padding, dilation, groups = how or ((1, 1), (0, 0), (1, 1), 1)
     of_convolution = *(*size, 1, 1)[:4], *stride, *padding, *dilation, groups
-    low_rank = (scaling is not None) + adapter, scaling or 0.0
     return struct.pack("=15qdq", kind, layout, channels_last, *of_convolution, *low_rank, CASTS[cast])
 
 
@@ -66,8 +70,8 @@ class Plan(NamedTuple):
     """A layer as one node of the graph. makes: W, or y from the factors apart. function: has `forward` (ctx, plan, x,
     u, v, μ, index, bias) and `backward` (ctx, grad, what was saved), which serve where the library does not: they save
     what `forward` is given and after it W, if that is made, or μ as it was cast, if it was, and put the plan on the
-    context. own: for these. support: where compact μ is, as the CUDA kernels read it (`sparsity.words`), if that is
-    made."""
+    context. own: for these. index: of `ADAPTER` what the adapter sees in place of x, and saved in place of x, if given.
+    support: where compact μ is, as the CUDA kernels read it (`sparsity.words`), if that is made."""
 
     settings: bytes
     makes: bool

@@ -9,6 +9,7 @@ from fastfact.base.formats import FLOATING, LowRankForm
 from fastfact.ops import conv, direct, reference
 from fastfact.ops.backends import PRODUCTS_ARE_SLOW, implementation, kernel_serves, library_serves
 from fastfact.ops.common import (
+    as_rows,
     autocast,
     call,
     check,
@@ -176,7 +177,7 @@ class _LowRankBackward(torch.autograd.Function):
 
 class _Adapter:
     """The layer with σ frozen by the ops, for one client, for `direct.Plan`. index: what the adapter sees in place of
-    x, or None; it is saved in place of x, too."""
+    x, or None; backward it is what was saved for x, too."""
 
     @staticmethod
     def forward(ctx, plan, x, u, v, mu, index, bias):
@@ -184,15 +185,15 @@ class _Adapter:
         x, u, v, sigma, seen, bias = autocast(x, u, v, mu, index, bias)
         ctx.save_for_backward(x if seen is None else seen, *given, *(() if sigma is mu else (sigma,)))
         _, _, form = plan.own
-        seen = seen if seen is None else _as_rows(seen, 0)
-        y, _ = _forward(form.scaling, _as_rows(x, 0), seen, sigma, *form.matrices(u, v), bias)
+        seen = seen if seen is None else as_rows(seen, 0)
+        y, _ = _forward(form.scaling, as_rows(x, 0), seen, sigma, *form.matrices(u, v), bias)
         return no_view(y.view(*x.shape[:-1], -1))
 
     @staticmethod
     def backward(ctx, grad, saved):
         seen, u, v, sigma = in_type(grad.dtype, *saved[:4])
         _, _, form = ctx.plan.own
-        rows, of_y, own = _as_rows(seen, 0), _as_rows(grad, 0), saved[4] is not None
+        rows, of_y, own = as_rows(seen, 0), as_rows(grad, 0), saved[4] is not None
         needs = 15 | (OWN if own else 0)
         dx, dseen, da, db = _plain_backward(form.scaling, needs, of_y, rows, sigma, *form.matrices(u, v))
         dx, dseen = (d.view(seen.shape) for d in (dx, dseen))
@@ -263,21 +264,15 @@ def lowrank_linear(
         check_tensor(OP, "seen", seen)
         check(OP, "seen", seen, x.shape, False, x)
     check_size(OP, (*x.shape[:-1], o))
-    rows, seen = (t if t is None else _as_rows(t, int(clients)) for t in (x, seen))
+    rows, seen = (t if t is None else as_rows(t, int(clients)) for t in (x, seen))
     y = _linear(rows, seen, sigma, a, b, bias, scaling)
     return y.reshape(*x.shape[:-1], o)
-
-
-def _as_rows(x: Tensor, at: int) -> Tensor:
-    """x with one axis between the first `at` and the last."""
-    # No `flatten`, which gradients in batches (`is_grads_batched`) have not.
-    return x.reshape(*x.shape[:at], x.shape[at:-1].numel(), x.shape[-1])
 
 
 def layer(x, sigma, a, b, bias=None, *, scaling: float = 1.0, seen=None) -> Tensor:
     """`lowrank_linear` of one client without its checks, for layers, whose tensors fit by construction."""
     x, sigma, a, b, bias, seen = autocast(x, sigma, a, b, bias, seen)
-    rows, seen = (t if t is None else _as_rows(t, 0) for t in (x, seen))
+    rows, seen = (t if t is None else as_rows(t, 0) for t in (x, seen))
     y = _linear(rows, seen, sigma, a, b, bias, scaling)
     y = y.view(*x.shape[:-1], y.shape[-1])
     return y if transforming() or must_be_plain() else no_view(y)
@@ -289,8 +284,9 @@ def is_plan(x: Tensor, sigma: Tensor) -> bool:
 
 
 def plan(size: tuple[int, ...], form: LowRankForm, cast: torch.dtype | None) -> direct.Plan:
-    """The plan of a linear layer of A, B and a σ that takes no gradient, as `conv.of_factors` has those of others."""
-    numbers = direct.settings(direct.LINEAR, form.layout, False, size, (), cast, form.scaling, adapter=True)
+    """The plan of a linear layer of A, B and a σ that takes no gradient, for `conv.call_of_factors` and
+    `conv.apply_factors`; their index is what the adapter sees in place of x, or None."""
+    numbers = direct.settings(direct.LINEAR, form.layout, False, size, (), cast, (direct.ADAPTER, form.scaling))
     return direct.Plan(numbers, False, _Adapter, (conv.LAYER, (size,), form))
 
 

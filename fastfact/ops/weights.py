@@ -227,14 +227,15 @@ def plan_layer(
     support: Tensor | None = None,
     on_cpu: bool = False,
 ) -> LayerPlan:
-    """The plan for a weight of `size`. cast: see `direct.settings`, support: `direct.Plan`; of the ops of `Rank1`."""
+    """The plan for a weight of `size`. cast: see `direct.settings`, support: `direct.Plan`; of the ops of `Rank1`
+    and, on the CPU, of `LowRank`."""
     plan, (layout, *rest) = None, how.settings
     low_rank = how.op == "lowrank_weight" and on_cpu
     if (low_rank or how.op in ("rank1_weight", "compact_weight")) and not how.clients:
         kind = direct.LINEAR if settings is None else direct.PIXELS if settings == PIXELS else direct.CONVOLUTION
         own = settings if isinstance(settings, Convolution) else ()
-        scaling = rest[-1] if low_rank else None
-        numbers = direct.settings(kind, layout, how.channels_last, size, own, cast, scaling)
+        of = (direct.AS_RANK1, rest[-1]) if low_rank else direct.NO_LOW_RANK
+        numbers = direct.settings(kind, layout, how.channels_last, size, own, cast, of)
         plan = direct.Plan(numbers, True, _Made, (settings, how), support)
     return LayerPlan(settings, how, plan)
 
@@ -290,7 +291,7 @@ def _parts(u, v, mu, index):
 
 
 class _Made:
-    """`LayerPlan` of u, v and μ by the ops, for `direct.Plan`."""
+    """`LayerPlan` of u, v and μ, or A, B and σ, by the ops, for `direct.Plan`."""
 
     @staticmethod
     def forward(ctx, plan, x, u, v, mu, index, bias):

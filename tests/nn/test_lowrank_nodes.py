@@ -252,3 +252,61 @@ def test_depthwise_gradients_by_own_kernels(kernel, stride, dtype, last):
     tolerance = 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for found, want in zip(torch.autograd.grad(y, inputs, grad.to(dtype)), gradients, strict=True):
         assert (found.double() - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_recorded_takes_other_numbers_of_rows(frozen):
+    layer = drawn(ff.nn.FactorizedLinear(64, 48, spec=SPECS["few ranks"]), None)
+    layer.sigma.requires_grad_(not frozen)
+    layer.path = "factored"
+    x, other = torch.randn(4, 5, 64), torch.randn(7, 3, 64)
+    expected = layer(other)
+    sizes = ({0: torch.export.Dim("images"), 1: torch.export.Dim("tokens")},)
+    exported = torch.export.export(layer, (x,), dynamic_shapes=sizes).module()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    compiled(x)
+    for recorded in (torch.jit.trace(layer, x, check_trace=False), exported, compiled):
+        torch.testing.assert_close(recorded(other), expected)
+
+
+@pytest.mark.parametrize("rank", [16, 17])
+def test_scaling_times_a_factor_may_be_out_of_range(rank):
+    """Of float16, where W is not."""
+    layer = ff.nn.FactorizedLinear(64, 64, bias=False, spec=ff.LowRank(rank=rank, scaling=1000.0)).half()
+    with torch.no_grad():
+        layer.sigma.zero_()
+        layer.B.normal_(std=80.0)
+        layer.A.normal_(std=1e-3)
+        product = 1000 * (layer.B.double() @ layer.A.double())
+        assert (layer.weight - product).norm() < 2e-3 * product.norm()
+
+
+@pytest.mark.parametrize("spec", [SPECS["few ranks"], ff.Rank1()], ids=str)
+def test_a_bias_with_gaps(spec):
+    layer = drawn(ff.nn.FactorizedLinear(20, 65, spec=spec), None).bfloat16()
+    layer.bias = torch.nn.Parameter(torch.randn(65, 2).bfloat16()[:, 0])
+    dense, x = copy.deepcopy(layer).to_dense().double(), torch.randn(40, 20).bfloat16()
+    for training in (True, False):
+        for path in paths(layer) if isinstance(spec, ff.LowRank) else ["reconstruct"]:
+            layer.train(training).path = path
+            with torch.set_grad_enabled(training):
+                y = layer(x)
+            wanted = dense(x.double())
+            assert (y.double() - wanted).norm() < 1e-2 * wanted.norm()
+
+
+def test_under_autocast_what_an_adapter_sees_behind_dropout_is_kept_once_in_its_type():
+    layer = drawn(ff.nn.FactorizedLinear(64, 48, spec=ff.LowRank(rank=4, dropout=0.5)), None)
+    layer.sigma.requires_grad_(False)
+    kept = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t}) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        layer(torch.randn(16, 64, requires_grad=True))
+    of_rows = [t.dtype for t in kept.values() if t.shape == (16, 64)]  # with what dropout multiplies by
+    assert set(of_rows) == {torch.bfloat16} and len(of_rows) == 2
+
+
+def test_an_image_of_one_channel_that_has_gaps():
+    layer = ff.nn.FactorizedConv2d(1, 3, (3, 1)).to(memory_format=torch.channels_last)
+    x = torch.randn(1, 1, 1, 9).transpose(2, 3)
+    torch.testing.assert_close(layer(x), torch.nn.functional.conv2d(x, layer.weight, layer.bias))
