@@ -246,6 +246,14 @@ void lowrank() {
       {kType<T>, layout, last, k, rank, s, scaling, sigma.in(), a.in(), b.in(), da.data(), db.data()}, threads);
   compare(name + " da", da, da_true);
   compare(name + " db", db, db_true);
+  std::vector<T> turned = unwritten<T>(k * rows * rank);
+  std::vector<Sum> turned_true(turned.size());
+  for (int64_t at = 0; at < k * rank * rows; ++at) {
+    const int64_t c = at / (rank * rows), r = at / rows % rank, row = at % rows;
+    turned_true[at].add(scaling * b(c, row * rank + r));
+  }
+  scaled({kType<T>, k, rank, rows, b.in(), 1, rank, scaling, turned.data()}, threads);
+  compare(name + " turned", turned, turned_true);
 }
 
 template <class T>
