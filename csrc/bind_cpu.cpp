@@ -38,11 +38,10 @@ fastfact::In in(const Tensor& t, int64_t clients = 1) {
 }
 fastfact::In in(const OptionalTensor& t, int64_t clients = 1) { return t ? in(*t, clients) : fastfact::In{nullptr, 0}; }
 
-// An uninitialised weight [k, …size].
-Tensor empty_weight(const Tensor& like, int64_t clients, const fastfact::Size& s, bool conv, bool channels_last) {
-  if (!conv) return empty(like, {clients, s.o, s.i});
-  const Shape sizes = {clients, s.o, s.i, s.kh, s.kw};
-  return channels_last ? empty(like, sizes, {0, 1, 3, 4, 2}) : empty(like, sizes);
+// An uninitialised weight [(k,) o, i, kh, kw] or [(k,) o, i]; only the former may be channels_last.
+Tensor empty_weight(const Tensor& like, const Shape& shape, bool channels_last) {
+  if (!channels_last) return empty(like, shape);
+  return empty(like, shape, shape.size() == 5 ? Shape{0, 1, 3, 4, 2} : Shape{0, 2, 3, 1});
 }
 
 // The format in which dW is read: channels_last if it is laid out so and not contiguous as well.
@@ -96,11 +95,6 @@ struct Factors {
     return shape;
   }
 
-  Tensor empty_weight(const Tensor& like, bool channels_last) const {
-    if (!channels_last) return empty(like, weight());
-    return empty(like, weight(), axes ? Shape{0, 1, 3, 4, 2} : Shape{0, 2, 3, 1});
-  }
-
   // A support of [(k,) nnz] positions, with its values where they are given, each client's part in one stretch.
   fastfact::Support support(const Tensor& u, Tensor& index, Tensor* values) const {
     expect_dim(op, "index", index, axes + 1);
@@ -132,7 +126,7 @@ Tensor rank1_weight_of(const char* op, OptionalTensor mu, Tensor* index, Tensor 
     mu = dense(*mu, channels_last, of.axes);
   }
   u = dense(u, false, of.axes), v = dense(v, false, of.axes);
-  Tensor w = of.empty_weight(u, channels_last);
+  Tensor w = empty_weight(u, of.weight(), channels_last);
   const bool done = fastfact::rank1_weight({type_of(op, u), int(layout), channels_last, of.clients, of.rank, of.size,
                                             in(mu, of.axes), in(u, of.axes), in(v, of.axes), w.data_ptr(), support},
                                            parallel_for);
@@ -307,8 +301,7 @@ Tensor lowrank_weight(OptionalTensor sigma, Tensor a, Tensor b, int64_t layout, 
   channels_last = channels_last && of.conv && !permutes;
   a = dense(a, false, of.axes), b = dense(b, false, of.axes);
   if (sigma) sigma = dense(*sigma, channels_last, of.axes);
-  Tensor w =
-      channels_last ? empty(a, of.weight(), of.axes ? Shape{0, 1, 3, 4, 2} : Shape{0, 2, 3, 1}) : empty(a, of.weight());
+  Tensor w = empty_weight(a, of.weight(), channels_last);
   fastfact::lowrank_weight({type_of(op, a), int(layout), channels_last, of.clients, of.rank, of.size, scaling,
                             in(sigma, of.axes), in(a, of.axes), in(b, of.axes), w.data_ptr()},
                            parallel_for);
@@ -433,7 +426,7 @@ Tensor hadamard_weight(Tensor x1, Tensor y1, Tensor x2, Tensor y2, Shape size, b
   const bool conv = size.size() == 4;
   channels_last = channels_last && conv;
   x1 = dense(x1), y1 = dense(y1), x2 = dense(x2), y2 = dense(y2);
-  Tensor w = empty_weight(x1, x1.size(0), s, conv, channels_last);
+  Tensor w = empty_weight(x1, weight_shape(x1.size(0), s, conv), channels_last);
   fastfact::hadamard_weight({type_of(op, x1), channels_last, personalized, x1.size(0), x1.size(2), x2.size(2), s,
                              in(x1), in(y1), in(x2), in(y2), w.data_ptr()},
                             parallel_for);

@@ -240,7 +240,7 @@ def test_the_gradient_of_an_adapter_has_a_gradient(spec):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (5, 1), ((7, 4), 2)])
 def test_depthwise_gradients_by_own_kernels(kernel, stride, dtype, last):
-    """Where W is made, whatever makes it."""
+    """Where W is made."""
     layer = ff.nn.FactorizedConv2d(16, 16, kernel, stride=stride, padding=1, groups=16, spec=SPECS["few ranks"])
     layer, x = drawn(layer, None).to(dtype), torch.randn(2, 16, 9, 11, dtype=dtype)
     if last:
