@@ -53,6 +53,50 @@ struct RunGradient {
     FF_INLINE int64_t size() const { return panels * panel(); }
   };
 
+  // Where the gradients of the values of some rows of a block go.
+  struct Values {
+    T* to[kOutputs];
+    const T* end[kOutputs];
+
+    FF_INLINE void start(const Gradient<T>& g, const Block& block, int64_t first, int64_t count) {
+      const Bits& support = g.w.support;
+      const int64_t next = block.i + g.inputs;
+      for (int64_t m = 0; m < count; ++m) {
+        const int64_t o = block.o + first + m;
+        to[m] = g.dvalues + support.start(o, block.i);
+        end[m] = g.dvalues + (next < g.w.i ? support.start(o, next) : support.start(o + 1, 0));
+      }
+    }
+
+    // Those of a panel of columns, of `count` rows from the `first` that is here, which is row o of W; sums [row][NR].
+    FF_INLINE void take(const TiledWeight<T>& w, int64_t o, int64_t column, int64_t first, int64_t count,
+                        const float* sums) {
+      const uint8_t* bits = w.support.bytes(o, column);
+      const int64_t row = w.support.words * 8;
+      for (int64_t m = first; m < first + count; ++m, sums += NR, bits += row) {
+        T* next = to[m];
+#pragma GCC unroll 2
+        for (int k = 0; k < NR; k += W) {
+          const Vec<float, kWide> x = load<kWide>(sums + k);
+          if (w.support.whole && next + W <= end[m]) {
+            store<kWide>(next, x), next += W;
+          } else {
+            gather_next<kWide>(bits + k / 8, x, next, end[m]);
+          }
+        }
+        to[m] = next;
+      }
+    }
+
+    // What the next of them are written to.
+    FF_INLINE void fetch(int64_t first, int64_t count) const {
+      for (int64_t m = first; m < first + count; ++m) {
+        __builtin_prefetch(to[m], 1);
+        __builtin_prefetch(to[m] + 64 / sizeof(T), 1);
+      }
+    }
+  };
+
   // Items are (block, part).
   FF_INLINE static void run(const Gradient<T>& g, const Items& items) {
     const bool pairs = in_pairs<T>(kRowsOfSum);
@@ -61,29 +105,36 @@ struct RunGradient {
     const int64_t step = together / (pairs ? 2 : 1) * height + L;
     const Scratch<float> left(ceil_div(g.outputs, height) * step), right(together * NR);
     const AmxTiles tiles(g.amx);
-    const Scratch<float> own(g.sums ? 0 : g.size);
+    // Values of a single step are taken from each tile when it is done.
+    const bool direct = g.n <= together && g.dvalues && !g.du && !g.dv;
+    const Scratch<float> own(g.sums || direct ? 0 : g.size);
+    Values values;
     for (int64_t item; (item = items.take()) < items.count();) {
       const Block block(g, item / g.parts);
+      if (direct) values.start(g, block, 0, block.outputs);
       float* const sums = g.sums ? g.sums + item * g.size : own.get();
       const int64_t first = item % g.parts * g.rows, last = std::min(g.n, first + g.rows);
       for (int64_t row = first; row < last; row += together) {
         const int64_t terms = std::min(together, last - row);
         if (g.amx) {
-          add_rows_by_amx(g, block, row, terms, row == first, step, left.get(), right.get(), sums);
+          add_rows_by_amx(g, block, row, terms, row == first, step, left.get(), right.get(), sums,
+                          direct ? &values : nullptr);
           continue;
         }
         with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
-          add_rows<decltype(operand)>(g, block, row, terms, last, row == first, step, left.get(), right.get(), sums);
+          add_rows<decltype(operand)>(g, block, row, terms, last, row == first, step, left.get(), right.get(), sums,
+                                      direct ? &values : nullptr);
         });
       }
-      if (!g.sums) take(g, block, item, sums);
+      if (!g.sums && !direct) take(g, block, item, sums);
     }
   }
 
-  // sums += what `terms` rows from `row` on add to a block; with `fresh` they are that.
+  // sums += what `terms` rows from `row` on add to a block; with `fresh` they are that, and `values`, where given, have
+  // them in place of `sums`.
   template <class E>
   FF_INLINE static void add_rows(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms, int64_t last,
-                                 bool fresh, int64_t step, float* left, float* right, float* sums) {
+                                 bool fresh, int64_t step, float* left, float* right, float* sums, Values* values) {
     constexpr int kFactors = std::is_same_v<E, Pair> ? 2 : 1;
     const int64_t whole_tiles = block.outputs / MR, rest = block.outputs % MR;
     const int64_t copied = g.in_place ? whole_tiles * MR : 0;  // from here on
@@ -116,16 +167,27 @@ struct RunGradient {
         } else {
           copy_columns(from, g.w.i, terms, count, right);
         }
+        alignas(64) float own[MR * NR];
+        auto with_sums = [&](int64_t tile, int64_t rows, const auto& f) FF_INLINE_LAMBDA {
+          if (!values) return f(sums + panel * block.panel() + tile * MR * NR);
+          values->fetch(tile * MR, rows);
+          f(own);
+          values->take(g.w, block.o + tile * MR, block.i + column, tile * MR, rows, own);
+        };
         auto multiply = [&]<int N>() FF_INLINE_LAMBDA {
           auto add = [&]<int M>(int64_t tile) FF_INLINE_LAMBDA {
-            MultiplyTiles<float, B>::template accumulate<N, M>(
-                reinterpret_cast<const E*>(left + tile * step), reinterpret_cast<const E*>(right),
-                ceil_div(terms, kFactors), sums + panel * block.panel() + tile * MR * NR, fresh);
+            with_sums(tile, std::min<int64_t>(MR, block.outputs - tile * MR), [&](float* to) FF_INLINE_LAMBDA {
+              MultiplyTiles<float, B>::template accumulate<N, M>(reinterpret_cast<const E*>(left + tile * step),
+                                                                 reinterpret_cast<const E*>(right),
+                                                                 ceil_div(terms, kFactors), to, fresh);
+            });
           };
           if constexpr (std::is_same_v<T, float>) {
             for (int64_t tile = 0; tile * MR < copied; ++tile) {
-              MultiplyTiles<float, B>::template accumulate_columns<N, MR>(
-                  dy + tile * MR, g.w.o, right, terms, sums + panel * block.panel() + tile * MR * NR, fresh);
+              with_sums(tile, MR, [&](float* to) FF_INLINE_LAMBDA {
+                MultiplyTiles<float, B>::template accumulate_columns<N, MR>(dy + tile * MR, g.w.o, right, terms, to,
+                                                                            fresh);
+              });
             }
           }
           for (int64_t tile = copied / MR; tile < whole_tiles; ++tile) add.template operator()<MR>(tile);
@@ -141,7 +203,8 @@ struct RunGradient {
 
   // The same by AMX.
   FF_INLINE static void add_rows_by_amx(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms,
-                                        bool fresh, int64_t step, float* left, float* right, float* sums) {
+                                        bool fresh, int64_t step, float* left, float* right, float* sums,
+                                        Values* values) {
     if constexpr (std::is_same_v<T, BFloat16> && B == 64) {
       const int64_t blocks = ceil_div(terms, kAmxTerms);
       outline<B>([&]() FF_INLINE_LAMBDA {
@@ -162,21 +225,25 @@ struct RunGradient {
             copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
           }
           std::fill(right + ceil_div(terms, 2) * NR, right + blocks * kAmxRows * NR, 0.f);
+          alignas(64) float own[kRowsByAmx * NR];
           for (int64_t m = 0; m < block.rows; m += kRowsByAmx) {
             const float* const of_rows = left + m / kAmxRows * step;
+            float* const tile = values ? own : to + m * NR;
             auto add = [&]<int R, int N>() FF_INLINE_LAMBDA {
               using S = AmxSums<R, N>;
-              fresh ? S::clear() : S::load(to + m * NR, NR);
+              fresh ? S::clear() : S::load(tile, NR);
               S::multiply(reinterpret_cast<const char*>(of_rows), B, step * sizeof(float), kAmxRows * B, right, blocks);
-              S::store(to + m * NR, NR);
+              S::store(tile, NR);
               for (int64_t k = 0; N == 1 && fresh && k < R * kAmxRows; ++k)
-                store<B>(to + (m + k) * NR + L, Vec<float, B>{});
+                store<B>(tile + k * NR + L, Vec<float, B>{});
             };
             if (block.rows - m > kAmxRows) {
               count > L ? add.template operator()<2, 2>() : add.template operator()<2, 1>();
             } else {
               count > L ? add.template operator()<1, 2>() : add.template operator()<1, 1>();
             }
+            if (!values) continue;
+            values->take(g.w, block.o + m, block.i + column, m, std::min(kRowsByAmx, block.outputs - m), tile);
           }
         });
       }
@@ -266,13 +333,12 @@ struct RunGradient {
     }
     outline<B>([&]() FF_INLINE_LAMBDA {
       for (int64_t first = 0; first < block.outputs; first += Rows::kRows) {
-        const int64_t count = std::min(Rows::kRows, block.outputs - first), next = block.i + g.inputs;
-        T *to[Rows::kRows], *end[Rows::kRows];
+        const int64_t count = std::min(Rows::kRows, block.outputs - first);
+        Values values;
+        if (g.dvalues) values.start(g, block, first, count);
         for (int64_t m = 0; g.dvalues && m < count; ++m) {
-          const int64_t o = block.o + first + m;
-          to[m] = g.dvalues + w.support.start(o, block.i);
-          end[m] = g.dvalues + (next < w.i ? w.support.start(o, next) : w.support.start(o + 1, 0));
-          for (T* line = to[m]; line < end[m]; line += 64 / int64_t(sizeof(T))) __builtin_prefetch(line, 1);
+          for (T* line = values.to[m]; line < values.end[m]; line += 64 / int64_t(sizeof(T)))
+            __builtin_prefetch(line, 1);
         }
         for (int64_t r = 0; du && r < w.rank; r += 2) {
           if (w.rank - r >= 2) {
@@ -281,29 +347,11 @@ struct RunGradient {
             take_factors<1>(w, block, sums + first * NR, block.o + first, count, r, du, dv);
           }
         }
-        for (int64_t m = 0; g.dvalues && m < count; ++m) {
-          take_values(w, block, sums + (first + m) * NR, block.o + first + m, to[m], end[m]);
+        for (int64_t panel = 0; g.dvalues && panel < block.panels; ++panel) {
+          values.take(w, block.o + first, block.i + panel * NR, 0, count, sums + panel * block.panel() + first * NR);
         }
       }
     });
-  }
-
-  // The gradients of the values of row o of a block.
-  FF_INLINE static void take_values(const TiledWeight<T>& w, const Block& block, const float* sums, int64_t o, T* to,
-                                    const T* end) {
-    const uint8_t* bits = w.support.bytes(o, block.i);
-    for (int64_t panel = 0; panel < block.panels; ++panel, sums += block.panel()) {
-#pragma GCC unroll 2
-      for (int k = 0; k < NR; k += W) {
-        const Vec<float, kWide> x = load<kWide>(sums + k);
-        if (w.support.whole && to + W <= end) {
-          store<kWide>(to, x), to += W;
-        } else {
-          gather_next<kWide>(bits, x, to, end);
-        }
-        bits += W / 8;
-      }
-    }
   }
 
   // What `count` rows of a block from row o on add to the gradients of ranks from r on.

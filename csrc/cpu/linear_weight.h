@@ -39,28 +39,23 @@ struct MakePanels {
     const float* const u = w.u + column;
     const int64_t panel = terms * NR;
     for (int64_t t = 0; t < terms; ++t, to += NR) {
-      const T* from = w.values + w.support.start(d + t, column);
+      const T* const from = w.values + w.support.start(d + t, column);
       if (d + t + kAhead < w.o) fetch(w.values + w.support.start(d + t + kAhead, column), columns);
       const uint8_t* const bits = w.support.bytes(d + t, column);
       const float v = kFactors ? w.v[d + t] : 0;
-      float* out = to;
-      for (int64_t k = 0; k < columns; k += NR, out += panel) {
-#pragma GCC unroll 2
-        for (int part = 0; part < NR; part += W) {
-          Vec<float, kWide> x;
-          if constexpr (kWhole) {
-            x = load<kWide>(from), from += W;
-          } else {
-            x = spread_within<kWide>(bits + (k + part) / 8, from, last);
-          }
-          if constexpr (kFactors) x += load<kWide>(u + k + part) * v;
-          store<kWide>(out + part, x);
-        }
+      if (kWhole || from + columns <= last) {
+        make_row<kFactors, kWhole>(from, bits, columns, u, v, panel, to,
+                                   [](const uint8_t* bits, const T*& from)
+                                       FF_INLINE_LAMBDA { return spread_next<kWide>(bits, from); });
+      } else {
+        make_row<kFactors, kWhole>(from, bits, columns, u, v, panel, to,
+                                   [&](const uint8_t* bits, const T*& from)
+                                       FF_INLINE_LAMBDA { return spread_within<kWide>(bits, from, last); });
       }
       for (int64_t r = 1; r < w.rank; ++r) {
         const float v = w.v[r * w.v_row + d + t];
         const float* const u = w.u + r * w.u_row + column;
-        out = to;
+        float* out = to;
         for (int64_t k = 0; k < columns; k += NR, out += panel) {
 #pragma GCC unroll 2
           for (int part = 0; part < NR; part += L) {
@@ -71,63 +66,101 @@ struct MakePanels {
     }
   }
 
+  // One row of panels, of the first factor alone; `spread` as `spread_next`.
+  template <bool kFactors, bool kWhole, class Spread>
+  FF_INLINE static void make_row(const T* from, const uint8_t* bits, int64_t columns, const float* u, float v,
+                                 int64_t panel, float* to, const Spread& spread) {
+    for (int64_t k = 0; k < columns; k += NR, to += panel, bits += NR / 8) {
+#pragma GCC unroll 2
+      for (int part = 0; part < NR; part += L) __builtin_prefetch(to + kLater * NR + part, 1);
+#pragma GCC unroll 2
+      for (int part = 0; part < NR; part += W) {
+        Vec<float, kWide> x;
+        if constexpr (kWhole) {
+          x = load<kWide>(from), from += W;
+        } else {
+          x = spread(bits + part / 8, from);
+        }
+        if constexpr (kFactors) x += load<kWide>(u + k + part) * v;
+        store<kWide>(to + part, x);
+      }
+    }
+  }
+
   static constexpr int64_t kAhead = 8;  // rows of W whose values are fetched before they are spread
+  static constexpr int64_t kLater = 4;  // rows of a panel that are fetched before they are written
   static constexpr int64_t kNext = 64;  // values of each row that are, where the rows are the columns
 
   // The same, its columns being the terms.
   FF_INLINE static void make_turned(const TiledWeight<T>& w, int64_t column, int64_t panels, int64_t d, int64_t terms,
                                     float* to) {
     outline<B>([&]() FF_INLINE_LAMBDA {
-      for (int64_t k = 0; k < panels * NR; k += W) {
-        const int64_t o = column + k, last = std::min(o + W - 1, w.o - 1);
-        float* const at = to + k / NR * terms * NR + k % NR;
-        if (w.support.whole && o + W <= w.o && w.values + last * w.i + d + terms + W <= w.last + 8) {
-          make_columns<true>(w, o, d, terms, at);
+      for (int64_t o = column; o < std::min(column + panels * NR, w.o); o += NR, to += terms * NR) {
+        const int64_t rows = std::min<int64_t>(NR, w.o - o);
+        const T* const end = w.values + w.support.start(o + rows - 1, d) + terms + W;
+        if (end > w.last + 8) {
+          make_columns<kNearEnd>(w, o, d, terms, to);
+        } else if (w.support.whole && rows == NR) {
+          make_columns<kAll>(w, o, d, terms, to);
         } else {
-          make_columns<false>(w, o, d, terms, at);
+          make_columns<kInside>(w, o, d, terms, to);
         }
       }
     });
   }
 
-  template <bool kWhole>
+  // Near the end no more is read than there is, elsewhere a register's bytes; kAll: all of μ is there.
+  enum End { kNearEnd, kInside, kAll };
+
+  template <End kEnd>
   FF_INLINE static void make_columns(const TiledWeight<T>& w, int64_t o, int64_t d, int64_t terms, float* to) {
     static const uint8_t none[kMostTerms / 8] = {};
     const T* const last = w.last;
-    const T* from[W];
-    const uint8_t* bits[W];
-    for (int l = 0; l < W; ++l) {
+    const int64_t rows = ceil_div(std::min<int64_t>(NR, w.o - o), W) * W;
+    const T* from[NR];
+    const uint8_t* bits[NR];
+    for (int l = 0; l < rows; ++l) {
       const bool there = o + l < w.o;
       from[l] = w.values + (there ? w.support.start(o + l, d) : 0);
       bits[l] = there ? w.support.bytes(o + l, d) : none;
-      if (o + l + W < w.o) fetch(w.values + w.support.start(o + l + W, d), std::min(terms, kNext));
+      if (o + l + NR < w.o) fetch(w.values + w.support.start(o + l + NR, d), std::min(terms, kNext));
     }
     const int64_t rank = w.rank, u_row = w.u_row, v_row = w.v_row;
-    const float *u = w.u + d, *const v = w.v + o;
+    const float* u = w.u + d;
     for (int64_t t = 0; t < terms; t += W, u += W, to += W * NR) {
-      Vec<float, kWide> lines[W];
+      for (int64_t part = 0; part < rows; part += W) {
+        const T** const next = from + part;
+        const uint8_t** const which = bits + part;
+        const float* const v = w.v + o + part;
 #pragma GCC unroll 16
-      for (int l = 0; l < W; ++l) {
-        if constexpr (kWhole) {
-          lines[l] = load<kWide>(from[l]), from[l] += W;
-        } else {
-          lines[l] = spread_within<kWide>(bits[l] + t / 8, from[l], last);
+        for (int k = 0; k < W * W; k += 16) __builtin_prefetch(to + W * (NR + part) + k, 1);
+        Vec<float, kWide> lines[W];
+#pragma GCC unroll 16
+        for (int l = 0; l < W; ++l) {
+          if constexpr (kEnd == kAll) {
+            lines[l] = load<kWide>(next[l]), next[l] += W;
+          } else if constexpr (kEnd == kInside) {
+            lines[l] = spread_next<kWide>(which[l], next[l]), which[l] += W / 8;
+          } else {
+            lines[l] = spread_within<kWide>(which[l], next[l], last), which[l] += W / 8;
+          }
+          __builtin_prefetch(next[l] + kNext);
         }
-        __builtin_prefetch(from[l] + kNext);
-      }
-      for (int64_t r = 0; r < rank; ++r) {
-        const Vec<float, kWide> factor = load<kWide>(u + r * u_row);
+        for (int64_t r = 0; r < rank; ++r) {
+          const Vec<float, kWide> factor = load<kWide>(u + r * u_row);
 #pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) lines[l] += factor * v[r * v_row + l];
-      }
-      PackPanels<float, kWide>::template transpose_lanes<W / 2>(lines);
-      if (t + W <= terms) {
+          for (int l = 0; l < W; ++l) lines[l] += factor * v[r * v_row + l];
+        }
+        PackPanels<float, kWide>::template transpose_lanes<W / 2>(lines);
+        float* const out = to + part;
+        if (t + W <= terms) {
 #pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) store<kWide>(to + l * NR, lines[l]);
-      } else {
-        alignas(kWide) float rest[W * W];
-        for (int l = 0; l < W; ++l) store<kWide>(rest + W * l, lines[l]);
-        for (int64_t l = 0; l < terms - t; ++l) std::memcpy(to + l * NR, rest + W * l, kWide);
+          for (int l = 0; l < W; ++l) store<kWide>(out + l * NR, lines[l]);
+        } else {
+          alignas(kWide) float rest[W * W];
+          for (int l = 0; l < W; ++l) store<kWide>(rest + W * l, lines[l]);
+          for (int64_t l = 0; l < terms - t; ++l) std::memcpy(out + l * NR, rest + W * l, kWide);
+        }
       }
     }
   }
@@ -152,9 +185,6 @@ struct MakePanels {
   }
 
   using Halves = typename VecOf<uint16_t, B>::Type;
-
-  // Near the end no more is read than there is, elsewhere a register's bytes; kAll: all of μ is there.
-  enum End { kNearEnd, kInside, kAll };
 
   // The next numbers of μ, two in 32 bits, and `from` moves on.
   template <End kEnd>
