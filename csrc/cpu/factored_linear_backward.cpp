@@ -393,47 +393,6 @@ bool backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   return true;
 }
 
-// h and dh of all rows, for `sum_factors`.
-template <class T, int B>
-struct MakeHidden {
-  using C = Compute<T>;
-  FF_INLINE static void run(const Backward<T>& w, int64_t begin, int64_t end) {
-    const Scratch<C> panel(std::max(w.i, w.o) * w.row);
-    for (int64_t n = begin; n < end; ++n) {
-      const Unit& unit = w.units[n];
-      with_panel<C, B>(unit.rows, w.pairs, [&]<int W, int N>() FF_INLINE_LAMBDA {
-        using P = Panels<C, B, W, N>;
-        const int64_t at = n * w.rank * w.row;
-        if (w.h) {
-          P::read(w, w.x, unit, w.i, panel.get());
-          P::multiply(w.u_rows, w.rank, panel.get(), w.i, nullptr, w.h + at);
-        }
-        if (w.dh) {
-          P::read(w, w.dy, unit, w.o, panel.get());
-          P::multiply(w.v_rows, w.rank, panel.get(), w.o, nullptr, w.dh + at);
-        }
-      });
-    }
-  }
-};
-
-// du and dv alone.
-template <class T>
-void factor_gradients(const FactoredLinearBackward& op, ParallelFor parallel_for) {
-  using C = Compute<T>;
-  const int64_t lanes = register_bytes() / sizeof(C);
-  const Factors<T> u(op.u, op.rank, op.i, false, parallel_for), v(op.v, op.rank, op.o, false, parallel_for);
-  Backward<T> w{};
-  w.i = op.i, w.o = op.o, w.rank = op.rank, w.row = kRegisters * lanes;
-  w.units = make_units(op.n, lanes, kRegisters), w.u_rows = u.rows, w.v_rows = v.rows;
-  w.x = rows_of<T>(op.x), w.dy = rows_of<T>(op.dy);
-  const int64_t units = w.units.size(), hidden = units * op.rank * w.row;
-  const Scratch<C> h(op.dv ? hidden : 0), dh(op.du ? hidden : 0);
-  w.h = op.dv ? h.get() : nullptr, w.dh = op.du ? dh.get() : nullptr;
-  parallel(parallel_for, units, 1, [&](int64_t begin, int64_t end) { dispatch<MakeHidden, T>(w, begin, end); });
-  sum_factors<T>(op, w.units, w.row, w.pairs, h.get(), dh.get(), parallel_for);
-}
-
 }  // namespace
 }  // namespace fastfact::panels
 
@@ -443,16 +402,8 @@ using namespace panels;
 
 bool factored_linear_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   const bool planes = op.x.plane || op.dy.plane || (op.dx.data && op.dx.plane);
-  if (!planes && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, true)) {
-    if (op.rank <= kFewRanks || !are_thin(op.n, op.i, op.o)) return linear_in_tiles_backward(op, parallel_for);
-    FactoredLinearBackward rest = op;
-    rest.du = rest.dv = nullptr;
-    if (!linear_in_tiles_backward(rest, parallel_for)) return false;
-    if (op.du || op.dv) {
-      with_conv_type(op.type, [&](auto type) { factor_gradients<decltype(type)>(op, parallel_for); });
-    }
-    return true;
-  }
+  if (!planes && in_tiles(op.type, op.n, op.i, op.o, op.mu.count, true))
+    return linear_in_tiles_backward(op, parallel_for);
   bool done = op.n || ascending(op.mu, op.o * op.i, parallel_for);
   with_conv_type(op.type, [&](auto type) {
     using T = decltype(type);

@@ -203,6 +203,16 @@ struct MultiplyTiles {
     add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return as_number(a + d * MR + m); });
   }
 
+  // sum[m] += Σ_d a[m][d] · b[d], a [M, step]
+  template <int M, int W>
+  FF_INLINE static void add_rows(const Pair* a, int64_t step, const Pair* b, int64_t depth, V (&sum)[M][W]) {
+    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return as_number(a + m * step + d); });
+  }
+  template <int M, int W>
+  FF_INLINE static void add_rows(const C* a, int64_t step, const C* b, int64_t depth, V (&sum)[M][W]) {
+    add_terms(depth, b, sum, [&](int64_t d, int m) FF_INLINE_LAMBDA { return a + m * step + d; });
+  }
+
   // left(d, m): a pair as a number.
   template <int M, int W, class Left>
   FF_INLINE static void add_terms(int64_t depth, const Pair* b, V (&sum)[M][W], const Left& left) {

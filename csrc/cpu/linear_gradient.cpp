@@ -16,6 +16,7 @@ constexpr int64_t kRowsOfSum = 256;                        // added to dW at onc
 constexpr int64_t kRowsOfSumByAmx = 512;                   // by AMX
 constexpr int64_t kLeastSum = 4 * kRowsOfSum;              // rows of a part of dW
 constexpr int64_t kShortSum = 3 * kRowsOfSum / 4;          // where there are few blocks
+constexpr int64_t kRowsOfFactors = 128;                    // added to the gradients of factors at once
 
 // dW = dyᵀ x, of which the values' gradients are gathered, and du, dv summed.
 template <class T>
@@ -387,6 +388,33 @@ struct RunGradient {
 };
 
 template <class T, int B>
+struct SumFactors {
+  static constexpr int L = B / int(sizeof(float)), MR = tile_rows(B), NR = 2 * L;
+  static_assert(MR <= kMostTile);
+
+  // Items are panels of columns.
+  FF_INLINE static void run(const FactorGradient<T>& f, int64_t n, int64_t rank, int64_t begin, int64_t end) {
+    const Scratch<float> right(kRowsOfFactors * NR), sums(whole(rank, MR) * NR);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t column = item * NR, count = std::min<int64_t>(NR, f.columns - column);
+      for (int64_t row = 0; row < n; row += kRowsOfFactors) {
+        const int64_t terms = std::min(kRowsOfFactors, n - row);
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          RunGradient<T, B>::copy_columns(f.rows + row * f.columns + column, f.columns, terms, count, right.get());
+          for (int64_t r = 0; r < rank; r += MR) {
+            MultiplyTiles<float, B>::with_height(rank - r, [&]<int M>() FF_INLINE_LAMBDA {
+              MultiplyTiles<float, B>::template accumulate_columns<2, M>(f.hidden + row * rank + r, rank, right.get(),
+                                                                         terms, sums.get() + r * NR, row == 0);
+            });
+          }
+        });
+      }
+      for (int64_t r = 0; r < rank; ++r) copy<B>(sums.get() + r * NR, count, f.out + r * f.columns + column);
+    }
+  }
+};
+
+template <class T, int B>
 struct TakeParts {
   FF_INLINE static void run(const Gradient<T>& g, int64_t begin, int64_t end) {
     const Scratch<float> total(g.size);
@@ -465,6 +493,22 @@ void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, 
   add(dv_parts.get(), g.column_blocks, w.v_row, w.o, dv);
 }
 
+template <class T>
+void sum_factors(const FactorGradient<T>& du, const FactorGradient<T>& dv, int64_t n, int64_t rank,
+                 ParallelFor parallel_for) {
+  const int64_t nr = register_bytes() / 2;
+  const auto panels = [&](const auto& of) { return of.out ? ceil_div(of.columns, nr) : 0; };
+  const int64_t first = panels(du), all = first + panels(dv);
+  parallel(parallel_for, all, ceil_div(1 << 16, n * (rank + 4) * nr), [&](int64_t begin, int64_t end) {
+    dispatch<SumFactors, T>(du, n, rank, begin, std::min(end, first));
+    dispatch<SumFactors, T>(dv, n, rank, std::max(begin, first) - first, end - first);
+  });
+}
+
+template void sum_factors(const FactorGradient<float>&, const FactorGradient<float>&, int64_t, int64_t, ParallelFor);
+template void sum_factors(const FactorGradient<BFloat16>&, const FactorGradient<BFloat16>&, int64_t, int64_t,
+                          ParallelFor);
+template void sum_factors(const FactorGradient<Half>&, const FactorGradient<Half>&, int64_t, int64_t, ParallelFor);
 template void sum_gradients(const TiledWeight<float>&, int64_t, const float*, const float*, float*, float*, float*,
                             ParallelFor);
 template void sum_gradients(const TiledWeight<BFloat16>&, int64_t, const BFloat16*, const BFloat16*, BFloat16*,

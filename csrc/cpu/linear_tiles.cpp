@@ -58,13 +58,13 @@ struct RowsProduct {
   // height] and [panel of columns][rank][its width].
   int64_t rank;
   const float *of_terms, *of_columns;
-  // Factors that are further terms of the product stand so: h = x uᵀ [tile][rank][tile's height] and [panel of
-  // columns][rank][its width], in pairs where x and W are, of which there are half as many terms then.
+  // Factors that are further terms of the product stand so: h = x uᵀ [row][rank] and [panel of columns][rank][its
+  // width], in pairs where x and W are, of which there are half as many terms then.
   bool pairs;
   int64_t beside_rank;
   const void *hidden, *beside;
   // By AMX terms are padded with zeros to whole blocks; rows [n][row] are read where they are, but for the last tile of
-  // fewer than `kRowsByAmx`, which `rest` has; and h is [row][rank] pairs.
+  // fewer than `kRowsByAmx`, which `rest` has.
   bool amx;
   const BFloat16 *rows, *rest;
   int64_t row;
@@ -265,8 +265,8 @@ struct RunProduct {
                                           terms / kFactors, sum);
       }
       if (const int64_t rank = p.beside_rank; ends && rank) {
-        MultiplyTiles<float, B>::add(static_cast<const E*>(p.hidden) + row / MR * MR * rank,
-                                     static_cast<const E*>(p.beside) + column * rank, rank, sum);
+        MultiplyTiles<float, B>::add_rows(static_cast<const E*>(p.hidden) + row * rank, rank,
+                                          static_cast<const E*>(p.beside) + column * rank, rank, sum);
       }
       if (d) {
 #pragma GCC unroll 16
@@ -303,7 +303,7 @@ struct RunProduct {
   }
 };
 
-// h = x uᵀ of rows, [tile of rows][rank][row]; in pairs each number is two of bfloat16 that add up to it.
+// h = x uᵀ of rows, [row][rank]; in pairs each number is two of bfloat16 that add up to it.
 template <class T>
 struct Hidden {
   const T* x;
@@ -318,7 +318,7 @@ template <class T, int B>
 struct RunHidden {
   using V = Vec<float, B>;
   static constexpr int L = B / int(sizeof(float));
-  static constexpr int64_t kRows = Hidden<T>::kRows, kRanks = B == 64 ? 4 : 2, MR = tile_rows(B);
+  static constexpr int64_t kRows = Hidden<T>::kRows, kRanks = B == 64 ? 4 : 2;
 
   // Items are kRows rows.
   FF_INLINE static void run(const Hidden<T>& h, int64_t begin, int64_t end) {
@@ -347,13 +347,13 @@ struct RunHidden {
           add<E>([&](int64_t k) FF_INLINE_LAMBDA { return rows[k] + d; }, u, d, sum);
         }
         if (whole < h.depth) add<E>([&](int64_t k) FF_INLINE_LAMBDA { return rest[k]; }, u, whole, sum);
-        E sums[kRanks][kRows];
-        auto at = [&](int n) FF_INLINE_LAMBDA { return sum[n / kRows][n % kRows]; };
+        E sums[kRows][kRanks];
+        auto at = [&](int n) FF_INLINE_LAMBDA { return sum[n % kRanks][n / kRanks]; };
 #pragma GCC unroll 4
         for (int n = 0; n < kRanks * kRows; n += L) put(sums_of_rows<L, V>(at, n), &sums[0][0] + n);
         for (int64_t k = 0; k < std::min(kRows, h.n - m); ++k) {
-          E* const to = static_cast<E*>(h.out) + (m + k) / MR * MR * h.rank + (m + k) % MR;
-          for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[(r + l) * MR] = sums[l][k];
+          E* const to = static_cast<E*>(h.out) + (m + k) * h.rank + r;
+          for (int64_t l = 0; l < std::min(kRanks, h.rank - r); ++l) to[l] = sums[k][l];
         }
       }
     }
@@ -393,10 +393,27 @@ struct RunHidden {
 };
 
 template <class T>
-void make_hidden(const Hidden<T>& h, ParallelFor parallel_for) {
-  parallel(parallel_for, h.rank ? ceil_div(h.n, Hidden<T>::kRows) : 0, ceil_div(1 << 16, (h.rank + 4) * (h.depth + 64)),
-           [&](int64_t begin, int64_t end) { dispatch<RunHidden, T>(h, begin, end); });
+void make_hidden(const Hidden<T>& h, const Hidden<T>& other, ParallelFor parallel_for) {
+  const auto items = [](const Hidden<T>& of) { return of.rank ? ceil_div(of.n, Hidden<T>::kRows) : 0; };
+  const int64_t first = items(h), all = first + items(other), depth = std::max(h.depth, other.depth);
+  parallel(parallel_for, all, ceil_div(1 << 16, (h.rank + 4) * (depth + 64)), [&](int64_t begin, int64_t end) {
+    dispatch<RunHidden, T>(h, begin, std::min(end, first));
+    dispatch<RunHidden, T>(other, std::max(begin, first) - first, end - first);
+  });
 }
+
+template <class T>
+void make_hidden(const Hidden<T>& h, ParallelFor parallel_for) {
+  make_hidden<T>(h, Hidden<T>{}, parallel_for);
+}
+
+// h of n rows, zeros behind it as far as tiles of its rows and of its ranks are read.
+template <class E>
+struct OwnHidden : Scratch<E> {
+  OwnHidden(int64_t n, int64_t rank, int64_t tile) : Scratch<E>(rank ? whole(n, tile) * rank + kMostTile : 0) {
+    if (rank) std::fill(this->get() + n * rank, this->get() + whole(n, tile) * rank + kMostTile, E{});
+  }
+};
 
 // Rows [rows, depth] with zeros behind each, up to `row`, and whole rows of them up to `tile`.
 template <class T>
@@ -500,8 +517,7 @@ class Beside {
                [&](int64_t begin, int64_t end) { dispatch<RunHiddenByAmx, BFloat16>(h, begin, end); });
       return hidden_.get();
     }
-    const int64_t tile = tile_of(false), there = p.n / tile * tile;
-    std::fill(hidden_.get() + there * rank_, hidden_.get() + rows_ * rank_, Pair{});
+    std::fill(hidden_.get() + p.n * rank_, hidden_.get() + rows_ * rank_, Pair{});
     make_hidden<BFloat16>({p.x, u_.get(), p.n, depth_, u_row_, rank_, true, hidden_.get()}, parallel_for);
     return hidden_.get();
   }
@@ -584,7 +600,8 @@ struct PackFactors {
 
 template <class T>
 void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, const float* bias, T* y,
-                   int64_t threads, ParallelFor parallel_for, const float* panels = nullptr) {
+                   int64_t threads, ParallelFor parallel_for, const float* panels = nullptr,
+                   const float* own_hidden = nullptr) {
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i;
   const bool pairs = rows_in_pairs<T>(depth), amx = by_amx(pairs);
   const int64_t mr = tile_of(amx), rows_of_pass = kPass / mr * mr;
@@ -596,8 +613,8 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
   const int64_t rank = w.rank > kFewRanks && !beside_rank ? w.rank : 0, of_floats = pairs ? 0 : beside_rank;
   const int64_t of_slice = ceil_div(slice, mr) * mr * rank;
   const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice),
-      of_columns(ceil_div(columns, nr) * nr * (rank + of_floats)),
-      hidden(ceil_div(std::min(n, most), mr) * mr * of_floats);
+      of_columns(ceil_div(columns, nr) * nr * (rank + of_floats));
+  const OwnHidden<float> hidden(n, own_hidden ? 0 : of_floats, mr);
   const float *const terms = turned ? w.u : w.v, *const across = turned ? w.v : w.u;
   const int64_t terms_row = turned ? w.u_row : w.v_row, across_row = turned ? w.v_row : w.u_row;
   if (rank) {
@@ -607,6 +624,9 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
     }
   }
   if (rank || of_floats) dispatch<PackFactors, float>(across, columns, across_row, w.rank, false, of_columns.get());
+  if (of_floats && !own_hidden)
+    make_hidden<T>({x, terms, n, depth, terms_row, of_floats, false, hidden.get()}, parallel_for);
+  const float* const h = own_hidden ? own_hidden : hidden.get();
   std::unique_ptr<const Beside> beside;
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (pairs && !panels)
@@ -632,13 +652,10 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
     if (packs && !amx) pack_rows(x + first * depth, rows, depth, pairs, mr, packed.get(), parallel_for);
     if (rank) p.w.rank = 0, p.rank = rank, p.of_terms = of_terms.get(), p.of_columns = of_columns.get();
     p.beside_rank = beside_rank;
-    if (of_floats) p.w.rank = 0, p.hidden = hidden.get(), p.beside = of_columns.get();
+    if (of_floats) p.w.rank = 0, p.hidden = h + first * of_floats, p.beside = of_columns.get();
     p.packed = packs && !amx ? packed.get() : nullptr, p.bias = bias, p.x = x + first * depth,
     p.y = y + first * columns;
     p.pairs = pairs, p.panels = panels;
-    if (of_floats) {
-      make_hidden<T>({p.x, terms, rows, depth, terms_row, of_floats, false, hidden.get()}, parallel_for);
-    }
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (beside) {
         p.hidden = beside->hidden(p, parallel_for), p.beside = beside->factors();
@@ -760,9 +777,21 @@ bool linear_in_tiles(const FactoredLinear& op, ParallelFor parallel_for) {
 bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
   auto multiply = [&]<class T>(const TiledWeight<T>& w) {
     const T *x = static_cast<const T*>(op.x.data), *dy = static_cast<const T*>(op.dy.data);
-    if (op.dx.data) multiply_rows(w, false, op.n, dy, nullptr, static_cast<T*>(op.dx.data), op.threads, parallel_for);
-    T *const dvalues = static_cast<T*>(op.dvalues), *const du = static_cast<T*>(op.du), *dv = static_cast<T*>(op.dv);
-    if (dvalues || du || dv) sum_gradients(w, op.n, x, dy, dvalues, du, dv, parallel_for);
+    T *const dx = static_cast<T*>(op.dx.data), *const dvalues = static_cast<T*>(op.dvalues);
+    T *const du = static_cast<T*>(op.du), *const dv = static_cast<T*>(op.dv);
+    const bool thin = (du || dv) && are_thin(op.n, op.i, op.o);
+    const int64_t tile = tile_rows(register_bytes()), of_h = thin && dv ? op.rank : 0, of_dh = thin && du ? op.rank : 0;
+    const OwnHidden<float> h(op.n, of_h, tile), dh(op.n, of_dh, tile);
+    make_hidden<T>({x, w.u, op.n, op.i, w.u_row, of_h, false, h.get()},
+                   {dy, w.v, op.n, op.o, w.v_row, of_dh, false, dh.get()}, parallel_for);
+    if (dx) {
+      const float* const of_dx = of_dh ? dh.get() : nullptr;
+      multiply_rows(w, false, op.n, dy, nullptr, dx, op.threads, parallel_for, nullptr, of_dx);
+    }
+    if (dvalues || ((du || dv) && !thin)) {
+      sum_gradients(w, op.n, x, dy, dvalues, thin ? nullptr : du, thin ? nullptr : dv, parallel_for);
+    }
+    if (thin) sum_factors<T>({x, op.i, dh.get(), du}, {dy, op.o, h.get(), dv}, op.n, op.rank, parallel_for);
   };
   auto few = [&](const auto& w) { multiply_few_backward(w, op, parallel_for); };
   return with_weight(op, op.o, parallel_for, multiply, few);

@@ -73,6 +73,20 @@ template <class T>
 void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
                    ParallelFor parallel_for);
 
+// A gradient [rank, columns] of factors: Σ over the rows of hidden [n, rank], with kMostTile numbers behind the last,
+// and rows [n, columns]. Nothing where `out` is null.
+template <class T>
+struct FactorGradient {
+  const T* rows;
+  int64_t columns;
+  const float* hidden;
+  T* out;
+};
+inline constexpr int64_t kMostTile = 12;
+template <class T>
+void sum_factors(const FactorGradient<T>& du, const FactorGradient<T>& dv, int64_t n, int64_t rank,
+                 ParallelFor parallel_for);
+
 // The products where the rows are so few that what counts is how W is read.
 inline constexpr int64_t kFewRows = 16;
 template <class T>
