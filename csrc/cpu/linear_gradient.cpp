@@ -27,7 +27,7 @@ struct Gradient {
   bool amx, in_place;  // dy is read where it lies, but for the last tile of a block
   int64_t outputs, inputs, rows, row_blocks, column_blocks, parts;  // of a block, and how many there are
   int64_t size;                                                     // of the sums of a block
-  float* sums;                                                      // [block][part], null where there is one part
+  float* sums;  // [block][part], null where an item is all parts of a block
   T* dvalues;
   float *du, *dv;  // [row block][rank, u_row] and [column block][rank, v_row], or both null
 };
@@ -98,7 +98,7 @@ struct RunGradient {
     }
   };
 
-  // Items are (block, part).
+  // Items are (block, part) or, without `sums`, blocks.
   FF_INLINE static void run(const Gradient<T>& g, const Items& items) {
     const bool pairs = in_pairs<T>(kRowsOfSum);
     const int64_t height = g.amx ? kAmxRows : MR, together = g.amx ? kRowsOfSumByAmx : kRowsOfSum;
@@ -108,27 +108,41 @@ struct RunGradient {
     const AmxTiles tiles(g.amx);
     // Values of a single step are taken from each tile when it is done.
     const bool direct = g.n <= together && g.dvalues && !g.du && !g.dv;
-    const Scratch<float> own(g.sums || direct ? 0 : g.size);
+    // Added to the first part in place the numbers are the same as added from memory, but for those of AMX.
+    const bool one_step = g.rows <= together && !g.amx;
+    const Scratch<float> own(g.sums || direct ? 0 : g.size), part(g.sums || g.parts == 1 || one_step ? 0 : g.size);
     Values values;
     for (int64_t item; (item = items.take()) < items.count();) {
-      const Block block(g, item / g.parts);
+      const int64_t at = g.sums ? item / g.parts : item;
+      const Block block(g, at);
       if (direct) values.start(g, block, 0, block.outputs);
-      float* const sums = g.sums ? g.sums + item * g.size : own.get();
-      const int64_t first = item % g.parts * g.rows, last = std::min(g.n, first + g.rows);
-      for (int64_t row = first; row < last; row += together) {
-        const int64_t terms = std::min(together, last - row);
-        if (g.amx) {
-          add_rows_by_amx(g, block, row, terms, row == first, step, left.get(), right.get(), sums,
-                          direct ? &values : nullptr);
-          continue;
+      auto add_part = [&](int64_t which, bool fresh, float* sums) FF_INLINE_LAMBDA {
+        const int64_t first = which * g.rows, last = std::min(g.n, first + g.rows);
+        for (int64_t row = first; row < last; row += together, fresh = false) {
+          const int64_t terms = std::min(together, last - row);
+          Values* const to = direct ? &values : nullptr;
+          if (g.amx) {
+            add_rows_by_amx(g, block, row, terms, fresh, step, left.get(), right.get(), sums, to);
+            continue;
+          }
+          with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
+            add_rows<decltype(operand)>(g, block, row, terms, last, fresh, step, left.get(), right.get(), sums, to);
+          });
         }
-        with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
-          add_rows<decltype(operand)>(g, block, row, terms, last, row == first, step, left.get(), right.get(), sums,
-                                      direct ? &values : nullptr);
-        });
+      };
+      for (int64_t which = 0; which < (g.sums ? 1 : g.parts); ++which) {
+        float* const sums = g.sums ? g.sums + item * g.size : which && !one_step ? part.get() : own.get();
+        add_part(g.sums ? item % g.parts : which, !which || !one_step, sums);
+        if (which && !one_step) add(part.get(), block.size(), own.get());
       }
-      if (!g.sums && !direct) take(g, block, item, sums);
+      if (!g.sums && !direct) take(g, block, at, own.get());
     }
+  }
+
+  FF_INLINE static void add(const float* from, int64_t size, float* to) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (int64_t k = 0; k < size; k += L) store<B>(to + k, load<B>(to + k) + load<B>(from + k));
+    });
   }
 
   // sums += what `terms` rows from `row` on add to a block; with `fresh` they are that, and `values`, where given, have
@@ -425,7 +439,7 @@ struct TakeParts {
       std::memcpy(total.get(), from, size * sizeof(float));
       for (int64_t part = 1; part < g.parts; ++part) {
         from += g.size;
-        for (int64_t k = 0; k < size; ++k) total.get()[k] += from[k];
+        RunGradient<T, B>::add(from, size, total.get());
       }
       RunGradient<T, B>::take(g, block, at, total.get());
     }
@@ -459,7 +473,7 @@ void cut_into_blocks(Gradient<T>& g, int64_t outputs, int64_t inputs, int64_t pa
 
 template <class T>
 void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
-                   ParallelFor parallel_for) {
+                   int64_t threads, ParallelFor parallel_for) {
   Gradient<T> g{w, n, x, dy};
   g.amx = by_amx(in_pairs<T>());
   g.in_place = std::is_same_v<T, float> && register_bytes() == 64 && w.o * int64_t(sizeof(T)) <= kInPlace;
@@ -473,13 +487,15 @@ void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, 
   g.rows = ceil_div(ceil_div(n, g.parts), kRowsOfSum) * kRowsOfSum, g.parts = ceil_div(n, g.rows);
   const int64_t blocks = g.row_blocks * g.column_blocks;
   g.size = (ceil_div(g.outputs, mr) * mr + 1) * nr * ceil_div(g.inputs, nr);
-  const Scratch<float> sums(g.parts > 1 ? blocks * g.parts * g.size : 0);
+  // Threads that have as many blocks each, or nearly, need no parts from others.
+  const bool apart = g.parts > 1 && ceil_div(blocks, threads) * threads * 8 > blocks * 9;
+  const Scratch<float> sums(apart ? blocks * g.parts * g.size : 0);
   const bool factors = du || dv;
   const Scratch<float> du_parts(factors ? g.row_blocks * w.rank * w.u_row : 0);
   const Scratch<float> dv_parts(factors ? g.column_blocks * w.rank * w.v_row : 0);
-  g.sums = g.parts > 1 ? sums.get() : nullptr, g.dvalues = dvalues;
+  g.sums = apart ? sums.get() : nullptr, g.dvalues = dvalues;
   if (factors) g.du = du_parts.get(), g.dv = dv_parts.get();
-  const Items items(blocks * g.parts);
+  const Items items(apart ? blocks * g.parts : blocks);
   parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunGradient, T>(g, items); });
   if (g.sums) {
     parallel(parallel_for, blocks, 1, [&](int64_t begin, int64_t end) { dispatch<TakeParts, T>(g, begin, end); });
@@ -510,10 +526,10 @@ template void sum_factors(const FactorGradient<BFloat16>&, const FactorGradient<
                           ParallelFor);
 template void sum_factors(const FactorGradient<Half>&, const FactorGradient<Half>&, int64_t, int64_t, ParallelFor);
 template void sum_gradients(const TiledWeight<float>&, int64_t, const float*, const float*, float*, float*, float*,
-                            ParallelFor);
+                            int64_t, ParallelFor);
 template void sum_gradients(const TiledWeight<BFloat16>&, int64_t, const BFloat16*, const BFloat16*, BFloat16*,
-                            BFloat16*, BFloat16*, ParallelFor);
-template void sum_gradients(const TiledWeight<Half>&, int64_t, const Half*, const Half*, Half*, Half*, Half*,
+                            BFloat16*, BFloat16*, int64_t, ParallelFor);
+template void sum_gradients(const TiledWeight<Half>&, int64_t, const Half*, const Half*, Half*, Half*, Half*, int64_t,
                             ParallelFor);
 
 }  // namespace fastfact

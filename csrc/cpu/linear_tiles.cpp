@@ -789,7 +789,7 @@ bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor para
       multiply_rows(w, false, op.n, dy, nullptr, dx, op.threads, parallel_for, nullptr, of_dx);
     }
     if (dvalues || ((du || dv) && !thin)) {
-      sum_gradients(w, op.n, x, dy, dvalues, thin ? nullptr : du, thin ? nullptr : dv, parallel_for);
+      sum_gradients(w, op.n, x, dy, dvalues, thin ? nullptr : du, thin ? nullptr : dv, op.threads, parallel_for);
     }
     if (thin) sum_factors<T>({x, op.i, dh.get(), du}, {dy, op.o, h.get(), dv}, op.n, op.rank, parallel_for);
   };

@@ -71,7 +71,7 @@ FF_INLINE void fetch(const T* from, int64_t count) {
 // The gradients of the values and the factors, of dW = dyᵀ x, null where not asked for (linear_gradient.cpp).
 template <class T>
 void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
-                   ParallelFor parallel_for);
+                   int64_t threads, ParallelFor parallel_for);
 
 // A gradient [rank, columns] of factors: Σ over the rows of hidden [n, rank], with kMostTile numbers behind the last,
 // and rows [n, columns]. Nothing where `out` is null.
