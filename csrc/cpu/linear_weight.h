@@ -72,7 +72,7 @@ struct MakePanels {
                                  int64_t panel, float* to, const Spread& spread) {
     for (int64_t k = 0; k < columns; k += NR, to += panel, bits += NR / 8) {
 #pragma GCC unroll 2
-      for (int part = 0; part < NR; part += L) __builtin_prefetch(to + kLater * NR + part, 1);
+      for (int part = 0; part < NR; part += 16) __builtin_prefetch(to + kLater * NR + part, 1);
 #pragma GCC unroll 2
       for (int part = 0; part < NR; part += W) {
         Vec<float, kWide> x;
