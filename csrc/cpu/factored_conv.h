@@ -76,9 +76,7 @@ bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for);
 bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor parallel_for);
 
 // Whether these take a dense μ without positions.
-inline bool takes_dense(Type type, const Conv& c, bool backward) {
-  return is_depthwise(c) || in_columns(type, c, c.o * c.i * c.kh * c.kw, backward);
-}
+bool takes_dense(Type type, const Conv& c, bool backward);
 
 // Rows [n, channels] in memory: the channels of a row side by side, or, with `plane`, images of so many rows each,
 // [n / plane, channels, plane], for layers without factors.

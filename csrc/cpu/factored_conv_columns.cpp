@@ -11,6 +11,7 @@ namespace fastfact {
 namespace {
 
 constexpr int64_t kLarge = 1 << 19;   // numbers of a W that leaves the second cache
+constexpr int64_t kThin = 4;          // channels that are few
 constexpr int64_t kPixels = 1 << 10;  // up to which density alone may decide, without registers of 64 bytes
 
 // Images with their channels last, and what an output pixel reads of them.
@@ -168,6 +169,62 @@ struct TurnBack {
   }
 };
 
+// Rows of few channels, whose numbers are taken one by one.
+template <class T>
+struct FewChannels {
+  Images of;
+  const int64_t *in_x, *in_dx;  // of a row's numbers, behind the number of its first tap
+  const T *x, *drows;
+  T* rows;
+  Compute<T>* dx;  // [n, h, w, i]: zeros
+
+  // Of the number at (y, x) of an image.
+  int64_t at_x(int64_t n, int64_t y, int64_t x) const {
+    const Conv& c = of.c;
+    return n * c.i * c.h * c.w + (y * c.w + x) * (c.x_channels_last ? c.i : 1);
+  }
+  int64_t at_dx(int64_t n, int64_t y, int64_t x) const { return ((n * of.c.h + y) * of.c.w + x) * of.c.i; }
+};
+
+// What tap and channel a row's number is.
+struct Number {
+  int64_t tap, channel;
+  Number(const Images& of, bool taps_first, int64_t at)
+      : tap(taps_first ? at / of.c.i : at % of.taps), channel(taps_first ? at % of.c.i : at / of.taps) {}
+};
+
+template <class T, int B>
+struct MakeRows {
+  // f(n, y, x of the first tap) for each pixel of some lines.
+  template <class F>
+  FF_INLINE static void pixels(const Conv& c, int64_t begin, int64_t end, const F& f) {
+    for (int64_t line = begin; line < end; ++line) {
+      for (int64_t x = 0; x < c.ow; ++x) f(line / c.oh, line % c.oh * c.stride[0], x * c.stride[1]);
+    }
+  }
+
+  // Items are lines of pixels.
+  FF_INLINE static void run(const FewChannels<T>& w, int64_t begin, int64_t end) {
+    T* to = w.rows + begin * w.of.c.ow * w.of.row;
+    pixels(w.of.c, begin, end, [&](int64_t n, int64_t y, int64_t x) FF_INLINE_LAMBDA {
+      const T* const from = w.x + w.at_x(n, y, x);
+      for (int64_t k = 0; k < w.of.row; ++k) *to++ = from[w.in_x[k]];
+    });
+  }
+};
+
+template <class T, int B>
+struct TakeRows {
+  // Items are lines of pixels, which have no pixel of dx in common.
+  FF_INLINE static void run(const FewChannels<T>& w, int64_t begin, int64_t end) {
+    const T* from = w.drows + begin * w.of.c.ow * w.of.row;
+    MakeRows<T, B>::pixels(w.of.c, begin, end, [&](int64_t n, int64_t y, int64_t x) FF_INLINE_LAMBDA {
+      Compute<T>* const to = w.dx + w.at_dx(n, y, x);
+      for (int64_t k = 0; k < w.of.row; ++k) to[w.in_dx[k]] = to_compute(*from++);
+    });
+  }
+};
+
 template <class From, int B>
 struct TurnMatrices {
   static constexpr int64_t kSide = 64;
@@ -237,17 +294,146 @@ struct Computed : Scratch<Compute<T>> {
   }
 };
 
+// Patches of few channels. Each channel of a factor is a factor of the linear layer: u where the row has that channel,
+// zeros elsewhere.
+template <class T>
+class Patches {
+ public:
+  Patches(const Conv& c, int64_t rank, const Sparse& mu, const void* u, const void* v)
+      : of_(c),
+        rank_(rank),
+        taps_first_(mu.channels_last),
+        in_x_(of_.row),
+        in_dx_(of_.row),
+        u_(rank * c.i * of_.row),
+        v_(rank * c.i * c.o) {
+    for (int64_t k = 0; k < of_.row; ++k) {
+      const Number number(of_, taps_first_, k);
+      const int64_t pixel = number.tap / c.kw * c.w + number.tap % c.kw;
+      in_x_.get()[k] = c.x_channels_last ? pixel * c.i + number.channel : number.channel * c.h * c.w + pixel;
+      in_dx_.get()[k] = pixel * c.i + number.channel;
+    }
+    std::memset(static_cast<void*>(u_.get()), 0, rank * c.i * of_.row * sizeof(T));
+    each_u([&](int64_t whole, int64_t own) { u_.get()[own] = static_cast<const T*>(u)[whole]; });
+    each_v([&](int64_t whole, int64_t own) { v_.get()[own] = static_cast<const T*>(v)[whole]; });
+  }
+
+  bool forward(const FactoredConv& op, T* y, ParallelFor parallel_for) const {
+    const Scratch<T> rows(of_.pixels * of_.row);
+    make_rows(op.x, rows.get(), parallel_for);
+    return factored_linear({op.type,
+                            of_.pixels,
+                            of_.row,
+                            of_.c.o,
+                            ranks(),
+                            {rows.get(), of_.row, 0},
+                            u_.get(),
+                            v_.get(),
+                            op.bias,
+                            op.mu,
+                            {y, of_.c.o, 0},
+                            op.threads},
+                           parallel_for);
+  }
+
+  // dx [n, h, w, i]: zeros, or null
+  bool backward(const FactoredConvBackward& op, const T* dy, Compute<T>* dx, ParallelFor parallel_for) const {
+    const bool needs_rows = op.dvalues || op.du || op.dv;
+    const Scratch<T> rows(needs_rows ? of_.pixels * of_.row : 0), drows(dx ? of_.pixels * of_.row : 0);
+    const Scratch<T> du(op.du ? ranks() * of_.row : 0), dv(op.dv ? ranks() * of_.c.o : 0);
+    if (needs_rows) make_rows(op.x, rows.get(), parallel_for);
+    if (!factored_linear_backward({op.type,
+                                   of_.pixels,
+                                   of_.row,
+                                   of_.c.o,
+                                   ranks(),
+                                   {rows.get(), of_.row, 0},
+                                   {dy, of_.c.o, 0},
+                                   u_.get(),
+                                   v_.get(),
+                                   op.mu,
+                                   {dx ? drows.get() : nullptr, of_.row, 0},
+                                   op.du ? du.get() : nullptr,
+                                   op.dv ? dv.get() : nullptr,
+                                   op.dvalues,
+                                   op.threads},
+                                  parallel_for)) {
+      return false;
+    }
+    if (op.du) {
+      const Computed<T> all(du.get(), ranks() * of_.row);
+      const Scratch<Compute<T>> sums(rank_ * of_.taps);
+      std::fill(sums.get(), sums.get() + rank_ * of_.taps, Compute<T>(0));
+      each_u([&](int64_t whole, int64_t own) { sums.get()[whole] += all.get()[own]; });
+      for (int64_t k = 0; k < rank_ * of_.taps; ++k) static_cast<T*>(op.du)[k] = from_compute<T>(sums.get()[k]);
+    }
+    if (op.dv) each_v([&](int64_t whole, int64_t own) { static_cast<T*>(op.dv)[whole] = dv.get()[own]; });
+    if (!dx) return true;
+    const FewChannels<T> w{of_, nullptr, in_dx_.get(), nullptr, drows.get(), nullptr, dx};
+    in_lines(parallel_for, [&](int64_t begin, int64_t end) { dispatch<TakeRows, T>(w, begin, end); });
+    return true;
+  }
+
+ private:
+  const Images of_;
+  const int64_t rank_;
+  const bool taps_first_;
+  const Scratch<int64_t> in_x_, in_dx_;
+  const Scratch<T> u_, v_;
+
+  int64_t ranks() const { return rank_ * of_.c.i; }
+
+  // f(place in u [rank, tap], place in that of the linear layer) for what is no zero there, and for v.
+  template <class F>
+  void each_u(const F& f) const {
+    for (int64_t r = 0; r < rank_; ++r) {
+      for (int64_t k = 0; k < of_.row; ++k) {
+        const Number number(of_, taps_first_, k);
+        f(r * of_.taps + number.tap, (r * of_.c.i + number.channel) * of_.row + k);
+      }
+    }
+  }
+  template <class F>
+  void each_v(const F& f) const {
+    const int64_t o = of_.c.o, i = of_.c.i;
+    for (int64_t at = 0; at < rank_ * o * i; ++at) f(at, (at / (o * i) * i + at % i) * o + at / i % o);
+  }
+
+  template <class F>
+  void in_lines(ParallelFor parallel_for, const F& f) const {
+    parallel(parallel_for, of_.c.n * of_.c.oh, ceil_div(16384, of_.c.ow * of_.row), f);
+  }
+  void make_rows(const void* x, T* rows, ParallelFor parallel_for) const {
+    const FewChannels<T> w{of_, in_x_.get(), nullptr, static_cast<const T*>(x), nullptr, rows, nullptr};
+    in_lines(parallel_for, [&](int64_t begin, int64_t end) { dispatch<MakeRows, T>(w, begin, end); });
+  }
+};
+
+// Whether an output reads pixels that no other one reads, of so few channels that most of a register would be empty.
+bool are_thin_patches(const Conv& c) {
+  const bool apart = c.kh <= c.stride[0] && c.kw <= c.stride[1] && c.dilation[0] == 1 && c.dilation[1] == 1;
+  return apart && !c.padding[0] && !c.padding[1] && c.i <= kThin;
+}
+
 template <class T>
 bool forward(const FactoredConv& op, ParallelFor parallel_for) {
   using C = Compute<T>;
   const Images of(op.conv);
   const Conv& c = op.conv;
+  const Scratch<T> own(c.y_channels_last ? 0 : of.pixels * c.o);
+  T* const y = c.y_channels_last ? static_cast<T*>(op.y) : own.get();
+  const auto turn_back = [&] {
+    if (!c.y_channels_last) turn_matrices(y, c.n, c.oh * c.ow, c.o, static_cast<T*>(op.y), parallel_for);
+    return true;
+  };
+  if (are_thin_patches(c)) {
+    return Patches<T>(c, op.rank, op.mu, op.u, op.v).forward(op, y, parallel_for) && turn_back();
+  }
   const auto offsets = all_offsets(of);
   const Rows<T> x(op.x, c.n, c.i, c.h * c.w, c.x_channels_last, parallel_for);
   const Computed<T> u(op.u, op.rank * of.taps);
   const Scratch<C> t(op.rank * of.pixels * c.i);
-  const Scratch<T> rows(of.pixels * of.row), own(c.y_channels_last ? 0 : of.pixels * c.o);
-  T* const y = c.y_channels_last ? static_cast<T*>(op.y) : own.get();
+  const Scratch<T> rows(of.pixels * of.row);
   Work<T> work{of, op.rank, offsets.data(), x.data, u.get(), rows.get(), t.get()};
   work.taps_first = op.mu.channels_last;
   turn(work, parallel_for);
@@ -271,8 +457,7 @@ bool forward(const FactoredConv& op, ParallelFor parallel_for) {
     const Operand right{{op.v, 0}, steps(c.o, c.i), steps(op.rank, c.o * c.i, c.i, 1)};
     product<T, C, T>(left, right, y, c.o, c.o, 0, true, parallel_for);
   }
-  if (!c.y_channels_last) turn_matrices(y, c.n, c.oh * c.ow, c.o, static_cast<T*>(op.y), parallel_for);
-  return true;
+  return turn_back();
 }
 
 template <class T>
@@ -280,16 +465,34 @@ bool backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
   using C = Compute<T>;
   const Images of(op.conv);
   const Conv& c = op.conv;
+  const Rows<T> dy(op.dy, c.n, c.o, c.oh * c.ow, c.y_channels_last, parallel_for);
+  const bool own = op.dx && (!op.dx_channels_last || !std::is_same_v<T, C>);
+  const Scratch<C> own_dx(own ? c.n * c.h * c.w * c.i : 0);
+  C* const dx = own ? own_dx.get() : static_cast<C*>(op.dx);
+  if (op.dx) std::memset(static_cast<void*>(dx), 0, c.n * c.h * c.w * c.i * sizeof(C));
+  const auto put_dx = [&] {
+    T* const to = static_cast<T*>(op.dx);
+    if (own && !op.dx_channels_last) {
+      turn_matrices(dx, c.n, c.h * c.w, c.i, to, parallel_for);
+    } else if (own) {
+      parallel(parallel_for, c.n * c.h * c.w * c.i, 1 << 15, [&](int64_t begin, int64_t end) {
+        for (int64_t k = begin; k < end; ++k) to[k] = from_compute<T>(dx[k]);
+      });
+    }
+    return true;
+  };
+  if (are_thin_patches(c)) {
+    return Patches<T>(c, op.rank, op.mu, op.u, op.v).backward(op, dy.data, op.dx ? dx : nullptr, parallel_for) &&
+           put_dx();
+  }
   const int64_t depth = op.rank * c.i, items = ceil_div(c.i, register_bytes() / int64_t(sizeof(C)));
   const auto offsets = all_offsets(of);
   const Rows<T> x(op.x, c.n, c.i, c.h * c.w, c.x_channels_last, parallel_for);
-  const Rows<T> dy(op.dy, c.n, c.o, c.oh * c.ow, c.y_channels_last, parallel_for);
   const bool needs_t = op.dv && op.rank, needs_s = (op.dx || op.du) && op.rank;
-  const bool own = op.dx && (!op.dx_channels_last || !std::is_same_v<T, C>);
   const Computed<T> u(op.u, op.rank * of.taps);
   const Scratch<T> rows(op.dvalues ? of.pixels * of.row : 0), drows(op.dx ? of.pixels * of.row : 0);
   const Scratch<C> t(needs_t ? of.pixels * depth : 0), s(needs_s ? of.pixels * depth : 0);
-  const Scratch<C> du(op.du ? items * op.rank * of.taps : 0), own_dx(own ? c.n * c.h * c.w * c.i : 0);
+  const Scratch<C> du(op.du ? items * op.rank * of.taps : 0);
   if (op.dvalues || needs_t) {
     T* const wanted = op.dvalues ? rows.get() : nullptr;
     Work<T> work{of, op.rank, offsets.data(), x.data, u.get(), wanted, needs_t ? t.get() : nullptr};
@@ -325,8 +528,6 @@ bool backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     product<C, T, T>(left, right, s.get(), depth, depth, 0, false, parallel_for);
   }
   if (!op.dx && !(op.du && op.rank)) return true;
-  C* const dx = own ? own_dx.get() : static_cast<C*>(op.dx);
-  if (op.dx) std::memset(dx, 0, c.n * c.h * c.w * c.i * sizeof(C));
   const Work<T> back{of,
                      op.rank,
                      offsets.data(),
@@ -346,16 +547,7 @@ bool backward(const FactoredConvBackward& op, ParallelFor parallel_for) {
     for (int64_t item = 0; item < items; ++item) sum += du.get()[item * op.rank * of.taps + k];
     static_cast<T*>(op.du)[k] = from_compute<T>(sum);
   }
-  if (!own) return true;
-  T* const to = static_cast<T*>(op.dx);
-  if (!op.dx_channels_last) {
-    turn_matrices(dx, c.n, c.h * c.w, c.i, to, parallel_for);
-    return true;
-  }
-  parallel(parallel_for, c.n * c.h * c.w * c.i, 1 << 15, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) to[k] = from_compute<T>(dx[k]);
-  });
-  return true;
+  return put_dx();
 }
 
 // f(T{}) for the types that tiles are multiplied in.
@@ -372,7 +564,9 @@ bool with_tiled_type(Type type, const F& f) {
 
 bool in_columns(Type type, const Conv& c, int64_t count, bool backward) {
   const int64_t pixels = c.n * c.oh * c.ow, row = c.i * c.kh * c.kw, numel = row * c.o;
-  if (c.groups != 1 || c.kh * c.kw == 1 || !in_tiles(type, pixels, row, c.o, count, backward)) return false;
+  if (c.groups != 1 || c.kh * c.kw == 1) return false;
+  if (are_thin_patches(c) && count && pixels && type != Type::f64) return true;
+  if (!in_tiles(type, pixels, row, c.o, count, backward)) return false;
   // What the nonzeros cost one by one grows with their number, what tiles cost does not, and a W is read for each call.
   const double density = double(count) / double(numel);
   const bool wide = register_bytes() == 64;
@@ -383,6 +577,11 @@ bool in_columns(Type type, const Conv& c, int64_t count, bool backward) {
   // Tiles are multiplied in pairs, nonzeros in float.
   if (type == Type::bf16 && in_pairs<BFloat16>(2)) most = numel < kLarge ? (backward ? 700 : 500) : 2300;
   return double(pixels) < most * density * density;
+}
+
+bool takes_dense(Type type, const Conv& c, bool backward) {
+  const int64_t pixels = c.n * c.oh * c.ow, row = c.i * c.kh * c.kw, numel = row * c.o;
+  return is_depthwise(c) || (in_columns(type, c, numel, backward) && in_tiles(type, pixels, row, c.o, numel, backward));
 }
 
 bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for) {

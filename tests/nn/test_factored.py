@@ -110,6 +110,12 @@ CASES = [
     (1, (40, 35, 3, 3), 4, 5, 1, 0.6, {"padding": 1}),
     (2, (70, 33, 5, 5), 6, 7, 2, 0.9, {"padding": (2, 0), "stride": 2}),
     (1, (48, 64, 2, 4), 7, 7, 0, 0.7, {"padding": 3, "stride": (2, 3), "dilation": (2, 1)}),
+    # Patches of few channels: what a stride leaves over and leaves out, no factors, one pixel, several ranks.
+    (4, (12, 3, 4, 4), 16, 17, 1, 0.6, {"stride": 4}),
+    (2, (5, 3, 2, 3), 18, 17, 2, 0.1, {"stride": (3, 4)}),
+    (3, (6, 2, 3, 3), 9, 10, 0, 0.5, {"stride": 3}),
+    (5, (33, 4, 16, 16), 16, 16, 1, 0.9, {"stride": 16}),
+    (1, (70, 1, 8, 1), 24, 6, 3, 0.3, {"stride": (8, 1)}),
     # Depthwise: registers of channels and a rest, zeros on all sides, more than a kernel reaches, a row left over.
     (3, (17, 1, 3, 3), 7, 6, 1, 0.3, {"groups": 17, "padding": 1}),
     (18, (40, 1, 5, 5), 9, 4, 2, 0.1, {"groups": 40, "padding": 2, "stride": 2}),
@@ -138,6 +144,7 @@ DENSE = [
     (2, (70, 33, 5, 5), 6, 7, 2, {"padding": (2, 0), "stride": 2}),
     (1, (48, 64, 2, 4), 7, 7, 0, {"padding": 3, "stride": (2, 3), "dilation": (2, 1)}),
     (16, (9, 8, 3, 3), 16, 16, 1, {"padding": 1}),
+    (3, (20, 3, 4, 4), 18, 17, 2, {"stride": 4}),
     (3, (12, 4, 3, 3), 10, 10, 1, {"padding": 2, "dilation": 2, "groups": 3}),
     (3, (17, 1, 3, 3), 7, 6, 1, {"groups": 17, "padding": 1}),
     (2, (7, 6, 1, 1), 9, 9, 1, {"stride": 2}),
