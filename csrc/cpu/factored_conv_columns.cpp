@@ -3,6 +3,8 @@
 //
 // Rows are [pixel][channel][tap], the order of μ, or [pixel][tap][channel] where μ is so. What the factors add is made
 // apart, as in the other engines: of t [pixel][rank, channel], the depthwise convolution by u, and s = vᵀ dy.
+//
+// So are patches of few channels, however many pixels and nonzeros there are; their factors are the linear layer's own.
 #include "factored_conv.h"
 #include "gemm.h"
 #include "transpose.h"

@@ -107,7 +107,7 @@ struct RunGradient {
     const Scratch<float> left(ceil_div(g.outputs, height) * step), right(together * NR);
     const AmxTiles tiles(g.amx);
     // Values of a single step are taken from each tile when it is done.
-    const bool direct = g.n <= together && g.dvalues && !g.du && !g.dv;
+    const bool direct = g.parts == 1 && g.n <= together && g.dvalues && !g.du && !g.dv;
     // Added to the first part in place the numbers are the same as added from memory, but for those of AMX.
     const bool one_step = g.rows <= together && !g.amx;
     const Scratch<float> own(g.sums || direct ? 0 : g.size), part(g.sums || g.parts == 1 || one_step ? 0 : g.size);

@@ -862,11 +862,14 @@ void factored_convolution() {
     c.o = one_of({1, 5, 8, 13}), c.n = pick_int(1, 3);
   }
   if (pick_int(0, 3) == 0) c.groups = one_of({4, 9, 16, 35}), c.i = c.o = 1;  // depthwise
+  const bool patches = !nothing_packed && pick_int(0, 3) == 0;
+  if (patches) c.groups = 1, c.i = pick_int(1, 4), c.h = std::max(c.h, c.kh), c.w = std::max(c.w, c.kw);
   for (int d : {0, 1}) {
     const int64_t kernel = d ? c.kw : c.kh, size = d ? c.w : c.h;
     c.stride[d] = planes_in_lanes ? 1 : pick_int(1, 3), c.dilation[d] = pick_int(1, 2);
     const int64_t least = std::max<int64_t>(0, ceil_div(c.dilation[d] * (kernel - 1) + 1 - size, 2));
     c.padding[d] = planes_in_lanes ? c.dilation[d] * (kernel - 1) / 2 : least + pick_int(0, 2);
+    if (patches) c.stride[d] = kernel + pick_int(0, 1), c.dilation[d] = 1, c.padding[d] = 0;
     (d ? c.ow : c.oh) = (size + 2 * c.padding[d] - c.dilation[d] * (kernel - 1) - 1) / c.stride[d] + 1;
   }
   c.x_channels_last = pick_int(0, 1), c.y_channels_last = pick_int(0, 1);

@@ -224,6 +224,27 @@ def test_results_repeat(rows, size, density, dtype):
         assert all(map(torch.equal, result, results[0]))
 
 
+# More rows than are summed at once, of few blocks of dW, so that their parts are added; fewer, taken at once.
+@pytest.mark.parametrize("rows", [200, 300, 392, 500, 800])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_values_alone(rows, rank, dtype):
+    size, threads = (90, 150), torch.get_num_threads()
+    t = draw((rows,), size, rank, 0.6, dtype)
+    grad = torch.randn(rows, size[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+    exact = (grad.double().T @ t["x"].double()).flatten()[t["index"].long()]
+    plain = (grad.T @ t["x"]).flatten()[t["index"].long()]
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            values = t["values"].detach().requires_grad_()
+            y = ops.factored_linear(**{**t, "values": values}, size=size)
+            close(*torch.autograd.grad(y, values, grad), exact, plain, dtype)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
