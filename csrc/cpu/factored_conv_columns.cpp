@@ -171,58 +171,41 @@ struct TurnBack {
   }
 };
 
-// Rows of few channels, whose numbers are taken one by one.
-template <class T>
-struct FewChannels {
-  Images of;
-  const int64_t *in_x, *in_dx;  // of a row's numbers, behind the number of its first tap
-  const T *x, *drows;
-  T* rows;
-  Compute<T>* dx;  // [n, h, w, i]: zeros
+// Where the numbers of a patch are in images [n, i, h, w], or [n, h, w, i] with `last`: `of_row` for those of a row,
+// from its first pixel on.
+struct Places {
+  Conv c;
+  bool last;
+  const int64_t* of_row;
+  int64_t row;
 
-  // Of the number at (y, x) of an image.
-  int64_t at_x(int64_t n, int64_t y, int64_t x) const {
-    const Conv& c = of.c;
-    return n * c.i * c.h * c.w + (y * c.w + x) * (c.x_channels_last ? c.i : 1);
+  // f(where a patch begins) for each pixel of an item, a line of them.
+  template <class F>
+  FF_INLINE void each_patch(int64_t begin, int64_t end, const F& f) const {
+    for (int64_t line = begin; line < end; ++line) {
+      const int64_t image = line / c.oh * c.i * c.h * c.w, y = line % c.oh * c.stride[0];
+      for (int64_t x = 0; x < c.ow; ++x) f(image + (y * c.w + x * c.stride[1]) * (last ? c.i : 1));
+    }
   }
-  int64_t at_dx(int64_t n, int64_t y, int64_t x) const { return ((n * of.c.h + y) * of.c.w + x) * of.c.i; }
-};
-
-// What tap and channel a row's number is.
-struct Number {
-  int64_t tap, channel;
-  Number(const Images& of, bool taps_first, int64_t at)
-      : tap(taps_first ? at / of.c.i : at % of.taps), channel(taps_first ? at % of.c.i : at / of.taps) {}
 };
 
 template <class T, int B>
 struct MakeRows {
-  // f(n, y, x of the first tap) for each pixel of some lines.
-  template <class F>
-  FF_INLINE static void pixels(const Conv& c, int64_t begin, int64_t end, const F& f) {
-    for (int64_t line = begin; line < end; ++line) {
-      for (int64_t x = 0; x < c.ow; ++x) f(line / c.oh, line % c.oh * c.stride[0], x * c.stride[1]);
-    }
-  }
-
-  // Items are lines of pixels.
-  FF_INLINE static void run(const FewChannels<T>& w, int64_t begin, int64_t end) {
-    T* to = w.rows + begin * w.of.c.ow * w.of.row;
-    pixels(w.of.c, begin, end, [&](int64_t n, int64_t y, int64_t x) FF_INLINE_LAMBDA {
-      const T* const from = w.x + w.at_x(n, y, x);
-      for (int64_t k = 0; k < w.of.row; ++k) *to++ = from[w.in_x[k]];
+  FF_INLINE static void run(const Places& places, const T* x, T* rows, int64_t begin, int64_t end) {
+    T* to = rows + begin * places.c.ow * places.row;
+    places.each_patch(begin, end, [&](int64_t at) FF_INLINE_LAMBDA {
+      for (int64_t k = 0; k < places.row; ++k) *to++ = x[at + places.of_row[k]];
     });
   }
 };
 
+// dx from the gradients of the rows; no two patches have a pixel in common.
 template <class T, int B>
 struct TakeRows {
-  // Items are lines of pixels, which have no pixel of dx in common.
-  FF_INLINE static void run(const FewChannels<T>& w, int64_t begin, int64_t end) {
-    const T* from = w.drows + begin * w.of.c.ow * w.of.row;
-    MakeRows<T, B>::pixels(w.of.c, begin, end, [&](int64_t n, int64_t y, int64_t x) FF_INLINE_LAMBDA {
-      Compute<T>* const to = w.dx + w.at_dx(n, y, x);
-      for (int64_t k = 0; k < w.of.row; ++k) to[w.in_dx[k]] = to_compute(*from++);
+  FF_INLINE static void run(const Places& places, const T* rows, Compute<T>* dx, int64_t begin, int64_t end) {
+    const T* from = rows + begin * places.c.ow * places.row;
+    places.each_patch(begin, end, [&](int64_t at) FF_INLINE_LAMBDA {
+      for (int64_t k = 0; k < places.row; ++k) dx[at + places.of_row[k]] = to_compute(*from++);
     });
   }
 };
@@ -309,12 +292,11 @@ class Patches {
         in_dx_(of_.row),
         u_(rank * c.i * of_.row),
         v_(rank * c.i * c.o) {
-    for (int64_t k = 0; k < of_.row; ++k) {
-      const Number number(of_, taps_first_, k);
-      const int64_t pixel = number.tap / c.kw * c.w + number.tap % c.kw;
-      in_x_.get()[k] = c.x_channels_last ? pixel * c.i + number.channel : number.channel * c.h * c.w + pixel;
-      in_dx_.get()[k] = pixel * c.i + number.channel;
-    }
+    each_number([&](int64_t channel, int64_t tap, int64_t k) {
+      const int64_t pixel = tap / c.kw * c.w + tap % c.kw;
+      in_dx_.get()[k] = pixel * c.i + channel;
+      in_x_.get()[k] = c.x_channels_last ? in_dx_.get()[k] : channel * c.h * c.w + pixel;
+    });
     std::memset(static_cast<void*>(u_.get()), 0, rank * c.i * of_.row * sizeof(T));
     each_u([&](int64_t whole, int64_t own) { u_.get()[own] = static_cast<const T*>(u)[whole]; });
     each_v([&](int64_t whole, int64_t own) { v_.get()[own] = static_cast<const T*>(v)[whole]; });
@@ -371,8 +353,9 @@ class Patches {
     }
     if (op.dv) each_v([&](int64_t whole, int64_t own) { static_cast<T*>(op.dv)[whole] = dv.get()[own]; });
     if (!dx) return true;
-    const FewChannels<T> w{of_, nullptr, in_dx_.get(), nullptr, drows.get(), nullptr, dx};
-    in_lines(parallel_for, [&](int64_t begin, int64_t end) { dispatch<TakeRows, T>(w, begin, end); });
+    const Places places{of_.c, true, in_dx_.get(), of_.row};
+    in_lines(parallel_for,
+             [&](int64_t begin, int64_t end) { dispatch<TakeRows, T>(places, drows.get(), dx, begin, end); });
     return true;
   }
 
@@ -385,14 +368,22 @@ class Patches {
 
   int64_t ranks() const { return rank_ * of_.c.i; }
 
+  // f(channel, tap, which number of a row that is)
+  template <class F>
+  void each_number(const F& f) const {
+    for (int64_t channel = 0; channel < of_.c.i; ++channel) {
+      for (int64_t tap = 0; tap < of_.taps; ++tap) {
+        f(channel, tap, taps_first_ ? tap * of_.c.i + channel : channel * of_.taps + tap);
+      }
+    }
+  }
   // f(place in u [rank, tap], place in that of the linear layer) for what is no zero there, and for v.
   template <class F>
   void each_u(const F& f) const {
     for (int64_t r = 0; r < rank_; ++r) {
-      for (int64_t k = 0; k < of_.row; ++k) {
-        const Number number(of_, taps_first_, k);
-        f(r * of_.taps + number.tap, (r * of_.c.i + number.channel) * of_.row + k);
-      }
+      each_number([&](int64_t channel, int64_t tap, int64_t k) {
+        f(r * of_.taps + tap, (r * of_.c.i + channel) * of_.row + k);
+      });
     }
   }
   template <class F>
@@ -406,8 +397,10 @@ class Patches {
     parallel(parallel_for, of_.c.n * of_.c.oh, ceil_div(16384, of_.c.ow * of_.row), f);
   }
   void make_rows(const void* x, T* rows, ParallelFor parallel_for) const {
-    const FewChannels<T> w{of_, in_x_.get(), nullptr, static_cast<const T*>(x), nullptr, rows, nullptr};
-    in_lines(parallel_for, [&](int64_t begin, int64_t end) { dispatch<MakeRows, T>(w, begin, end); });
+    const Places places{of_.c, of_.c.x_channels_last, in_x_.get(), of_.row};
+    in_lines(parallel_for, [&](int64_t begin, int64_t end) {
+      dispatch<MakeRows, T>(places, static_cast<const T*>(x), rows, begin, end);
+    });
   }
 };
 
@@ -582,8 +575,10 @@ bool in_columns(Type type, const Conv& c, int64_t count, bool backward) {
 }
 
 bool takes_dense(Type type, const Conv& c, bool backward) {
-  const int64_t pixels = c.n * c.oh * c.ow, row = c.i * c.kh * c.kw, numel = row * c.o;
-  return is_depthwise(c) || (in_columns(type, c, numel, backward) && in_tiles(type, pixels, row, c.o, numel, backward));
+  const Images of(c);
+  const int64_t numel = of.row * c.o;
+  return is_depthwise(c) ||
+         (in_columns(type, c, numel, backward) && in_tiles(type, of.pixels, of.row, c.o, numel, backward));
 }
 
 bool factored_conv_columns(const FactoredConv& op, ParallelFor parallel_for) {

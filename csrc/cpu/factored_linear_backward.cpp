@@ -1,6 +1,5 @@
 // The gradients of the factored linear layer: see linear_panels.h.
 #include "linear_panels.h"
-#include "linear_tiles.h"
 
 namespace fastfact::panels {
 namespace {

@@ -392,26 +392,22 @@ struct RunHidden {
   }
 };
 
+// Of one product, or of two.
 template <class T>
-void make_hidden(const Hidden<T>& h, const Hidden<T>& other, ParallelFor parallel_for) {
+void make_hidden(const Hidden<T>& h, ParallelFor parallel_for, const Hidden<T>& other = {}) {
   const auto items = [](const Hidden<T>& of) { return of.rank ? ceil_div(of.n, Hidden<T>::kRows) : 0; };
-  const int64_t first = items(h), all = first + items(other), depth = std::max(h.depth, other.depth);
-  parallel(parallel_for, all, ceil_div(1 << 16, (h.rank + 4) * (depth + 64)), [&](int64_t begin, int64_t end) {
+  const int64_t first = items(h), all = first + items(other);
+  const int64_t depth = std::max(h.depth, other.depth), rank = std::max(h.rank, other.rank);
+  parallel(parallel_for, all, ceil_div(1 << 16, (rank + 4) * (depth + 64)), [&](int64_t begin, int64_t end) {
     dispatch<RunHidden, T>(h, begin, std::min(end, first));
     dispatch<RunHidden, T>(other, std::max(begin, first) - first, end - first);
   });
 }
 
-template <class T>
-void make_hidden(const Hidden<T>& h, ParallelFor parallel_for) {
-  make_hidden<T>(h, Hidden<T>{}, parallel_for);
-}
-
 // h of n rows, zeros behind it as far as tiles of its rows and of its ranks are read.
-template <class E>
-struct OwnHidden : Scratch<E> {
-  OwnHidden(int64_t n, int64_t rank, int64_t tile) : Scratch<E>(rank ? whole(n, tile) * rank + kMostTile : 0) {
-    if (rank) std::fill(this->get() + n * rank, this->get() + whole(n, tile) * rank + kMostTile, E{});
+struct OwnHidden : Scratch<float> {
+  OwnHidden(int64_t n, int64_t rank, int64_t tile) : Scratch(rank ? whole(n, tile) * rank + kMostTile : 0) {
+    if (rank) std::fill(get() + n * rank, get() + whole(n, tile) * rank + kMostTile, 0.f);
   }
 };
 
@@ -614,7 +610,7 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
   const int64_t of_slice = ceil_div(slice, mr) * mr * rank;
   const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice),
       of_columns(ceil_div(columns, nr) * nr * (rank + of_floats));
-  const OwnHidden<float> hidden(n, own_hidden ? 0 : of_floats, mr);
+  const OwnHidden hidden(n, own_hidden ? 0 : of_floats, mr);
   const float *const terms = turned ? w.u : w.v, *const across = turned ? w.v : w.u;
   const int64_t terms_row = turned ? w.u_row : w.v_row, across_row = turned ? w.v_row : w.u_row;
   if (rank) {
@@ -781,9 +777,9 @@ bool linear_in_tiles_backward(const FactoredLinearBackward& op, ParallelFor para
     T *const du = static_cast<T*>(op.du), *const dv = static_cast<T*>(op.dv);
     const bool thin = (du || dv) && are_thin(op.n, op.i, op.o);
     const int64_t tile = tile_rows(register_bytes()), of_h = thin && dv ? op.rank : 0, of_dh = thin && du ? op.rank : 0;
-    const OwnHidden<float> h(op.n, of_h, tile), dh(op.n, of_dh, tile);
-    make_hidden<T>({x, w.u, op.n, op.i, w.u_row, of_h, false, h.get()},
-                   {dy, w.v, op.n, op.o, w.v_row, of_dh, false, dh.get()}, parallel_for);
+    const OwnHidden h(op.n, of_h, tile), dh(op.n, of_dh, tile);
+    make_hidden<T>({x, w.u, op.n, op.i, w.u_row, of_h, false, h.get()}, parallel_for,
+                   {dy, w.v, op.n, op.o, w.v_row, of_dh, false, dh.get()});
     if (dx) {
       const float* const of_dx = of_dh ? dh.get() : nullptr;
       multiply_rows(w, false, op.n, dy, nullptr, dx, op.threads, parallel_for, nullptr, of_dx);
