@@ -1,6 +1,7 @@
 """Attention whose packed input projections are made from factors."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,8 @@ from fastfact.nn.layer import FactorizedLayer, as_leaf
 from fastfact.nn.layers import FactorizedLinear
 from fastfact.nn.specs import LowRank
 from fastfact.ops import attention
+from fastfact.ops.backends import PLAIN
+from fastfact.ops.common import transforming
 
 PROJECTIONS = {
     "in_proj_weight": "in_proj",
@@ -19,6 +22,51 @@ PROJECTIONS = {
     "v_proj_weight": "v_proj",
 }
 """The weights of `nn.MultiheadAttention` that belong to no module of their own → the layers that stand for them."""
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of n sequences stand: their places [tokens], in order, among n · length."""
+
+    n: int
+    length: int
+    places: Tensor
+
+    @classmethod
+    def where(cls, valid: Tensor) -> "Tokens":
+        """Those that `valid` [n, length] marks."""
+        return cls(*valid.shape, valid.flatten().nonzero().squeeze(1))
+
+    @classmethod
+    def of_nested(cls, x: Tensor) -> tuple[Tensor, "Tokens"]:
+        """The tokens [tokens, e] of a nested tensor, and where they stand."""
+        sequences = x.unbind()
+        lengths = torch.tensor([len(one) for one in sequences], device=x.device)
+        longest = int(lengths.max()) if len(sequences) else 0
+        return torch.cat(sequences), cls.where(torch.arange(longest, device=x.device) < lengths[:, None])
+
+    def padded(self, x: Tensor) -> Tensor:
+        """x [tokens, channels] with zeros between: [n, length, channels]."""
+        if len(self.places) == self.n * self.length:
+            return x.view(self.n, self.length, -1) if x.is_contiguous() else x.unflatten(0, (self.n, self.length))
+        out = x.new_zeros(self.n * self.length, x.shape[-1])
+        return out.index_copy_(0, self.places, x).view(self.n, self.length, -1)
+
+    def of(self, x: Tensor) -> Tensor:
+        """The tokens [tokens, channels] of x [n, length, channels]."""
+        x = x.flatten(0, 1)
+        return x if len(self.places) == len(x) else x.index_select(0, self.places)
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """[n, length]: 0 for a token, −∞ for padding; None where there is none."""
+        if len(self.places) == self.n * self.length:
+            return None
+        out = torch.full((self.n * self.length,), -math.inf, dtype=dtype, device=self.places.device)
+        return out.index_fill_(0, self.places, 0.0).view(self.n, self.length)
+
+    def nested(self, x: Tensor) -> Tensor:
+        """x [tokens, channels] as a nested tensor of a sequence each."""
+        lengths = torch.bincount(self.places // self.length, minlength=self.n).tolist()
+        return torch.nested.as_nested_tensor(list(x.split(lengths)))
 
 
 class FactorizedMultiheadAttention(nn.MultiheadAttention):
@@ -109,7 +157,31 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
                 shape.insert(0, query.shape[0] * self.num_heads)
             if list(mask.shape) != shape:
                 raise RuntimeError(f"attn_mask has shape {list(mask.shape)}, must be {shape}")
-        q, k, v = self._projected(query, key, value)
+        y, weights = self._of_heads(*self._projected(query, key, value), mask, padding, causal, need_weights)
+        y = self.out_proj(y)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return y.squeeze(0), None if weights is None else weights.squeeze(0)
+        return y if first else y.transpose(0, 1), weights
+
+    def of_tokens(self, x: Tensor, tokens: Tokens, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Attention of sequences with themselves, x [tokens, e] → y [tokens, e] and the weights [n, heads, length,
+        length] if they are asked for. Nothing but the attention itself is computed of the padding."""
+        parts = (tokens.padded(part) for part in self._projected(x, x, x))
+        y, weights = self._of_heads(*parts, None, tokens.mask(x.dtype), False, need_weights)
+        return self.out_proj(tokens.of(y)), weights
+
+    def _of_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
+        """Attention of sequences of several lengths with themselves."""
+        rows, tokens = Tokens.of_nested(x)
+        y, weights = self.of_tokens(rows, tokens, need_weights)
+        return tokens.nested(y), weights.mean(1) if average and weights is not None else weights
+
+    def _of_heads(self, q, k, v, mask, padding, causal: bool, need_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Attention of projected q, k, v [n, length, e], before the output's projection, and its weights [n, heads,
+        length, keys] if they are asked for. mask: [length, keys], or one of each head [n heads, …]; padding: [n, keys];
+        both are added."""
         n, keys = q.shape[0], k.shape[1]  # not len(q), which a graph for any number of sequences cannot have
         if self.bias_k is not None:
             k, v = (torch.cat([t, bias.expand(n, -1, -1)], 1) for t, bias in ((k, self.bias_k), (v, self.bias_v)))
@@ -123,19 +195,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
             padding = F.pad(padding, more)[:, None, None]
             mask = padding if mask is None else mask + padding
         y, weights = self._attended(q, k, v, mask, causal, need_weights)
-        y = self.out_proj(y.transpose(1, 2).flatten(2))
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(1)
-        if not batched:
-            return y.squeeze(0), None if weights is None else weights.squeeze(0)
-        return y if first else y.transpose(0, 1), weights
-
-    def _of_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Attention of sequences of several lengths with themselves, padded to the longest."""
-        lengths, padded = [len(one) for one in x.unbind()], x.to_padded_tensor(0.0)
-        missing = torch.arange(padded.shape[1], device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
-        y, weights = self(padded, padded, padded, missing, need_weights, average_attn_weights=average)
-        return torch.nested.as_nested_tensor([one[:n] for one, n in zip(y, lengths, strict=True)]), weights
+        return y.transpose(1, 2).flatten(2), weights
 
     def _attended(self, q, k, v, mask, causal: bool, need_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attention of each head, q [n, heads, length, d], and its weights if they are asked for."""
@@ -163,7 +223,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
             if layer is not None and _is_apart(layer, x):
                 return layer._apart(x, layer._tensors(), own, None if whole else outputs)
             if whole:
-                return layer(x) if own is None else layer(x) + own
+                return layer(x) if own is None else plus(layer(x), own, layer)
             if name not in made:
                 made[name] = self._projection(name)
             return F.linear(x, made[name][outputs], own)
@@ -207,6 +267,20 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
     def v_proj_weight(self) -> Tensor | None:
         """The weight of the values where they are apart, else None."""
         return self._shown("v_proj_weight")
+
+
+def plus(y: Tensor, other: Tensor, module: nn.Module) -> Tensor:
+    """y + other, where y is what a module has computed: in its memory, where nobody else sees y."""
+    mine = type(y) is Tensor and type(other) in PLAIN and y.dtype == other.dtype
+    if not mine or transforming() or is_watched(module):
+        return y + other
+    return y.add_(other)
+
+
+def is_watched(*modules: nn.Module) -> bool:
+    """Whether hooks see what these modules are given or compute."""
+    everywhere = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
+    return any(everywhere) or any(one._forward_hooks or one._forward_pre_hooks for one in modules)
 
 
 def _is_apart(layer: nn.Module, x: Tensor) -> bool:

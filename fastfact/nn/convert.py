@@ -15,6 +15,7 @@ from fastfact.nn.attention import PROJECTIONS, FactorizedMultiheadAttention
 from fastfact.nn.layer import FactorizedLayer, hooked
 from fastfact.nn.layers import FactorizedConv1d, FactorizedConv2d, FactorizedLinear
 from fastfact.nn.specs import INITS, LowRank, Spec
+from fastfact.nn.transformer import FUSED
 from fastfact.ops.common import address
 
 log = logging.getLogger("fastfact")
@@ -25,6 +26,7 @@ _WEIGHTED = (_CONVOLUTIONS, nn.Linear, nn.Bilinear)
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 """A linear layer whose weight is [in, out]."""
 _FORWARD = ("forward", "_conv_forward", "__call__", "__getattr__")
+_NOT_FUSED = {new: plain for plain, new in FUSED.items()}
 UNSUPPORTED = ("error", "skip")
 when_factorized: list[Callable[[nn.Module], None]] = []
 """Called with every model that was factorized, by whatever has to know of it."""
@@ -64,7 +66,8 @@ def factorize(
     Converted are `nn.Conv2d`, `nn.Conv1d`, `nn.Linear`, their subclasses without a forward of their own, the input
     projections of `nn.MultiheadAttention` (as submodule `in_proj`), `Conv1D` of transformers, and `Linear` and, where
     it pads as `nn.Conv2d` can, `Conv2dSame` of timm. What is neither (norms, embeddings, recurrent layers) and layers
-    already factorized stay as they are.
+    already factorized stay as they are. Encoders of `nn.TransformerEncoder` around them have PyTorch's fused evaluation
+    in a form that takes factorized layers (`fastfact.nn.transformer`).
 
     spec: `ff.Rank1`, `ff.LowRank` or `ff.Hadamard` for all; or {pattern: spec}, of which the first that fits a path
     holds; or (path, module) → spec. Where no pattern fits or the spec is None, the layer stays dense. skip: paths to
@@ -163,7 +166,10 @@ def densify(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, FactorizedLayer) and id(module) not in inside:
             new[id(module)] = _back(module)
-    return _replace(model, new)
+    model = _replace(model, new)
+    for module in model.modules():
+        module.__class__ = _NOT_FUSED.get(type(module), type(module))
+    return model
 
 
 def factorized_layers(model: nn.Module) -> dict[str, FactorizedLayer]:
@@ -326,9 +332,12 @@ def put_in(model: nn.Module, layers: Mapping[Target, FactorizedLayer]) -> nn.Mod
         new[key] = FactorizedMultiheadAttention.from_dense(module, own)
     model = _replace(model, new)
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder) and factorized_layers(module):
-            # It asks its first layer whether all take nested tensors.
-            module.use_nested_tensor = False
+        if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer) and factorized_layers(module):
+            if type(module) in FUSED:
+                module.__class__ = FUSED[type(module)]
+            elif isinstance(module, nn.TransformerEncoder):
+                # It asks its first layer whether all take nested tensors.
+                module.use_nested_tensor = False
         for name in _MULTIPLIED.get(_kind(module), ()):
             if isinstance(layer := module._modules.get(name), FactorizedLinear):
                 layer.is_only_multiplied = True

@@ -45,11 +45,16 @@ def pays(query: Tensor, key: Tensor) -> bool:
 
 def by_products(query: Tensor, key: Tensor) -> bool:
     """Whether two products, with all scores in memory, take half to all of the time of PyTorch's attention: bfloat16 on
-    the CPU, without gradients, [n, h, l, d] and [n, h, m, d] of up to 1024 keys."""
+    a CPU without AMX, which that multiplies by, without gradients, [n, h, l, d] and [n, h, m, d] of up to 1024 keys."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or recording() or transforming():
         return False
     fits = query.dim() == 4 and query.is_cpu and query.dtype == torch.bfloat16 and query.numel() > 0
-    return fits and 0 < key.shape[-2] <= 1024
+    return fits and 0 < key.shape[-2] <= 1024 and not _has_amx()
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 def attention(

@@ -1,0 +1,129 @@
+"""Encoders of transformers, for which PyTorch has fused operators in evaluation: they take plain weights alone.
+
+Where PyTorch's encoder takes these, the ones here compute the same by their layers, each on the path that it takes:
+activations and residuals where they stand, and nothing but the attention itself of the padding.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from fastfact.nn.attention import FactorizedMultiheadAttention, Tokens, is_watched, plus
+from fastfact.nn.layer import as_leaf
+from fastfact.nn.layers import FactorizedLinear
+from fastfact.ops.backends import PLAIN
+from fastfact.ops.common import transforming
+
+_LINEAR = (nn.Linear, FactorizedLinear)
+_RELU = 1
+"""What PyTorch calls it."""
+
+
+class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """`nn.TransformerEncoderLayer` with factorized layers in it, made by `ff.factorize`."""
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As `nn.TransformerEncoderLayer.forward`."""
+        if type(src) is Proxy:
+            return as_leaf(self, src, src_mask, src_key_padding_mask, is_causal)
+        if not self.is_fused(src):
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        if src.is_nested and src_mask is None and src_key_padding_mask is None:
+            x, tokens = Tokens.of_nested(src)
+            return tokens.nested(self.of_tokens(x, tokens))
+
+        def attend(x: Tensor) -> Tensor:
+            return self._sa_block(x, src_mask, src_key_padding_mask, is_causal)
+
+        return self._computed(src, attend)
+
+    def of_tokens(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """The layer, where it `is_fused`, of the tokens [tokens, e] of sequences alone."""
+        return self._computed(x, lambda x: self.self_attn.of_tokens(x, tokens)[0])
+
+    def is_fused(self, x: Tensor) -> bool:
+        """Whether nobody sees what the layer computes of x on the way, or differentiates it, and nothing is dropped."""
+        if self.training or type(x) not in PLAIN or transforming() or not torch.backends.mha.get_fastpath_enabled():
+            return False
+        linear = self.linear1, self.linear2, self.self_attn.out_proj
+        if type(self.self_attn) is not FactorizedMultiheadAttention or any(type(one) not in _LINEAR for one in linear):
+            return False
+        modules = list(self.modules())
+        if not self.activation_relu_or_gelu or any(one.training or "forward" in one.__dict__ for one in modules):
+            return False
+        if is_watched(*modules):
+            return False
+        return not torch.is_grad_enabled() or not any(p.requires_grad for p in (x, *self.parameters()))
+
+    def _computed(self, x: Tensor, attend) -> Tensor:
+        """The layer of x, whose attention is `attend`."""
+        first = self.norm_first
+        y = attend(self.norm1(x) if first else x)
+        x = plus(y, x, self.self_attn)
+        x = x if first else self.norm1(x)
+        y = self.linear1(self.norm2(x) if first else x)
+        y = self.linear2(F.relu_(y) if self.activation_relu_or_gelu == _RELU else self.activation(y))
+        x = plus(y, x, self.linear2)
+        return x if first else self.norm2(x)
+
+
+class FactorizedTransformerEncoder(nn.TransformerEncoder):
+    """`nn.TransformerEncoder` with factorized layers in it, made by `ff.factorize`.
+
+    Where PyTorch's makes a nested tensor of padded sequences (see `enable_nested_tensor`), the tokens alone go through
+    the layers; padding is 0 in the output then, as there.
+    """
+
+    @property
+    def use_nested_tensor(self) -> bool:
+        """False: nested tensors are not what this encoder leaves padding out by."""
+        return False
+
+    @use_nested_tensor.setter
+    def use_nested_tensor(self, use: bool) -> None:
+        self.__dict__["use_nested_tensor"] = use
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """As `nn.TransformerEncoder.forward`."""
+        if type(src) is Proxy:
+            return as_leaf(self, src, mask, src_key_padding_mask, is_causal)
+        valid = None if mask is not None or src_key_padding_mask is None else self._valid(src, src_key_padding_mask)
+        if valid is None:
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        tokens = Tokens.where(valid)
+        x = tokens.of(src)
+        for layer in self.layers:
+            x = layer.of_tokens(x, tokens)
+        y = tokens.padded(x)
+        return y if self.norm is None else self.norm(y)
+
+    def _valid(self, src: Tensor, padding: Tensor) -> Tensor | None:
+        """Which tokens [n, length] are no padding; None where they are not computed alone."""
+        if not self.__dict__.get("use_nested_tensor") or src.dim() != 3 or src.is_nested:
+            return None
+        if not all(type(one) is FactorizedTransformerEncoderLayer and one.is_fused(src) for one in self.layers):
+            return None
+        given = F._canonical_mask(padding, "src_key_padding_mask", None, "mask", src.dtype)
+        valid = given.logical_not()
+        checked = getattr(self, "mask_check", True)
+        return valid if not checked or torch._nested_tensor_from_mask_left_aligned(src, valid) else None
+
+
+FUSED = {
+    nn.TransformerEncoder: FactorizedTransformerEncoder,
+    nn.TransformerEncoderLayer: FactorizedTransformerEncoderLayer,
+}
+"""PyTorch's class → the one that an encoder with factorized layers has."""
