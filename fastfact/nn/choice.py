@@ -52,6 +52,8 @@ ENOUGH, SHORT = 16, 0.03
 """Runs of each path, and seconds, after which those that are left are equally fast."""
 BEHIND = {2: 1.3, 3: 1.2, 5: 1.12, 8: 1.08, 12: 1.05}
 """After how many runs of each a path is left out that takes how many times what another takes."""
+TELLING, LATE = 0.01, 1.6
+"""Seconds of a run that tells something by itself, and how many times those of another make a path leave after it."""
 COMPILING = 3.0
 """Seconds of a process after which no more questions are measured on a GPU, where kernels are compiled first: the rule
 answers what is not yet known, and the next process goes on."""
@@ -179,6 +181,8 @@ _answers: dict[str, str] = {}
 _generation = 0
 _measured_elsewhere = 0.0
 """Seconds that questions took on another device than the CPU."""
+_prepared = False
+"""Whether a path was run, and with it what a process prepares once."""
 
 
 class _NotNow(Exception):
@@ -405,6 +409,7 @@ def repeated(sides: Mapping[str, Side], others: int) -> dict[str, float]:
 
 
 def _times(sides: Mapping[str, Side]) -> dict[str, float]:
+    global _prepared
     first, timed = {}, Timed()
     began = timed.clock()
     for path, side in sides.items():
@@ -416,11 +421,13 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
                 raise
             log.debug("%s cannot be taken: %s", path, error)
     # The first run of a path also prepares, and another program may be in the way: it counts only where it was long.
-    far = max(8 * min(first.values(), default=0), SHORT)
+    least = min(first.values(), default=0)
+    far = LATE * least if least > TELLING else max(8 * least, SHORT)
     path = next(iter(first), None)
-    if path and first[path] >= far:
+    if path and first[path] >= far and (least <= TELLING or not _prepared):
         # What the process prepares once, such as a library, falls to the first run of all.
         first[path] = min(first[path], timed.of(sides[path]))
+    _prepared = True
     alive = [path for path in first if first[path] < far]
     shortest, behind = dict(first), math.inf
     for done in itertools.count(1):

@@ -528,6 +528,31 @@ def test_a_path_leaves_once_it_is_too_far_behind_for_the_number_of_runs(monkeypa
         assert runs.count("behind") == expected, behind
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_long_work_far_behind_is_run_once(monkeypatch, prepared):
+    now, runs = [0.0], []
+
+    def side(name, *seconds):
+        def run():
+            now[0] += seconds[min(runs.count(name), len(seconds) - 1)]
+            runs.append(name)
+
+        return timed(run)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(choice, "_prepared", prepared)
+    choice.times({"behind": side("behind", 0.05), "quick": side("quick", 0.02)})
+    assert runs.count("behind") == 1 + (not prepared)
+    runs.clear()
+    choice.times({"near": side("near", 0.03), "quick": side("quick", 0.02)})
+    assert runs.count("near") == 1 + 2
+    runs.clear()
+    monkeypatch.setattr(choice, "_prepared", False)
+    seconds = choice.times({"prepares": side("prepares", 0.08, 0.015), "quick": side("quick", 0.02)})
+    assert min(seconds, key=seconds.get) == "prepares"
+
+
 @pytest.mark.parametrize("held_up", [0, 1])
 def test_short_work_that_was_held_up_is_timed_again(held_up, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
