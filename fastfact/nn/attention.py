@@ -1,6 +1,7 @@
 """Attention whose packed input projections are made from factors."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from fastfact.nn.layers import FactorizedLinear
 from fastfact.nn.specs import LowRank
 from fastfact.ops import attention
 from fastfact.ops.backends import PLAIN
-from fastfact.ops.common import transforming
+from fastfact.ops.common import autocasts, transforming
 
 PROJECTIONS = {
     "in_proj_weight": "in_proj",
@@ -157,7 +158,8 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
                 shape.insert(0, query.shape[0] * self.num_heads)
             if list(mask.shape) != shape:
                 raise RuntimeError(f"attn_mask has shape {list(mask.shape)}, must be {shape}")
-        y, weights = self._of_heads(*self._projected(query, key, value), mask, padding, causal, need_weights)
+        heads = self._heads(self._projected(query, key, value))
+        y, weights = self._of_heads(*heads, mask, padding, causal, need_weights)
         y = self.out_proj(y)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
@@ -168,8 +170,8 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
     def of_tokens(self, x: Tensor, tokens: Tokens, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """Attention of sequences with themselves, x [tokens, e] → y [tokens, e] and the weights [n, heads, length,
         length] if they are asked for. Nothing but the attention itself is computed of the padding."""
-        parts = (tokens.padded(part) for part in self._projected(x, x, x))
-        y, weights = self._of_heads(*parts, None, tokens.mask(x.dtype), False, need_weights)
+        heads = self._heads(tokens.padded(part) for part in self._projected(x, x, x))
+        y, weights = self._of_heads(*heads, None, tokens.mask(x.dtype), False, need_weights)
         return self.out_proj(tokens.of(y)), weights
 
     def _of_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
@@ -178,14 +180,25 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         y, weights = self.of_tokens(rows, tokens, need_weights)
         return tokens.nested(y), weights.mean(1) if average and weights is not None else weights
 
+    def _heads(self, parts: Iterable[Tensor]) -> list[Tensor]:
+        """The heads [n, heads, length, d] of queries, keys and values, of which each part [n, length, c e] has c."""
+        found = []
+        for part in parts:
+            n, length, channels = part.shape
+            heads = part.view(n, length, channels // self.embed_dim, self.num_heads, self.head_dim)
+            found += [one.transpose(1, 2) for one in heads.unbind(2)]
+        return found
+
     def _of_heads(self, q, k, v, mask, padding, causal: bool, need_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Attention of projected q, k, v [n, length, e], before the output's projection, and its weights [n, heads,
-        length, keys] if they are asked for. mask: [length, keys], or one of each head [n heads, …]; padding: [n, keys];
-        both are added."""
-        n, keys = q.shape[0], k.shape[1]  # not len(q), which a graph for any number of sequences cannot have
+        """Attention of q, k, v [n, heads, length, d], before the output's projection, [n, length, e], and its weights
+        [n, heads, length, keys] if they are asked for. mask: [length, keys], or one of each head [n heads, …]; padding:
+        [n, keys]; both are added."""
+        n, keys = q.shape[0], k.shape[2]  # not len(q), which a graph for any number of sequences cannot have
         if self.bias_k is not None:
-            k, v = (torch.cat([t, bias.expand(n, -1, -1)], 1) for t, bias in ((k, self.bias_k), (v, self.bias_v)))
-        q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+            k, v = (
+                torch.cat([t, bias.view(1, self.num_heads, 1, self.head_dim).expand(n, -1, -1, -1)], 2)
+                for t, bias in ((k, self.bias_k), (v, self.bias_v))
+            )
         if self.add_zero_attn:
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
         more = (0, k.shape[2] - keys)
@@ -205,13 +218,17 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
                 return attention.attention(q, k, v, mask, causal), None
             if dropout or causal or mask is not None or not attention.by_products(q, k):
                 return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
-        scores = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
-        weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+        left, right = q.flatten(0, 1), k.flatten(0, 1).mT
+        scores = torch.baddbmm(q.new_zeros(1, 1, 1), left, right, beta=0, alpha=1 / math.sqrt(q.shape[-1]))
+        scores = scores.view(*q.shape[:2], *scores.shape[1:])
+        scores = scores if mask is None else scores + mask
+        mine = not (torch.is_grad_enabled() or transforming() or autocasts(q.device.type))
+        weights = torch.softmax(scores, -1, out=scores if mine else None)
         weights = F.dropout(weights, dropout) if dropout else weights
         return weights @ v, weights if need_weights else None
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values; what is the same tensor is projected in one product."""
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, those of the same tensor together as one product gives them."""
         e, bias = self.embed_dim, self.in_proj_bias
         made: dict[str, Tensor | None] = {}
 
@@ -233,10 +250,10 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
             each = zip(names, (query, key, value), strict=True)
             return tuple(part(name, x, 0, e, place * e) for place, (name, x) in enumerate(each))
         if key is value and query is key:
-            return part("in_proj_weight", query, 0, 3 * e).chunk(3, -1)
+            return (part("in_proj_weight", query, 0, 3 * e),)
         q = part("in_proj_weight", query, 0, e)
         if key is value:
-            return q, *part("in_proj_weight", key, e, 3 * e).chunk(2, -1)
+            return q, part("in_proj_weight", key, e, 3 * e)
         return q, part("in_proj_weight", key, e, 2 * e), part("in_proj_weight", value, 2 * e, 3 * e)
 
     def _projection(self, name: str) -> Tensor | None:

@@ -40,7 +40,8 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
             return tokens.nested(self.of_tokens(x, tokens))
 
         def attend(x: Tensor) -> Tensor:
-            return self._sa_block(x, src_mask, src_key_padding_mask, is_causal)
+            how = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+            return self.self_attn(x, x, x, need_weights=False, **how)[0]
 
         return self._computed(src, attend)
 
@@ -55,10 +56,10 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         linear = self.linear1, self.linear2, self.self_attn.out_proj
         if type(self.self_attn) is not FactorizedMultiheadAttention or any(type(one) not in _LINEAR for one in linear):
             return False
-        modules = list(self.modules())
-        if not self.activation_relu_or_gelu or any(one.training or "forward" in one.__dict__ for one in modules):
+        modules = self, *self._modules.values(), *self.self_attn._modules.values()
+        if not self.activation_relu_or_gelu or is_watched(*modules):
             return False
-        if is_watched(*modules):
+        if any(one.training or "forward" in one.__dict__ for one in modules):
             return False
         return not torch.is_grad_enabled() or not any(p.requires_grad for p in (x, *self.parameters()))
 
