@@ -75,8 +75,7 @@ bool forward(const FactoredLinear& op, ParallelFor parallel_for) {
       weights_of(w, lanes), w.o, of_channel * double(w.i),
       [&](int64_t o) { return nonzeros(o) + of_channel * double(o); },
       items_for(op.threads, w.units.size(), double(op.n) * double(op.mu.count + op.rank * op.o)));
-  const Items items(w.pieces.count());
-  parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunForward, T>(w, items); });
+  parallel_items(parallel_for, w.pieces.count(), [&](const Items& items) { dispatch<RunForward, T>(w, items); });
   return true;
 }
 

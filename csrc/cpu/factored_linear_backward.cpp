@@ -329,9 +329,9 @@ void run_few_backward(const Backward<T>& w, int64_t n, ParallelFor parallel_for)
     if (step == few.kMultiplyFactors && !w.rank) continue;
     if (step == few.kSum && !w.dx.data) continue;
     few.step = step;
-    const Items items(few.items(step));
-    const auto body = [&](int64_t, int64_t) { dispatch<RunFewBackward, T>(few, items); };
-    few.splits > 1 ? parallel(parallel_for, items.count(), 1, body) : body(0, 0);
+    const int64_t count = few.items(step);
+    const auto body = [&](const Items& items) { dispatch<RunFewBackward, T>(few, items); };
+    few.splits > 1 ? parallel_items(parallel_for, count, body) : body(Items(count, nullptr, 0, count));
   }
 }
 
@@ -373,8 +373,7 @@ bool backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
         weights, w.i, of_dy * double(w.o) + of_x * double(w.i),
         [&](int64_t i) { return 2 * nonzeros(i) + 2 * of_dy * double(i); },
         items_for(op.threads, w.parts, 2. * double(op.n) * double(count + op.rank * op.o)));
-    const Items items(w.pieces.count());
-    parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunBackward, T>(w, items); });
+    parallel_items(parallel_for, w.pieces.count(), [&](const Items& items) { dispatch<RunBackward, T>(w, items); });
   } else {
     run_few_backward(w, op.n, parallel_for);
   }

@@ -13,7 +13,8 @@ constexpr int64_t kMostInputs = 2048;  // taken together
 constexpr int64_t kSlack = 16;         // values read beyond the last
 constexpr int64_t kLeastOutputs = 64;  // of an item
 constexpr int64_t kItems = 16;
-constexpr int64_t kMostBackward = 512;   // inputs of an item, backward, so that x and dx stay in the first two caches
+constexpr int64_t kMostBackward = 512;   // inputs of an item, backward,
+constexpr int64_t kOfFirst = 1 << 12;    // and numbers of x, so that it and dx stay in the first cache
 constexpr int64_t kSummed = 64;          // columns summed together
 constexpr int64_t kLeastWork = 1 << 16;  // multiplications that are worth a thread
 
@@ -265,9 +266,9 @@ struct RunFew {
 template <class T>
 struct Backward {
   TiledWeight<T> w;
-  int64_t n, row;                          // of x
+  int64_t n, row, dy_row;
   int64_t inputs, chunks, outputs, parts;  // of an item, and how many there are
-  const float *x, *dy, *grad_hidden;       // dy [o, n], [n, rank]
+  const float *x, *dy, *grad_hidden;       // [n, row], [n, dy_row], [n, rank]
   float* sums;                             // what an item adds to dx, [chunk][part][n, width]
   T *dx, *dvalues;
 
@@ -330,54 +331,67 @@ struct RunFewBackward {
       from[k] = piece.from[k], to[k] = there ? g.dvalues + w.support.start(o + k, c) : none;
       end[k] = to[k] + (there ? piece.count[k] : 0);
     }
-    const int64_t n = g.n, row = g.row, dx_row = g.width(), ahead = piece.ahead, bits_row = piece.bits_row;
-    const float* const dy = g.dy + o * n;
+    const int64_t n = g.n, row = g.row, dy_row = g.dy_row, dx_row = g.width();
+    const int64_t ahead = piece.ahead, bits_row = piece.bits_row;
     const uint8_t* bits = piece.bits;
     // Registers of which all numbers are there are read and written in place.
     const int64_t whole = w.support.whole && o + kRowsOfW <= w.o ? count / kLane * kLane : 0;
-    auto columns = [&](int64_t j, auto in_place) FF_INLINE_LAMBDA {
-      V weights[4], grads[4]{};
+    // J registers of columns from j on.
+    auto columns = [&]<int J>(int64_t j, auto in_place) FF_INLINE_LAMBDA {
+      V weights[4][J], grads[4][J]{};
 #pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) {
-        if constexpr (kInput) {
+      for (int k = 0; kInput && k < 4; ++k) {
+#pragma GCC unroll 2
+        for (int l = 0; l < J; ++l) {
           __builtin_prefetch(from[k] + ahead);
           if constexpr (in_place()) {
-            weights[k] = load<B>(from[k]), from[k] += kLane;
+            weights[k][l] = load<B>(from[k]), from[k] += kLane;
           } else {
-            weights[k] = spread_next<B>(bits + k * bits_row, from[k]);
+            weights[k][l] = spread_next<B>(bits + k * bits_row + l * (kLane / 8), from[k]);
           }
         }
       }
-      const float* x = g.x + c + j;
+      const float *x = g.x + c + j, *dy = g.dy + o;
       float* dx = sums + j;
-      for (int64_t m = 0; m < n; ++m, x += row, dx += dx_row) {
-        V sum{}, in{};
-        if constexpr (kInput) sum = load<B>(dx);
-        if constexpr (kValues) in = load<B>(x);
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) {
-          const float out = dy[k * n + m];
-          if constexpr (kInput) sum += weights[k] * out;
-          if constexpr (kValues) grads[k] += in * out;
+      for (int64_t m = 0; m < n; ++m, x += row, dx += dx_row, dy += dy_row) {
+        V sum[J]{}, in[J]{};
+#pragma GCC unroll 2
+        for (int l = 0; l < J; ++l) {
+          if constexpr (kInput) sum[l] = load<B>(dx + l * kLane);
+          if constexpr (kValues) in[l] = load<B>(x + l * kLane);
         }
-        if constexpr (kInput) store<B>(dx, sum);
-      }
-      if constexpr (kValues) {
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
+          const float out = dy[k];
+#pragma GCC unroll 2
+          for (int l = 0; l < J; ++l) {
+            if constexpr (kInput) sum[l] += weights[k][l] * out;
+            if constexpr (kValues) grads[k][l] += in[l] * out;
+          }
+        }
+#pragma GCC unroll 2
+        for (int l = 0; kInput && l < J; ++l) store<B>(dx + l * kLane, sum[l]);
+      }
+#pragma GCC unroll 4
+      for (int k = 0; kValues && k < 4; ++k) {
+#pragma GCC unroll 2
+        for (int l = 0; l < J; ++l) {
           __builtin_prefetch(to[k] + ahead, 1);
           if constexpr (in_place()) {
-            store<B>(to[k], grads[k]), to[k] += kLane;
+            store<B>(to[k], grads[k][l]), to[k] += kLane;
           } else {
-            gather_next<B>(bits + k * bits_row, grads[k], to[k], end[k]);
+            gather_next<B>(bits + k * bits_row + l * (kLane / 8), grads[k][l], to[k], end[k]);
           }
         }
       }
-      bits += kLane / 8;
+      bits += J * (kLane / 8);
     };
+    constexpr int J = B == 64 ? 2 : 1;  // as many as there are registers for
     int64_t j = 0;
-    for (; j < whole; j += kLane) columns(j, std::true_type{});
-    for (; j < width; j += kLane) columns(j, std::false_type{});
+    for (; j + J * kLane <= whole; j += J * kLane) columns.template operator()<J>(j, std::true_type{});
+    for (; j < whole; j += kLane) columns.template operator()<1>(j, std::true_type{});
+    for (; j + J * kLane <= width; j += J * kLane) columns.template operator()<J>(j, std::false_type{});
+    for (; j < width; j += kLane) columns.template operator()<1>(j, std::false_type{});
   }
 };
 
@@ -485,33 +499,24 @@ void multiply_few_backward(const TiledWeight<T>& w, const FactoredLinearBackward
   // For dx alone there may be no x.
   const bool reads_x = op.dvalues || op.du || op.dv;
   const Copied<T> x(op.x.data, reads_x ? n : 0, w.i, parallel_for), dy(op.dy.data, n, w.o, parallel_for);
-  const Scratch<float> turned(ceil_div(w.o, kRowsOfW) * kRowsOfW * n);
   const Scratch<float> hidden(n * w.rank), grad_hidden(n * w.rank);
-  parallel(parallel_for, ceil_div(w.o, kSummed), ceil_div(kLeastWork, n * kSummed), [&](int64_t begin, int64_t end) {
-    for (int64_t first = begin * kSummed, last = first; first < end * kSummed; first = last) {
-      last = std::min(first + kSummed, ceil_div(w.o, kRowsOfW) * kRowsOfW);
-      if (last <= first) return;
-      for (int64_t m = 0; m < n; ++m) {
-        for (int64_t o = first; o < last; ++o) turned.get()[o * n + m] = o < w.o ? dy.data.get()[m * dy.row + o] : 0;
-      }
-    }
-  });
   if (op.dx.data || op.du) {
     make_dots<T>(dy.data.get(), dy.row, n, w.v, w.v_row, w.rank, w.o, grad_hidden.get(), parallel_for);
   }
   if (op.dv) make_dots<T>(x.data.get(), x.row, n, w.u, w.u_row, w.rank, w.i, hidden.get(), parallel_for);
-  Backward<T> g{w, n, x.row};
+  Backward<T> g{w, n, x.row, dy.row};
   // The sums depend on the number of parts, so it depends on the shape only.
-  g.chunks = ceil_div(w.i, kMostBackward), g.inputs = ceil_div(ceil_div(w.i, g.chunks), 64) * 64;
+  g.chunks = ceil_div(w.i, std::clamp<int64_t>(kOfFirst / n, 64, kMostBackward)),
+  g.inputs = ceil_div(ceil_div(w.i, g.chunks), 64) * 64;
   g.chunks = ceil_div(w.i, g.inputs);
   g.outputs = std::max(ceil_div(ceil_div(w.o, ceil_div(kItems / 2, g.chunks)), kRowsOfW) * kRowsOfW, kLeastOutputs);
   g.parts = ceil_div(w.o, g.outputs);
   const Scratch<float> sums(op.dx.data ? g.chunks * g.parts * n * g.width() : 0);
-  g.x = x.data.get(), g.dy = turned.get(), g.grad_hidden = grad_hidden.get(), g.sums = sums.get();
+  g.x = x.data.get(), g.dy = dy.data.get(), g.grad_hidden = grad_hidden.get(), g.sums = sums.get();
   g.dx = static_cast<T*>(op.dx.data), g.dvalues = static_cast<T*>(op.dvalues);
   if (g.dx || g.dvalues) {
-    const Items items(g.chunks * g.parts);
-    parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunFewBackward, T>(g, items); });
+    parallel_items(parallel_for, g.chunks * g.parts,
+                   [&](const Items& items) { dispatch<RunFewBackward, T>(g, items); });
   }
   parallel(parallel_for, g.dx ? n : 0, ceil_div(kLeastWork, g.parts * w.i + 1),
            [&](int64_t begin, int64_t end) { dispatch<SumParts, T>(g, begin, end); });

@@ -663,8 +663,7 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
     p.parts = parts.data();
     for (const Part& part : parts) p.range = std::max(p.range, part.rows), p.group = std::max(p.group, part.columns);
     p.pass = ceil_div(ceil_div(p.range, ceil_div(p.range, kPass)), mr) * mr;
-    const Items items(int64_t(parts.size()));
-    parallel(parallel_for, items.count(), 1, [&](int64_t, int64_t) { dispatch<RunProduct, T>(p, items); });
+    parallel_items(parallel_for, parts.size(), [&](const Items& items) { dispatch<RunProduct, T>(p, items); });
   }
 }
 
