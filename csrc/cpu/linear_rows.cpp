@@ -11,7 +11,7 @@ constexpr int64_t kRowsOfW = 4;        // taken together
 constexpr int64_t kOfX = 1 << 15;      // numbers of x that stay in the second cache
 constexpr int64_t kMostInputs = 2048;  // taken together
 constexpr int64_t kSlack = 16;         // values read beyond the last
-constexpr int64_t kLeastOutputs = 64;  // of an item
+constexpr int64_t kLeastOutputs = 16, kLeastBackward = 32;  // of an item
 constexpr int64_t kItems = 16;
 constexpr int64_t kMostBackward = 512;   // inputs of an item, backward,
 constexpr int64_t kOfFirst = 1 << 12;    // and numbers of x, so that it and dx stay in the first cache
@@ -509,8 +509,8 @@ void multiply_few_backward(const TiledWeight<T>& w, const FactoredLinearBackward
   g.chunks = ceil_div(w.i, std::clamp<int64_t>(kOfFirst / n, 64, kMostBackward)),
   g.inputs = ceil_div(ceil_div(w.i, g.chunks), 64) * 64;
   g.chunks = ceil_div(w.i, g.inputs);
-  g.outputs = std::max(ceil_div(ceil_div(w.o, ceil_div(kItems / 2, g.chunks)), kRowsOfW) * kRowsOfW, kLeastOutputs);
-  g.parts = ceil_div(w.o, g.outputs);
+  g.parts = std::clamp<int64_t>(w.o / kLeastBackward, 1, ceil_div(kItems / 2, g.chunks));
+  g.outputs = ceil_div(ceil_div(w.o, g.parts), kRowsOfW) * kRowsOfW, g.parts = ceil_div(w.o, g.outputs);
   const Scratch<float> sums(op.dx.data ? g.chunks * g.parts * n * g.width() : 0);
   g.x = x.data.get(), g.dy = dy.data.get(), g.grad_hidden = grad_hidden.get(), g.sums = sums.get();
   g.dx = static_cast<T*>(op.dx.data), g.dvalues = static_cast<T*>(op.dvalues);
