@@ -7,10 +7,10 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kRowsOfW = 4;        // taken together
-constexpr int64_t kOfX = 1 << 15;      // numbers of x that stay in the second cache
-constexpr int64_t kMostInputs = 2048;  // taken together
-constexpr int64_t kSlack = 16;         // values read beyond the last
+constexpr int64_t kRowsOfW = 4;                             // taken together
+constexpr int64_t kOfX = 1 << 15;                           // numbers of x that stay in the second cache
+constexpr int64_t kMostInputs = 2048;                       // taken together
+constexpr int64_t kSlack = 16;                              // values read beyond the last
 constexpr int64_t kLeastOutputs = 16, kLeastBackward = 32;  // of an item
 constexpr int64_t kItems = 16;
 constexpr int64_t kMostBackward = 512;   // inputs of an item, backward,
@@ -282,16 +282,17 @@ struct RunFewBackward {
   using V = Vec<float, B>;
   static constexpr int kLane = B / int(sizeof(float));
 
-  // Items are (chunk of the inputs, part of the outputs).
+  // Items are (part of the outputs, chunk of the inputs).
   FF_INLINE static void run(const Backward<T>& g, const Items& items) {
     const TiledWeight<T>& w = g.w;
     const Scratch<typename Piece<T>::Last> last(1);
     const Scratch<float> recent(g.dx ? g.n * g.width() : 0);
     for (int64_t item; (item = items.take()) < items.count();) {
-      const int64_t c = item / g.parts * g.inputs, count = std::min(g.inputs, w.i - c);
-      const int64_t width = ceil_div(count, kLane) * kLane, first = item % g.parts * g.outputs;
+      const int64_t part = item / g.chunks, chunk = item % g.chunks;
+      const int64_t c = chunk * g.inputs, count = std::min(g.inputs, w.i - c);
+      const int64_t width = ceil_div(count, kLane) * kLane, first = part * g.outputs;
       const int64_t end = std::min(first + g.outputs, w.o);
-      float* const sums = g.of(item / g.parts, item % g.parts);
+      float* const sums = g.of(chunk, part);
       for (int64_t begin = first; begin < end; begin += kDepth) {
         float* const to = begin == first ? sums : recent.get();
         if (g.dx) start(g, c, width, begin == 0, to);
