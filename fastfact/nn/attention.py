@@ -47,10 +47,9 @@ class Tokens(NamedTuple):
 
     def padded(self, x: Tensor) -> Tensor:
         """x [tokens, channels] with zeros between: [n, length, channels]."""
-        if len(self.places) == self.n * self.length:
-            return x.view(self.n, self.length, -1) if x.is_contiguous() else x.unflatten(0, (self.n, self.length))
-        out = x.new_zeros(self.n * self.length, x.shape[-1])
-        return out.index_copy_(0, self.places, x).view(self.n, self.length, -1)
+        if len(self.places) < self.n * self.length:
+            x = x.new_zeros(self.n * self.length, x.shape[-1]).index_copy_(0, self.places, x)
+        return x.unflatten(0, (self.n, self.length))
 
     def of(self, x: Tensor) -> Tensor:
         """The tokens [tokens, channels] of x [n, length, channels]."""
@@ -240,7 +239,9 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
             if layer is not None and _is_apart(layer, x):
                 return layer._apart(x, layer._tensors(), own, None if whole else outputs)
             if whole:
-                return layer(x) if own is None else plus(layer(x), own, layer)
+                y = layer(x)
+                mine = own is not None and isinstance(layer, FactorizedLayer)
+                return plus(y, own, layer) if mine else y if own is None else y + own
             if name not in made:
                 made[name] = self._projection(name)
             return F.linear(x, made[name][outputs], own)
@@ -295,9 +296,11 @@ def plus(y: Tensor, other: Tensor, module: nn.Module) -> Tensor:
 
 
 def is_watched(*modules: nn.Module) -> bool:
-    """Whether hooks see what these modules are given or compute."""
-    everywhere = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
-    return any(everywhere) or any(one._forward_hooks or one._forward_pre_hooks for one in modules)
+    """Whether hooks see what these modules are given or compute, or its gradients."""
+    if nn.modules.module._has_any_global_hook():
+        return True
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(one.__dict__[name] for one in modules for name in hooks)
 
 
 def _is_apart(layer: nn.Module, x: Tensor) -> bool:

@@ -168,7 +168,8 @@ def densify(model: nn.Module) -> nn.Module:
             new[id(module)] = _back(module)
     model = _replace(model, new)
     for module in model.modules():
-        module.__class__ = _NOT_FUSED.get(type(module), type(module))
+        if type(module) in _NOT_FUSED:
+            module.__class__ = _NOT_FUSED[type(module)]
     return model
 
 
@@ -333,9 +334,10 @@ def put_in(model: nn.Module, layers: Mapping[Target, FactorizedLayer]) -> nn.Mod
     model = _replace(model, new)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer) and factorized_layers(module):
-            if type(module) in FUSED:
-                module.__class__ = FUSED[type(module)]
-            elif isinstance(module, nn.TransformerEncoder):
+            for part in module.modules():
+                if type(part) in FUSED:
+                    part.__class__ = FUSED[type(part)]
+            if isinstance(module, nn.TransformerEncoder) and type(module) not in _NOT_FUSED:
                 # It asks its first layer whether all take nested tensors.
                 module.use_nested_tensor = False
         for name in _MULTIPLIED.get(_kind(module), ()):

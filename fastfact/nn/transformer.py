@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastfact.nn.attention import FactorizedMultiheadAttention, Tokens, is_watched, plus
 from fastfact.nn.layer import as_leaf
@@ -15,9 +16,8 @@ from fastfact.nn.layers import FactorizedLinear
 from fastfact.ops.backends import PLAIN
 from fastfact.ops.common import transforming
 
-_LINEAR = (nn.Linear, FactorizedLinear)
-_RELU = 1
-"""What PyTorch calls it."""
+_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear, FactorizedLinear)
+_ATTENTION = (nn.MultiheadAttention, FactorizedMultiheadAttention)
 
 
 class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -47,19 +47,26 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     def of_tokens(self, x: Tensor, tokens: Tokens) -> Tensor:
         """The layer, where it `is_fused`, of the tokens [tokens, e] of sequences alone."""
-        return self._computed(x, lambda x: self.self_attn.of_tokens(x, tokens)[0])
+
+        def attend(x: Tensor) -> Tensor:
+            if type(self.self_attn) is FactorizedMultiheadAttention:
+                return self.self_attn.of_tokens(x, tokens)[0]
+            padded = tokens.padded(x)
+            how = {"key_padding_mask": tokens.mask(x.dtype), "need_weights": False}
+            return tokens.of(self.self_attn(padded, padded, padded, **how)[0])
+
+        return self._computed(x, attend)
 
     def is_fused(self, x: Tensor) -> bool:
         """Whether nobody sees what the layer computes of x on the way, or differentiates it, and nothing is dropped."""
         if self.training or type(x) not in PLAIN or transforming() or not torch.backends.mha.get_fastpath_enabled():
             return False
-        linear = self.linear1, self.linear2, self.self_attn.out_proj
-        if type(self.self_attn) is not FactorizedMultiheadAttention or any(type(one) not in _LINEAR for one in linear):
+        if type(self.self_attn) not in _ATTENTION:
             return False
-        modules = self, *self._modules.values(), *self.self_attn._modules.values()
-        if not self.activation_relu_or_gelu or is_watched(*modules):
+        if any(type(one) not in _LINEAR for one in (self.linear1, self.linear2, self.self_attn.out_proj)):
             return False
-        if any(one.training or "forward" in one.__dict__ for one in modules):
+        modules = [one for one in (self, *self._modules.values(), *self.self_attn._modules.values()) if one is not None]
+        if is_watched(*modules) or any(one.training or "forward" in one.__dict__ for one in modules):
             return False
         return not torch.is_grad_enabled() or not any(p.requires_grad for p in (x, *self.parameters()))
 
@@ -70,7 +77,8 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         x = plus(y, x, self.self_attn)
         x = x if first else self.norm1(x)
         y = self.linear1(self.norm2(x) if first else x)
-        y = self.linear2(F.relu_(y) if self.activation_relu_or_gelu == _RELU else self.activation(y))
+        relu = self.activation is F.relu or type(self.activation) is nn.ReLU
+        y = self.linear2(F.relu_(y) if relu else self.activation(y))
         x = plus(y, x, self.linear2)
         return x if first else self.norm2(x)
 
@@ -113,7 +121,9 @@ class FactorizedTransformerEncoder(nn.TransformerEncoder):
 
     def _valid(self, src: Tensor, padding: Tensor) -> Tensor | None:
         """Which tokens [n, length] are no padding; None where they are not computed alone."""
-        if not self.__dict__.get("use_nested_tensor") or src.dim() != 3 or src.is_nested:
+        if not self.__dict__.get("use_nested_tensor") or src.dim() != 3 or src.is_nested or not src.numel():
+            return None
+        if padding.shape != src.shape[:2]:
             return None
         if not all(type(one) is FactorizedTransformerEncoderLayer and one.is_fused(src) for one in self.layers):
             return None

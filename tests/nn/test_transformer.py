@@ -125,6 +125,81 @@ def test_hooks_see_what_is_computed(name):
         torch.testing.assert_close(y, then, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("how", ["full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("name", ["in_proj", "out_proj"])
+def test_backward_hooks_of_projections(name, how):
+    model = both()[1].train()
+    seen, x = [], torch.randn(3, 5, 16)
+    layer = model.layers[0].self_attn.get_submodule(name)
+    getattr(layer, f"register_{how}")(lambda _, *grads: seen.append(grads))
+    model(x).sum().backward()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("skip", ["*out_proj", "*in_proj", "*self_attn*", "*linear*", "layers.0*", "layers.1*"])
+@pytest.mark.parametrize("again", [False, True])
+def test_padding_is_left_out_whatever_is_dense(skip, again):
+    dense = both()[0]
+    model, x = ff.factorize(copy.deepcopy(dense), ff.Rank1(rank=2), init="svd", skip=skip), torch.randn(3, 5, 16)
+    if again:
+        ff.factorize(model, ff.Rank1(rank=2), init="svd")
+    with torch.no_grad():
+        found, expected = (m(x, src_key_padding_mask=PADDING) for m in (model, dense))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    ff.densify(model)
+    assert model.use_nested_tensor and type(model.layers[0]) is type(model.layers[1]) is nn.TransformerEncoderLayer
+
+
+@pytest.mark.parametrize("mask_check", [True, False])
+def test_padding_masks_of_other_shapes_are_refused(mask_check):
+    model, x = both()[1], torch.randn(3, 5, 16)
+    model.mask_check = mask_check
+    for padding in (PADDING.T, PADDING[:2], PADDING[:, :4], PADDING[0]):
+        with torch.no_grad(), pytest.raises((RuntimeError, AssertionError, IndexError, ValueError)):
+            model(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        assert model(x[:0], src_key_padding_mask=PADDING[:0]).shape == (0, 5, 16)
+
+
+def test_another_activation_than_at_first():
+    dense, model = both()
+    x = torch.randn(3, 5, 16)
+    for layer in model.layers:
+        layer.activation = torch.tanh
+        layer.register_module("none", None)
+    with torch.no_grad():
+        found = model(x)
+    torch.testing.assert_close(found, model(x).detach(), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(found, dense(x), atol=1e-2)
+
+
+class Frozen(nn.Module):
+    def __setattr__(self, name, value):
+        raise RuntimeError("frozen")
+
+
+def test_densify_writes_to_no_other_module():
+    frozen = Frozen.__new__(Frozen)
+    frozen.__dict__.update(nn.Module().__dict__)
+    model = ff.factorize(nn.Sequential(frozen, nn.Linear(8, 8)), ff.Rank1(), skip="0*")
+    assert type(ff.densify(model)[1]) is nn.Linear
+
+
+class Averages(nn.Module):
+    batch_first, in_proj_bias = True, None
+
+    def forward(self, query, key, value, **how):
+        return value.mean(1, keepdim=True).expand_as(query), None
+
+
+def test_layers_with_an_attention_of_their_own():
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True).eval()
+    layer.self_attn = Averages()
+    found, x = ff.factorize(copy.deepcopy(layer), ff.Rank1(), init="svd"), torch.randn(3, 5, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(found(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
 def test_dropout_that_stays_on():
     model = both()[1]
     model.layers[0].dropout.train()
