@@ -75,7 +75,7 @@ bool forward(const FactoredLinear& op, ParallelFor parallel_for) {
       weights_of(w, lanes), w.o, of_channel * double(w.i),
       [&](int64_t o) { return nonzeros(o) + of_channel * double(o); },
       items_for(op.threads, w.units.size(), double(op.n) * double(op.mu.count + op.rank * op.o)));
-  parallel_items(parallel_for, w.pieces.count(), [&](const Items& items) { dispatch<RunForward, T>(w, items); });
+  parallel_items(parallel_for, w.pieces.count(), 1, [&](const Items& items) { dispatch<RunForward, T>(w, items); });
   return true;
 }
 

@@ -330,8 +330,8 @@ void run_few_backward(const Backward<T>& w, int64_t n, ParallelFor parallel_for)
     if (step == few.kSum && !w.dx.data) continue;
     few.step = step;
     const int64_t count = few.items(step);
-    const auto body = [&](const Items& items) { dispatch<RunFewBackward, T>(few, items); };
-    few.splits > 1 ? parallel_items(parallel_for, count, body) : body(Items(count, nullptr, 0, count));
+    parallel_items(parallel_for, count, few.splits > 1 ? 1 : count,
+                   [&](const Items& items) { dispatch<RunFewBackward, T>(few, items); });
   }
 }
 
@@ -373,7 +373,7 @@ bool backward(const FactoredLinearBackward& op, ParallelFor parallel_for) {
         weights, w.i, of_dy * double(w.o) + of_x * double(w.i),
         [&](int64_t i) { return 2 * nonzeros(i) + 2 * of_dy * double(i); },
         items_for(op.threads, w.parts, 2. * double(op.n) * double(count + op.rank * op.o)));
-    parallel_items(parallel_for, w.pieces.count(), [&](const Items& items) { dispatch<RunBackward, T>(w, items); });
+    parallel_items(parallel_for, w.pieces.count(), 1, [&](const Items& items) { dispatch<RunBackward, T>(w, items); });
   } else {
     run_few_backward(w, op.n, parallel_for);
   }

@@ -13,9 +13,9 @@ class Items {
  public:
   using Taken = std::atomic<bool>;
 
-  // The share [begin, end) of a thread; null where no other thread takes any.
+  // For the thread whose share is [begin, end).
   Items(int64_t count, Taken* taken, int64_t begin, int64_t end)
-      : count_(count), taken_(taken), next_(begin), end_(end), last_(taken ? count : 0) {}
+      : count_(count), taken_(taken), next_(begin), end_(end), last_(count) {}
 
   int64_t count() const { return count_; }
 
@@ -38,17 +38,17 @@ class Items {
   mutable int64_t last_;  // from here on all are taken
 
   bool claim(int64_t item) const {
-    return !taken_ ||
-           (!taken_[item].load(std::memory_order_relaxed) && !taken_[item].exchange(true, std::memory_order_relaxed));
+    return !taken_[item].load(std::memory_order_relaxed) && !taken_[item].exchange(true, std::memory_order_relaxed);
   }
 };
 
-// body(items) in each thread.
+// body(items) in each thread, of which none has fewer than `grain` items as its share.
 template <class F>
-void parallel_items(ParallelFor parallel_for, int64_t count, const F& body) {
+void parallel_items(ParallelFor parallel_for, int64_t count, int64_t grain, const F& body) {
   if (count <= 0) return;
   const std::unique_ptr<Items::Taken[]> taken(new Items::Taken[count]());
-  parallel(parallel_for, count, 1, [&](int64_t begin, int64_t end) { body(Items(count, taken.get(), begin, end)); });
+  parallel(parallel_for, count, grain,
+           [&](int64_t begin, int64_t end) { body(Items(count, taken.get(), begin, end)); });
 }
 
 }  // namespace fastfact

@@ -495,7 +495,7 @@ void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, 
   const Scratch<float> dv_parts(factors ? g.column_blocks * w.rank * w.v_row : 0);
   g.sums = apart ? sums.get() : nullptr, g.dvalues = dvalues;
   if (factors) g.du = du_parts.get(), g.dv = dv_parts.get();
-  parallel_items(parallel_for, apart ? blocks * g.parts : blocks,
+  parallel_items(parallel_for, apart ? blocks * g.parts : blocks, 1,
                  [&](const Items& items) { dispatch<RunGradient, T>(g, items); });
   if (g.sums) {
     parallel(parallel_for, blocks, 1, [&](int64_t begin, int64_t end) { dispatch<TakeParts, T>(g, begin, end); });

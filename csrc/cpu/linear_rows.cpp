@@ -13,8 +13,8 @@ constexpr int64_t kMostInputs = 2048;                       // taken together
 constexpr int64_t kSlack = 16;                              // values read beyond the last
 constexpr int64_t kLeastOutputs = 16, kLeastBackward = 32;  // of an item
 constexpr int64_t kItems = 16;
-constexpr int64_t kMostBackward = 512;   // inputs of an item, backward,
-constexpr int64_t kOfFirst = 1 << 12;    // and numbers of x, so that it and dx stay in the first cache
+constexpr int64_t kMostBackward = 512;   // inputs of an item, backward
+constexpr int64_t kOfFirst = 1 << 12;    // numbers of x that stay with those of dx in the first cache
 constexpr int64_t kSummed = 64;          // columns summed together
 constexpr int64_t kLeastWork = 1 << 16;  // multiplications that are worth a thread
 
@@ -507,7 +507,7 @@ void multiply_few_backward(const TiledWeight<T>& w, const FactoredLinearBackward
   if (op.dv) make_dots<T>(x.data.get(), x.row, n, w.u, w.u_row, w.rank, w.i, hidden.get(), parallel_for);
   Backward<T> g{w, n, x.row, dy.row};
   // The sums depend on the number of parts, so it depends on the shape only.
-  g.chunks = ceil_div(w.i, std::clamp<int64_t>(kOfFirst / n, 64, kMostBackward)),
+  g.chunks = ceil_div(w.i, std::clamp<int64_t>(kOfFirst / n, 64, kMostBackward));
   g.inputs = ceil_div(ceil_div(w.i, g.chunks), 64) * 64;
   g.chunks = ceil_div(w.i, g.inputs);
   g.parts = std::clamp<int64_t>(w.o / kLeastBackward, 1, ceil_div(kItems / 2, g.chunks));
@@ -516,7 +516,7 @@ void multiply_few_backward(const TiledWeight<T>& w, const FactoredLinearBackward
   g.x = x.data.get(), g.dy = dy.data.get(), g.grad_hidden = grad_hidden.get(), g.sums = sums.get();
   g.dx = static_cast<T*>(op.dx.data), g.dvalues = static_cast<T*>(op.dvalues);
   if (g.dx || g.dvalues) {
-    parallel_items(parallel_for, g.chunks * g.parts,
+    parallel_items(parallel_for, g.chunks * g.parts, 1,
                    [&](const Items& items) { dispatch<RunFewBackward, T>(g, items); });
   }
   parallel(parallel_for, g.dx ? n : 0, ceil_div(kLeastWork, g.parts * w.i + 1),

@@ -663,7 +663,7 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
     p.parts = parts.data();
     for (const Part& part : parts) p.range = std::max(p.range, part.rows), p.group = std::max(p.group, part.columns);
     p.pass = ceil_div(ceil_div(p.range, ceil_div(p.range, kPass)), mr) * mr;
-    parallel_items(parallel_for, parts.size(), [&](const Items& items) { dispatch<RunProduct, T>(p, items); });
+    parallel_items(parallel_for, parts.size(), 1, [&](const Items& items) { dispatch<RunProduct, T>(p, items); });
   }
 }
 

@@ -239,9 +239,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
             if layer is not None and _is_apart(layer, x):
                 return layer._apart(x, layer._tensors(), own, None if whole else outputs)
             if whole:
-                y = layer(x)
-                mine = own is not None and isinstance(layer, FactorizedLayer)
-                return plus(y, own, layer) if mine else y if own is None else y + own
+                return layer(x) if own is None else plus(layer(x), own, layer)
             if name not in made:
                 made[name] = self._projection(name)
             return F.linear(x, made[name][outputs], own)
@@ -288,9 +286,10 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
 
 
 def plus(y: Tensor, other: Tensor, module: nn.Module) -> Tensor:
-    """y + other, where y is what a module has computed: in its memory, where nobody else sees y."""
-    mine = type(y) is Tensor and type(other) in PLAIN and y.dtype == other.dtype
-    if not mine or transforming() or is_watched(module):
+    """y + other, where y is what a module has computed: in its memory, if that is its own and nobody else sees y."""
+    own = isinstance(module, FactorizedLayer | nn.Linear | nn.MultiheadAttention)
+    fits = type(y) is Tensor and type(other) in PLAIN and y.dtype == other.dtype
+    if not own or not fits or transforming() or is_watched(module):
         return y + other
     return y.add_(other)
 

@@ -21,7 +21,7 @@ _ATTENTION = (nn.MultiheadAttention, FactorizedMultiheadAttention)
 
 
 class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """`nn.TransformerEncoderLayer` with factorized layers in it, made by `ff.factorize`."""
+    """`nn.TransformerEncoderLayer` with factorized layers in it or in its encoder, made by `ff.factorize`."""
 
     def forward(
         self,
@@ -33,7 +33,7 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         """As `nn.TransformerEncoderLayer.forward`."""
         if type(src) is Proxy:
             return as_leaf(self, src, src_mask, src_key_padding_mask, is_causal)
-        if not self.is_fused(src):
+        if self._is_dense() or not self.is_fused(src):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         if src.is_nested and src_mask is None and src_key_padding_mask is None:
             x, tokens = Tokens.of_nested(src)
@@ -56,6 +56,11 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
             return tokens.of(self.self_attn(padded, padded, padded, **how)[0])
 
         return self._computed(x, attend)
+
+    def _is_dense(self) -> bool:
+        """Whether the layer is as PyTorch's, which then takes its fused operator."""
+        parts = self.self_attn, self.linear1, self.linear2, getattr(self.self_attn, "out_proj", None)
+        return not any(isinstance(part, FactorizedMultiheadAttention | FactorizedLinear) for part in parts)
 
     def is_fused(self, x: Tensor) -> bool:
         """Whether nobody sees what the layer computes of x on the way, or differentiates it, and nothing is dropped."""

@@ -161,6 +161,15 @@ def test_padding_masks_of_other_shapes_are_refused(mask_check):
         assert model(x[:0], src_key_padding_mask=PADDING[:0]).shape == (0, 5, 16)
 
 
+def test_dense_layers_of_an_encoder_take_the_fused_operator(monkeypatch):
+    model = ff.factorize(both()[0], ff.Rank1(rank=2), init="svd", skip="layers.0*")
+    calls, fused = [], torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *given: calls.append(1) or fused(*given))
+    with torch.no_grad():
+        model(torch.randn(3, 5, 16))
+    assert len(calls) == 1
+
+
 def test_another_activation_than_at_first():
     dense, model = both()
     x = torch.randn(3, 5, 16)
