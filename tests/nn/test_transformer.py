@@ -159,6 +159,7 @@ def test_padding_masks_of_other_shapes_are_refused(mask_check):
             model(x, src_key_padding_mask=padding)
     with torch.no_grad():
         assert model(x[:0], src_key_padding_mask=PADDING[:0]).shape == (0, 5, 16)
+        assert model(x[:, :0], src_key_padding_mask=PADDING[:, :0]).shape == (3, 0, 16)
 
 
 def test_dense_layers_of_an_encoder_take_the_fused_operator(monkeypatch):
