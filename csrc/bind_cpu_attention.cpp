@@ -54,14 +54,31 @@ Shape without_depth(const Tensor& q) {
   return shape;
 }
 
-std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, OptionalTensor mask, bool causal, double scale) {
+// What attention gives, and the logarithms of its sums or, if `shows`, its weights.
+std::tuple<Tensor, Tensor> attend(const char* name, bool shows, Tensor q, Tensor k, Tensor v,
+                                  const OptionalTensor& mask, bool causal, double scale) {
   q = with_dense_rows(q), k = with_dense_rows(k), v = with_dense_rows(v);
-  fastfact::Attention op = describe("attention", q, k, v, mask, causal, scale);
+  fastfact::Attention op = describe(name, q, k, v, mask, causal, scale);
   Tensor out = empty(q, shape_of(q), q.dim() == 5 ? Shape{0, 1, 3, 2, 4} : Shape{0, 2, 1, 3});
-  Tensor sums = empty(q, without_depth(q));
+  Shape shape = without_depth(q);
+  Tensor sums = empty(q, shape), weights = sums;
+  if (shows) {
+    shape.push_back(op.keys);
+    weights = empty(q, shape);
+    op.weights = weights.data_ptr();
+  }
   op.out = heads(out), op.sums = sums.data_ptr();
   fastfact::attention(op, parallel_for);
-  return {out, sums};
+  return {out, weights};
+}
+
+std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, OptionalTensor mask, bool causal, double scale) {
+  return attend("attention", false, q, k, v, mask, causal, scale);
+}
+
+std::tuple<Tensor, Tensor> attention_weights(Tensor q, Tensor k, Tensor v, OptionalTensor mask, bool causal,
+                                             double scale) {
+  return attend("attention_weights", true, q, k, v, mask, causal, scale);
 }
 
 void attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, OptionalTensor mask, Tensor out, Tensor sums,
@@ -87,5 +104,6 @@ void attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, OptionalTenso
 
 STABLE_TORCH_LIBRARY_IMPL(fastfact, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_weights", TORCH_BOX(&attention_weights));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
 }

@@ -5,18 +5,17 @@
 // two registers of columns, packed where it has to be transposed, and the left one is read element by element. Backward
 // the weights are made again from the logarithms of their sums, block of rows by block of rows.
 #include <algorithm>
-#include <atomic>
 #include <limits>
 
 #include "gemm.h"
+#include "items.h"
 
 namespace fastfact {
 namespace {
 
-constexpr int64_t kBlock = 48;                 // rows whose weights are there at once; a multiple of a tile's height
-constexpr int64_t kLeastWork = 1 << 18;        // multiplications for a thread
-constexpr int64_t kFetched = 1024;             // bytes fetched ahead with each tile
-constexpr int64_t kTurns = 8, kTogether = 32;  // times a thread takes heads, of which so many at most
+constexpr int64_t kBlock = 48;           // rows whose weights are there at once; a multiple of a tile's height
+constexpr int64_t kLeastWork = 1 << 18;  // multiplications for a thread
+constexpr int64_t kFetched = 1024;       // bytes fetched ahead with each tile
 
 // Rows that are read along their columns as the right operand of a product: in panels [columns / N][rows][N], the last
 // one as wide as it must be, or, where `step` is given, as they are, rows so far apart.
@@ -383,7 +382,7 @@ struct Attend {
 
 template <class T, int B>
 struct RunAttention {
-  FF_INLINE static void run(const Attention& op, std::atomic<int64_t>* next, int64_t items, int64_t together) {
+  FF_INLINE static void run(const Attention& op, const Items& items) {
     using C = Compute<T>;
     using A = Attend<T, B>;
     const A of(op);
@@ -392,34 +391,38 @@ struct RunAttention {
     const Scratch<C> single(converts ? of.block * op.depth : 0), weights(of.block * of.across);
     const Scratch<C> found(of.direct ? 0 : of.block * of.wide);
     Ahead ahead(op.depth * sizeof(T));
-    for (int64_t first = next->fetch_add(together); first < items; first = next->fetch_add(together)) {
-      for (int64_t item = first; item < std::min(items, first + together); ++item) {
-        const T* q = head_of<T>(op, op.q, item);
-        const T* mask = head_of<T>(op, op.mask, item);
-        T* out = head_of<T>(op, op.out, item);
-        ahead.begin();
-        if (item + 1 < items) {
-          add_head<T>(op, op.out, item + 1, op.queries, ahead, true);
-          add_head<T>(op, op.q, item + 1, op.queries, ahead);
-          for (const Heads& some : {op.v, op.k}) add_head<T>(op, some, item + 1, op.keys, ahead);
+    for (int64_t item = items.take(); item < items.count(); item = items.take()) {
+      const T* q = head_of<T>(op, op.q, item);
+      const T* mask = head_of<T>(op, op.mask, item);
+      T* out = head_of<T>(op, op.out, item);
+      ahead.begin();
+      if (item + 1 < items.count()) {
+        add_head<T>(op, op.out, item + 1, op.queries, ahead, true);
+        add_head<T>(op, op.q, item + 1, op.queries, ahead);
+        for (const Heads& some : {op.v, op.k}) add_head<T>(op, some, item + 1, op.keys, ahead);
+      }
+      T* sums = static_cast<T*>(op.sums) + item * op.queries;
+      const T* k = head_of<T>(op, op.k, item);
+      const Right<C> turned_keys = of.turned(k, op.k.row, turned.get());
+      const Right<C> v = of.along(head_of<T>(op, op.v, item), op.v.row, op.keys, along.get());
+      for (int64_t row = 0; row < op.queries; row += of.block) {
+        const int64_t rows = std::min(of.block, op.queries - row);
+        const Left<C> left = of.single(q + row * op.q.row, op.q.row, rows, single.get());
+        of.multiply(rows, left, turned_keys, k, op.k.row, op.scale, weights.get(), ahead);
+        for (int64_t r = 0; r < rows; ++r) of.cover(weights.get() + r * of.across, mask, row + r);
+        for (int64_t r = 0; r < rows; r += A::L) {
+          of.softmax(weights.get() + r * of.across, std::min<int64_t>(A::L, rows - r), sums + row + r);
         }
-        T* sums = static_cast<T*>(op.sums) + item * op.queries;
-        const T* k = head_of<T>(op, op.k, item);
-        const Right<C> turned_keys = of.turned(k, op.k.row, turned.get());
-        const Right<C> v = of.along(head_of<T>(op, op.v, item), op.v.row, op.keys, along.get());
-        for (int64_t row = 0; row < op.queries; row += of.block) {
-          const int64_t rows = std::min(of.block, op.queries - row);
-          const Left<C> left = of.single(q + row * op.q.row, op.q.row, rows, single.get());
-          of.multiply(rows, left, turned_keys, k, op.k.row, op.scale, weights.get(), ahead);
-          for (int64_t r = 0; r < rows; ++r) of.cover(weights.get() + r * of.across, mask, row + r);
-          for (int64_t r = 0; r < rows; r += A::L) {
-            of.softmax(weights.get() + r * of.across, std::min<int64_t>(A::L, rows - r), sums + row + r);
+        if (op.weights) {
+          T* shown = static_cast<T*>(op.weights) + (item * op.queries + row) * op.keys;
+          for (int64_t r = 0; r < rows; ++r, shown += op.keys) {
+            copy<B>(weights.get() + r * of.across, op.keys, shown);
           }
-          const auto [to, step] = of.place(out + row * op.out.row, op.out.row, found.get());
-          A::P::run(rows, of.wide, of.seen_by(row + rows - 1), {weights.get(), of.across, 1}, v, 1, false, to, step,
-                    ahead);
-          of.write(found.get(), rows, out + row * op.out.row, op.out.row);
         }
+        const auto [to, step] = of.place(out + row * op.out.row, op.out.row, found.get());
+        A::P::run(rows, of.wide, of.seen_by(row + rows - 1), {weights.get(), of.across, 1}, v, 1, false, to, step,
+                  ahead);
+        of.write(found.get(), rows, out + row * op.out.row, op.out.row);
       }
     }
   }
@@ -427,8 +430,7 @@ struct RunAttention {
 
 template <class T, int B>
 struct RunAttentionBackward {
-  FF_INLINE static void run(const Attention& op, const AttentionGradients& to, std::atomic<int64_t>* next,
-                            int64_t items, int64_t together) {
+  FF_INLINE static void run(const Attention& op, const AttentionGradients& to, const Items& items) {
     using C = Compute<T>;
     using A = Attend<T, B>;
     using P = typename A::P;
@@ -440,85 +442,76 @@ struct RunAttentionBackward {
     const Scratch<C> weights(of.block * of.across), changes(of.block * of.across);
     const Scratch<C> dq_found(of.block * copied), dk_found(op.keys * copied), dv_found(op.keys * copied);
     Ahead ahead(op.depth * sizeof(T));
-    for (int64_t first = next->fetch_add(together); first < items; first = next->fetch_add(together)) {
-      for (int64_t item = first; item < std::min(items, first + together); ++item) {
-        const T* q = head_of<T>(op, op.q, item);
-        const T* k = head_of<T>(op, op.k, item);
-        const T* v = head_of<T>(op, op.v, item);
-        const T* mask = head_of<T>(op, op.mask, item);
-        const T* out = head_of<T>(op, op.out, item);
-        const T* grad = head_of<T>(op, to.grad, item);
-        T* dq = head_of<T>(op, to.dq, item);
-        T* dk = head_of<T>(op, to.dk, item);
-        T* dv = head_of<T>(op, to.dv, item);
-        const T* sums = static_cast<const T*>(op.sums) + item * op.queries;
-        ahead.begin();
-        if (item + 1 < items) {
-          for (const Heads& some : {to.dv, to.dk}) add_head<T>(op, some, item + 1, op.keys, ahead, true);
-          add_head<T>(op, to.dq, item + 1, op.queries, ahead, true);
-          for (const Heads& some : {op.out, to.grad, op.q}) add_head<T>(op, some, item + 1, op.queries, ahead);
-          for (const Heads& some : {op.v, op.k}) add_head<T>(op, some, item + 1, op.keys, ahead);
-        }
-        const Right<C> keys = of.turned(k, op.k.row, k_turned.get());
-        const Right<C> values = of.turned(v, op.v.row, v_turned.get());
-        const Right<C> keys_along = of.along(k, op.k.row, op.keys, k_along.get());
-        const auto [dk_to, dk_step] = of.place(dk, to.dk.row, dk_found.get());
-        const auto [dv_to, dv_step] = of.place(dv, to.dv.row, dv_found.get());
-        for (int64_t row = 0; row < op.queries; row += of.block) {
-          const int64_t rows = std::min(of.block, op.queries - row), seen = of.seen_by(row + rows - 1);
-          const T *some = q + row * op.q.row, *some_grad = grad + row * to.grad.row;
-          of.multiply(rows, of.single(some, op.q.row, rows, q_single.get()), keys, k, op.k.row, op.scale, weights.get(),
-                      ahead);
-          of.multiply(rows, of.single(some_grad, to.grad.row, rows, grad_single.get()), values, v, op.v.row, 1,
-                      changes.get(), ahead);
-          for (int64_t r = 0; r < rows; ++r) of.cover(weights.get() + r * of.across, mask, row + r);
-          for (int64_t r = 0; r < rows; r += A::L) {
-            of.backward(weights.get() + r * of.across, changes.get() + r * of.across, std::min<int64_t>(A::L, rows - r),
-                        sums + row + r, some_grad + r * to.grad.row, to.grad.row, out + (row + r) * op.out.row);
-          }
-          const auto [dq_to, dq_step] = of.place(dq + row * to.dq.row, to.dq.row, dq_found.get());
-          P::run(rows, of.wide, seen, {changes.get(), of.across, 1}, keys_along, op.scale, false, dq_to, dq_step,
-                 ahead);
-          of.write(dq_found.get(), rows, dq + row * to.dq.row, to.dq.row);
-          P::run(op.keys, of.wide, rows, {changes.get(), 1, of.across}, of.along(some, op.q.row, rows, q_along.get()),
-                 op.scale, row > 0, dk_to, dk_step, ahead);
-          P::run(op.keys, of.wide, rows, {weights.get(), 1, of.across},
-                 of.along(some_grad, to.grad.row, rows, grad_along.get()), 1, row > 0, dv_to, dv_step, ahead);
-        }
-        of.write(dk_found.get(), op.keys, dk, to.dk.row);
-        of.write(dv_found.get(), op.keys, dv, to.dv.row);
+    for (int64_t item = items.take(); item < items.count(); item = items.take()) {
+      const T* q = head_of<T>(op, op.q, item);
+      const T* k = head_of<T>(op, op.k, item);
+      const T* v = head_of<T>(op, op.v, item);
+      const T* mask = head_of<T>(op, op.mask, item);
+      const T* out = head_of<T>(op, op.out, item);
+      const T* grad = head_of<T>(op, to.grad, item);
+      T* dq = head_of<T>(op, to.dq, item);
+      T* dk = head_of<T>(op, to.dk, item);
+      T* dv = head_of<T>(op, to.dv, item);
+      const T* sums = static_cast<const T*>(op.sums) + item * op.queries;
+      ahead.begin();
+      if (item + 1 < items.count()) {
+        for (const Heads& some : {to.dv, to.dk}) add_head<T>(op, some, item + 1, op.keys, ahead, true);
+        add_head<T>(op, to.dq, item + 1, op.queries, ahead, true);
+        for (const Heads& some : {op.out, to.grad, op.q}) add_head<T>(op, some, item + 1, op.queries, ahead);
+        for (const Heads& some : {op.v, op.k}) add_head<T>(op, some, item + 1, op.keys, ahead);
       }
+      const Right<C> keys = of.turned(k, op.k.row, k_turned.get());
+      const Right<C> values = of.turned(v, op.v.row, v_turned.get());
+      const Right<C> keys_along = of.along(k, op.k.row, op.keys, k_along.get());
+      const auto [dk_to, dk_step] = of.place(dk, to.dk.row, dk_found.get());
+      const auto [dv_to, dv_step] = of.place(dv, to.dv.row, dv_found.get());
+      for (int64_t row = 0; row < op.queries; row += of.block) {
+        const int64_t rows = std::min(of.block, op.queries - row), seen = of.seen_by(row + rows - 1);
+        const T *some = q + row * op.q.row, *some_grad = grad + row * to.grad.row;
+        of.multiply(rows, of.single(some, op.q.row, rows, q_single.get()), keys, k, op.k.row, op.scale, weights.get(),
+                    ahead);
+        of.multiply(rows, of.single(some_grad, to.grad.row, rows, grad_single.get()), values, v, op.v.row, 1,
+                    changes.get(), ahead);
+        for (int64_t r = 0; r < rows; ++r) of.cover(weights.get() + r * of.across, mask, row + r);
+        for (int64_t r = 0; r < rows; r += A::L) {
+          of.backward(weights.get() + r * of.across, changes.get() + r * of.across, std::min<int64_t>(A::L, rows - r),
+                      sums + row + r, some_grad + r * to.grad.row, to.grad.row, out + (row + r) * op.out.row);
+        }
+        const auto [dq_to, dq_step] = of.place(dq + row * to.dq.row, to.dq.row, dq_found.get());
+        P::run(rows, of.wide, seen, {changes.get(), of.across, 1}, keys_along, op.scale, false, dq_to, dq_step, ahead);
+        of.write(dq_found.get(), rows, dq + row * to.dq.row, to.dq.row);
+        P::run(op.keys, of.wide, rows, {changes.get(), 1, of.across}, of.along(some, op.q.row, rows, q_along.get()),
+               op.scale, row > 0, dk_to, dk_step, ahead);
+        P::run(op.keys, of.wide, rows, {weights.get(), 1, of.across},
+               of.along(some_grad, to.grad.row, rows, grad_along.get()), 1, row > 0, dv_to, dv_step, ahead);
+      }
+      of.write(dk_found.get(), op.keys, dk, to.dk.row);
+      of.write(dv_found.get(), op.keys, dv, to.dv.row);
     }
   }
 };
 
-// body(items, how many are taken together, next item) by as many threads as the work is for
+// body(items), the heads of all samples, by as many threads as the work is for
 template <class F>
 void in_turn(const Attention& op, int64_t products, ParallelFor parallel_for, const F& body) {
   const int64_t items = op.clients * op.samples * op.heads;
   if (items == 0 || op.queries == 0) return;
   const int64_t work = std::max<int64_t>(products * op.queries * op.keys * op.depth, 1);
-  const int64_t threads = std::clamp<int64_t>(items * work / kLeastWork, 1, std::max<int64_t>(op.threads, 1));
-  const int64_t together = std::clamp<int64_t>(items / (kTurns * threads), 1, kTogether);
-  std::atomic<int64_t> next{0};
-  parallel(parallel_for, std::min(threads, items), 1, [&](int64_t, int64_t) { body(items, together, &next); });
+  parallel_items(parallel_for, items, ceil_div(kLeastWork, work), body);
 }
 
 }  // namespace
 
 void attention(const Attention& op, ParallelFor parallel_for) {
   with_type(op.type, [&](auto type) {
-    in_turn(op, 2, parallel_for, [&](int64_t items, int64_t together, std::atomic<int64_t>* next) {
-      dispatch<RunAttention, decltype(type)>(op, next, items, together);
-    });
+    in_turn(op, 2, parallel_for, [&](const Items& items) { dispatch<RunAttention, decltype(type)>(op, items); });
   });
 }
 
 void attention_backward(const Attention& op, const AttentionGradients& gradients, ParallelFor parallel_for) {
   with_type(op.type, [&](auto type) {
-    in_turn(op, 5, parallel_for, [&](int64_t items, int64_t together, std::atomic<int64_t>* next) {
-      dispatch<RunAttentionBackward, decltype(type)>(op, gradients, next, items, together);
-    });
+    in_turn(op, 5, parallel_for,
+            [&](const Items& items) { dispatch<RunAttentionBackward, decltype(type)>(op, gradients, items); });
   });
 }
 

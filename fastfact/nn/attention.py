@@ -1,21 +1,25 @@
 """Attention whose packed input projections are made from factors."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastfact.nn.layer import FactorizedLayer, as_leaf
 from fastfact.nn.layers import FactorizedLinear
+from fastfact.nn.operators import Operated, Part, are_plain, is_watched
 from fastfact.nn.specs import LowRank
 from fastfact.ops import attention
 from fastfact.ops.backends import PLAIN
-from fastfact.ops.common import autocasts, transforming
+from fastfact.ops.common import autocasts, recording, transforming
 
+LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear, FactorizedLinear)
+"""Linear layers that are all that they seem."""
 PROJECTIONS = {
     "in_proj_weight": "in_proj",
     "q_proj_weight": "q_proj",
@@ -69,7 +73,7 @@ class Tokens(NamedTuple):
         return torch.nested.as_nested_tensor(list(x.split(lengths)))
 
 
-class FactorizedMultiheadAttention(nn.MultiheadAttention):
+class FactorizedMultiheadAttention(Operated, nn.MultiheadAttention):
     """`nn.MultiheadAttention` of which some input projections are factorized layers, its submodules: `in_proj` for the
     packed weight [3 e, e] of queries, keys and values, or `q_proj`, `k_proj`, `v_proj` where these have other widths.
 
@@ -91,7 +95,7 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
     def to_dense(self) -> nn.MultiheadAttention:
         """The `nn.MultiheadAttention` of the same function."""
         dense = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
-        dense.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in self.__dict__.items()}
+        dense.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in self.__getstate__().items()}
         for name, projection in PROJECTIONS.items():
             if projection in dense._modules:
                 layer = dense._modules.pop(projection)
@@ -122,6 +126,29 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
                     query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
                 )
             return self._of_nested(query, need_weights, average_attn_weights)
+        if query is key is value and attn_mask is None is key_padding_mask and not (self.training or is_causal):
+            how = (
+                need_weights,
+                average_attn_weights,
+                self.embed_dim,
+                self.num_heads,
+                self.batch_first,
+                self.add_zero_attn,
+            )
+            if (found := self._served(how, query)) is not None:
+                return found
+            if self._has_operator(query) and (parts := self.parts(query)):
+                kind = f"attention of {self.num_heads} heads" + ", weights" * need_weights
+
+                def by_layers(x: Tensor) -> tuple[Tensor, Tensor | None]:
+                    return self._computed(x, x, x, None, need_weights, None, average_attn_weights, False)
+
+                return self._serve(how, kind, query, parts, by_layers)
+        given = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        return self._computed(query, key, value, *given)
+
+    def _computed(self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal):
+        """The forward, layer after layer."""
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal needs attn_mask: it only says that this mask is the causal one")
         batched, first = query.dim() == 3, self.batch_first
@@ -165,6 +192,32 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
         if not batched:
             return y.squeeze(0), None if weights is None else weights.squeeze(0)
         return y if first else y.transpose(0, 1), weights
+
+    def _by_operator(self, how: Hashable, x: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        (in_proj, out_proj), (need_weights, average, embed_dim, num_heads, *_) = weights, how
+        weights = in_proj, self.in_proj_bias, out_proj, self.out_proj.bias
+        return torch._native_multi_head_attention(x, x, x, embed_dim, num_heads, *weights, None, need_weights, average)
+
+    def parts(self, x: Tensor) -> list[Part] | None:
+        """The projections of all inputs and of the output, where PyTorch has an operator for attention of x with itself
+        by their weights; it is for the caller to know that nobody sees what they compute."""
+        own, out_proj = self._modules, self.out_proj
+        in_proj = own["in_proj"] if "in_proj" in own else self._parameters.get("in_proj_weight")
+        if in_proj is None or not self.batch_first or self.num_heads % 2 or x.dim() != 3 or not x.numel():
+            return None
+        in_bias, out_bias = self.in_proj_bias, out_proj.bias
+        if in_bias is None or out_bias is None or self.bias_k is not None or self.add_zero_attn:
+            return None
+        if in_bias.dtype != x.dtype or out_bias.dtype != x.dtype:
+            return None
+        return [in_proj, out_proj if type(out_proj) is FactorizedLinear else out_proj.weight]
+
+    def _has_operator(self, x: Tensor) -> bool:
+        """Whether PyTorch's operator may serve at all."""
+        if self.training or type(x) not in PLAIN or not torch.backends.mha.get_fastpath_enabled() or transforming():
+            return False
+        layers = [layer for layer in self._modules.values() if layer is not None]
+        return all(type(layer) in LINEAR for layer in layers) and are_plain(*layers)
 
     def of_tokens(self, x: Tensor, tokens: Tokens, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """Attention of sequences with themselves, x [tokens, e] → y [tokens, e] and the weights [n, heads, length,
@@ -212,16 +265,20 @@ class FactorizedMultiheadAttention(nn.MultiheadAttention):
     def _attended(self, q, k, v, mask, causal: bool, need_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attention of each head, q [n, heads, length, d], and its weights if they are asked for."""
         dropout = self.dropout if self.training else 0.0
+        kernel = not dropout and attention.serves(q, k, v, mask) and attention.pays(q, k)
         if not need_weights:
-            if not dropout and attention.serves(q, k, v, mask) and attention.pays(q, k):
+            if kernel:
                 return attention.attention(q, k, v, mask, causal), None
             if dropout or causal or mask is not None or not attention.by_products(q, k):
                 return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+        mine = not (torch.is_grad_enabled() or transforming() or autocasts(q.device.type))
+        # A query that a mask lets see nothing has weights that are not numbers.
+        if kernel and mine and mask is None and not recording():
+            return attention.with_weights(q, k, v)
         left, right = q.flatten(0, 1), k.flatten(0, 1).mT
         scores = torch.baddbmm(q.new_zeros(1, 1, 1), left, right, beta=0, alpha=1 / math.sqrt(q.shape[-1]))
         scores = scores.view(*q.shape[:2], *scores.shape[1:])
         scores = scores if mask is None else scores + mask
-        mine = not (torch.is_grad_enabled() or transforming() or autocasts(q.device.type))
         weights = torch.softmax(scores, -1, out=scores if mine else None)
         weights = F.dropout(weights, dropout) if dropout else weights
         return weights @ v, weights if need_weights else None
@@ -292,14 +349,6 @@ def plus(y: Tensor, other: Tensor, module: nn.Module) -> Tensor:
     if not own or not fits or transforming() or is_watched(module):
         return y + other
     return y.add_(other)
-
-
-def is_watched(*modules: nn.Module) -> bool:
-    """Whether hooks see what these modules are given or compute, or its gradients."""
-    if nn.modules.module._has_any_global_hook():
-        return True
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return any(one.__dict__[name] for one in modules for name in hooks)
 
 
 def _is_apart(layer: nn.Module, x: Tensor) -> bool:

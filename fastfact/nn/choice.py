@@ -22,6 +22,7 @@ import json
 import logging
 import math
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -78,8 +79,9 @@ class Work(NamedTuple):
     kind: "spatial", "kernel" (the layouts of a convolution), "linear", or another spec than `Rank1`. size: of W. rows:
     images of an input, or rows of a linear layer's. image: (h, w) of the input, (1, 1) of a linear layer. nonzeros:
     numbers of μ, 0 without μ. step: "evaluation" (what is made once is kept), "forward", "training" (forward and
-    backward), "weights" (the same where the input wants no gradient, as in the first layer of a network) or "kept" (the
-    product with a W that is kept, in one of several orders, see `ANSWERS`). dense: whether μ is.
+    backward), "weights" (the same where the input wants no gradient, as in the first layer of a network), "kept" (the
+    product with a W that is kept, in one of several orders, see `ANSWERS`) or "module" (several layers in evaluation:
+    "reconstruct" by PyTorch's operator for all of them, "factored" one after the other). dense: whether μ is.
     """
 
     kind: str
@@ -129,6 +131,8 @@ def _coarse(n: int, steps: int) -> int:
 def rule(work: Work) -> str:
     """The path that is likely to be faster, without a measurement: by the multiplications of each, and what a nonzero
     of μ costs beside one of a dense product."""
+    if work.step == "module":
+        return "factored"
     if work.device != "cpu" or not loaded("cpu") or work.kind not in KINDS:
         return "reconstruct"
     if work.step == "kept":
@@ -377,7 +381,7 @@ Side = Callable[[Timed], object]
 
 
 def times(sides: Mapping[str, Side]) -> dict[str, float]:
-    """path → the shortest time of a run in seconds, within the budget; a path that fails is left out.
+    """path → the time of a run in seconds, as `_typical` has it, within the budget; a path that fails is left out.
 
     Where hooks of the caller would see what autograd saves (activation checkpoints), it runs in a thread of its own.
     """
@@ -429,13 +433,26 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
         first[path] = min(first[path], timed.of(sides[path]))
     _prepared = True
     alive = [path for path in first if first[path] < far]
-    shortest, behind = dict(first), math.inf
+    runs, behind = {path: [] for path in alive}, math.inf
     for done in itertools.count(1):
         for path in alive:
-            shortest[path] = min(shortest[path], timed.of(sides[path]))
+            runs[path].append(timed.of(sides[path]))
         behind, took = BEHIND.get(done, behind), timed.clock() - began
-        least = min((shortest[path] for path in alive), default=0)
-        alive = [path for path in alive if shortest[path] <= behind * least]
+        least = min((min(runs[path]) for path in alive), default=0)
+        alive = [path for path in alive if min(runs[path]) <= behind * least]
         enough = done >= ENOUGH and took > SHORT
         if len(alive) < 2 or enough or took > (BUDGET if done >= FEW else LONG):
-            return shortest
+            return first | _typical(runs)
+
+
+def _typical(runs: Mapping[str, list[float]]) -> dict[str, float]:
+    """path → seconds, from the runs of each, made in turn: the shortest one of the fastest path, and of the others how
+    many times what that took in the same turn, the median: so it matters less when the machine was fast, or busy."""
+    if not runs:
+        return {}
+    fastest = min(runs, key=lambda path: min(runs[path]))
+    seconds = min(runs[fastest])
+    return {
+        path: seconds * statistics.median(mine / max(its, 1e-9) for mine, its in zip(own, runs[fastest], strict=False))
+        for path, own in runs.items()
+    }

@@ -14,6 +14,7 @@ from fastfact.base.formats import FLOATING
 from fastfact.nn.attention import PROJECTIONS, FactorizedMultiheadAttention
 from fastfact.nn.layer import FactorizedLayer, hooked
 from fastfact.nn.layers import FactorizedConv1d, FactorizedConv2d, FactorizedLinear
+from fastfact.nn.operators import Operated
 from fastfact.nn.specs import INITS, LowRank, Spec
 from fastfact.nn.transformer import FUSED
 from fastfact.ops.common import address
@@ -169,6 +170,8 @@ def densify(model: nn.Module) -> nn.Module:
     model = _replace(model, new)
     for module in model.modules():
         if type(module) in _NOT_FUSED:
+            if isinstance(module, Operated):
+                module._forget()
             module.__class__ = _NOT_FUSED[type(module)]
     return model
 

@@ -4,23 +4,24 @@ Where PyTorch's encoder takes these, the ones here compute the same by their lay
 activations and residuals where they stand, and nothing but the attention itself of the padding.
 """
 
+from collections.abc import Hashable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fastfact.nn.attention import FactorizedMultiheadAttention, Tokens, is_watched, plus
+from fastfact.nn.attention import LINEAR, FactorizedMultiheadAttention, Tokens, plus
 from fastfact.nn.layer import as_leaf
 from fastfact.nn.layers import FactorizedLinear
+from fastfact.nn.operators import Operated, Part, are_plain
 from fastfact.ops.backends import PLAIN
 from fastfact.ops.common import transforming
 
-_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear, FactorizedLinear)
 _ATTENTION = (nn.MultiheadAttention, FactorizedMultiheadAttention)
 
 
-class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
+class FactorizedTransformerEncoderLayer(Operated, nn.TransformerEncoderLayer):
     """`nn.TransformerEncoderLayer` with factorized layers in it or in its encoder, made by `ff.factorize`."""
 
     def forward(
@@ -33,6 +34,10 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         """As `nn.TransformerEncoderLayer.forward`."""
         if type(src) is Proxy:
             return as_leaf(self, src, src_mask, src_key_padding_mask, is_causal)
+        masked = src_mask is not None or src_key_padding_mask is not None or is_causal
+        how = self._activation(), self.norm_first
+        if not masked and (found := self._served(how, src)) is not None:
+            return found
         if self._is_dense() or not self.is_fused(src):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         if src.is_nested and src_mask is None and src_key_padding_mask is None:
@@ -43,7 +48,44 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
             how = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
             return self.self_attn(x, x, x, need_weights=False, **how)[0]
 
-        return self._computed(src, attend)
+        parts = None if masked or how[0] is None else self._parts(src)
+        if parts is None:
+            return self._computed(src, attend)
+        kind = f"encoder of {self.self_attn.num_heads} heads, {how[0]}, norms {'first' if how[1] else 'last'}"
+        return self._serve(how, kind, src, parts, lambda x: self._computed(x, attend))
+
+    def _parts(self, x: Tensor) -> list[Part] | None:
+        """The layers, where PyTorch has an operator for all of them by their weights."""
+        attention, norms = self.self_attn, (self.norm1, self.norm2)
+        if type(attention) is not FactorizedMultiheadAttention:
+            return None
+        of_attention = attention.parts(x)
+        if of_attention is None or any(type(norm) is not nn.LayerNorm for norm in norms):
+            return None
+        biases = self.linear1.bias, self.linear2.bias, *(norm.bias for norm in norms)
+        if self.norm1.eps != self.norm2.eps or any(bias is None or bias.dtype != x.dtype for bias in biases):
+            return None
+        linear = self.linear1, self.linear2
+        return of_attention + [one if type(one) is FactorizedLinear else one.weight for one in linear]
+
+    def _activation(self) -> str | None:
+        """The activation, where PyTorch's operator has it."""
+        activation = self.activation
+        if activation is F.relu or type(activation) is nn.ReLU:
+            return "relu"
+        is_gelu = type(activation) is nn.GELU and activation.approximate == "none"
+        return "gelu" if activation is F.gelu or is_gelu else None
+
+    def _by_operator(self, how: Hashable, x: Tensor, *weights: Tensor) -> Tensor:
+        attention, norm1, norm2 = self.self_attn, self.norm1, self.norm2
+        in_proj, out_proj, first, second = weights
+        return torch._transformer_encoder_layer_fwd(
+            *(x, attention.embed_dim, attention.num_heads),
+            *(in_proj, attention.in_proj_bias, out_proj, attention.out_proj.bias),
+            *(how[0] == "gelu", how[1], norm1.eps),
+            *(norm1.weight, norm1.bias, norm2.weight, norm2.bias),
+            *(first, self.linear1.bias, second, self.linear2.bias),
+        )
 
     def of_tokens(self, x: Tensor, tokens: Tokens) -> Tensor:
         """The layer, where it `is_fused`, of the tokens [tokens, e] of sequences alone."""
@@ -66,12 +108,13 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         """Whether nobody sees what the layer computes of x on the way, or differentiates it, and nothing is dropped."""
         if self.training or type(x) not in PLAIN or transforming() or not torch.backends.mha.get_fastpath_enabled():
             return False
-        if type(self.self_attn) not in _ATTENTION:
+        attention = self.self_attn
+        if type(attention) not in _ATTENTION:
             return False
-        if any(type(one) not in _LINEAR for one in (self.linear1, self.linear2, self.self_attn.out_proj)):
+        if any(type(one) not in LINEAR for one in (self.linear1, self.linear2, attention.out_proj)):
             return False
-        modules = [one for one in (self, *self._modules.values(), *self.self_attn._modules.values()) if one is not None]
-        if is_watched(*modules) or any(one.training or "forward" in one.__dict__ for one in modules):
+        modules = self, *self._modules.values(), *attention._modules.values()
+        if not are_plain(*(one for one in modules if one is not None)):
             return False
         return not torch.is_grad_enabled() or not any(p.requires_grad for p in (x, *self.parameters()))
 
@@ -82,8 +125,7 @@ class FactorizedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         x = plus(y, x, self.self_attn)
         x = x if first else self.norm1(x)
         y = self.linear1(self.norm2(x) if first else x)
-        relu = self.activation is F.relu or type(self.activation) is nn.ReLU
-        y = self.linear2(F.relu_(y) if relu else self.activation(y))
+        y = self.linear2(F.relu_(y) if self._activation() == "relu" else self.activation(y))
         x = plus(y, x, self.linear2)
         return x if first else self.norm2(x)
 

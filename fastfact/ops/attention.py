@@ -11,7 +11,7 @@ from torch import Tensor
 from fastfact.ops.backends import PRODUCTS_ARE_SLOW, implementation, kernel_serves
 from fastfact.ops.common import has_tangents, recording, transforming
 
-OP, BACKWARD = "attention", "attention_backward"
+OP, WEIGHTS, BACKWARD = "attention", "attention_weights", "attention_backward"
 SHORT = 1 << (17 if PRODUCTS_ARE_SLOW else 14)
 """Up to so many numbers of a head's keys the kernel is no slower than PyTorch's, as measured."""
 _VIEWS = frozenset(
@@ -90,6 +90,11 @@ def attention(
     else:
         out = function.apply(how._replace(packed=packed), mask, whole)
     return out[0] if transforms else out
+
+
+def with_weights(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """`attention` and its weights [n, h, l, m], for what `serves` outside of graphs and transforms; no gradients."""
+    return implementation(WEIGHTS)(query, key, value, None, False, 1 / math.sqrt(query.shape[-1]))
 
 
 class _Packed(NamedTuple):

@@ -240,6 +240,19 @@ def attention(
     return out.transpose(-2, -3).contiguous().transpose(-2, -3), sums
 
 
+def _fake_attention_weights(q, k, v, mask, causal, scale):
+    return _fake_attention(q, k, v, mask, causal, scale)[0], q.new_empty(*q.shape[:-1], k.shape[-2])
+
+
+@op(_fake_attention_weights, kernels=("cpu",), one_client=True)
+def attention_weights(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, weights [k, n, h, l, m]): `attention`, and what it multiplies v by."""
+    out, sums = attention(q, k, v, mask, causal, scale)
+    return out, torch.exp(_scores(q, k, mask, causal, scale) - sums.unsqueeze(-1))
+
+
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     scores = scale * (q @ k.mT)
     if mask is not None:

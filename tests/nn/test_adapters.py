@@ -196,7 +196,8 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batched", [True, False])
-def test_attention_without_a_weight_is_that_with_it(options, need_weights, batched):
+@pytest.mark.parametrize("gradients", [True, False])
+def test_attention_without_a_weight_is_that_with_it(options, need_weights, batched, gradients):
     settings = OPTIONS[options]
     dense, new = attentions(**settings)
     assert type(dense) is nn.MultiheadAttention
@@ -223,7 +224,7 @@ def test_attention_without_a_weight_is_that_with_it(options, need_weights, batch
             {"attn_mask": causal, "key_padding_mask": padding, "average_attn_weights": False},
             {"attn_mask": causal, "is_causal": True} if options in ("plain", "batch first") and rows == long else {},
         ):
-            with Sizes() as sizes:
+            with torch.set_grad_enabled(gradients), Sizes() as sizes:
                 y, weights = new(query, key, value, need_weights=need_weights, **masks)
             assert (48, 16) not in sizes.made
             wanted, wanted_weights = dense(query, key, value, need_weights=need_weights, **masks)

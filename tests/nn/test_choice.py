@@ -553,6 +553,25 @@ def test_long_work_far_behind_is_run_once(monkeypatch, prepared):
     assert min(seconds, key=seconds.get) == "prepares"
 
 
+def test_one_fast_run_makes_no_path_the_fastest(monkeypatch):
+    """The machine is twice as fast for one run, and slower by half in a third of the turns."""
+    now, runs = [0.0], []
+
+    def side(name, seconds):
+        def run():
+            turn = runs.count(name)
+            runs.append(name)
+            now[0] += seconds * (0.5 if (name, turn) == ("lucky", 9) else 1.5 if turn % 3 == 0 else 1)
+
+        return timed(run)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
+    seconds = choice.times({"lucky": side("lucky", 0.0021), "quick": side("quick", 0.002)})
+    assert seconds["quick"] < seconds["lucky"]
+    assert seconds["lucky"] / seconds["quick"] == pytest.approx(1.05)
+
+
 @pytest.mark.parametrize("held_up", [0, 1])
 def test_short_work_that_was_held_up_is_timed_again(held_up, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

@@ -560,6 +560,8 @@ void attentions() {
   op.v = together ? heads(q, l, row, 2 * h * d) : heads(values, m, row, 0);
   op.mask = {masks ? mask.data() : nullptr, 0, 0, 0, m}, op.mask_column = 1;
   op.out = heads(out, l, h * d, 0), op.sums = sums.data(), op.threads = pick_int(1, 3);
+  auto shown = unwritten<T>(pick_int(0, 1) ? sums.size() * m : 0);
+  if (!shown.empty()) op.weights = shown.data();
   AttentionGradients to{heads(grad, l, h * d, 0), heads(dq, l, row, 0), heads(dk, m, row, 0), heads(dv, m, row, 0)};
   if (together) to.dk = heads(dq, l, row, h * d), to.dv = heads(dq, l, row, 2 * h * d);
   attention(op, threads);
@@ -572,7 +574,7 @@ void attentions() {
     return static_cast<T*>(of.data) - data.data() + c * of.client + s * of.sample + head * of.head + at * of.row;
   };
   std::vector<Sum> out_true(out.size()), sums_true(sums.size()), dq_true(dq.size()), dk_true(dk.size()),
-      dv_true(dv.size());
+      dv_true(dv.size()), shown_true(shown.size());
   auto &dk_of = together ? dq_true : dk_true, &dv_of = together ? dq_true : dv_true;
   const auto &dk_in = together ? dq : dk, &dv_in = together ? dq : dv;
   auto add = [](Sum& sum, double x, double magnitude) { sum.value += x, sum.magnitude += magnitude; };
@@ -598,6 +600,7 @@ void attentions() {
       double mean = 0, means = 0;
       for (int64_t j = 0; j < m; ++j) {
         weight[j] = std::exp(scores[j].value - log);
+        if (!shown.empty()) add(shown_true[(at * l + i) * m + j], weight[j], weight[j] * large);
         for (int64_t e = 0; e < d; ++e) {
           const double x = value(op.v, c, s, head, j, e), g = value(to.grad, c, s, head, i, e);
           add(out_true[place(op.out, out, c, s, head, i) + e], weight[j] * x, weight[j] * std::abs(x) * large);
@@ -623,6 +626,7 @@ void attentions() {
   }
   compare("attention", out, out_true);
   compare("attention sums", sums, sums_true);
+  compare("attention weights", shown, shown_true);
   attention_backward(op, to, threads);
   compare("attention dq", dq, dq_true);
   if (!together) compare("attention dk", dk, dk_true), compare("attention dv", dv, dv_true);

@@ -130,6 +130,10 @@ def test_kernel_and_reference(shape, dtype):
         wanted = [torch.empty_like(t) for t in (q64, k64, v64)]
         reference.attention_backward(g64, q64, k64, v64, mask64, *true, *wanted, causal, 0.5)
         close = {F64: 1e-11, F32: 2e-5, torch.bfloat16: 0.2, torch.float16: 2e-2}[dtype]
+        again, weights = torch.ops.fastfact.attention_weights(q, k, v, mask, causal, 0.5)
+        assert torch.equal(again, out) and again.stride() == out.stride()
+        found.append(weights)
+        wanted.append(reference.attention_weights(q64, k64, v64, mask64, causal, 0.5)[1])
         for one, other in zip((out, sums, *found), (*true, *wanted), strict=True):
             torch.testing.assert_close(one.double(), other, rtol=close, atol=close)
 
