@@ -44,7 +44,6 @@ fastfact::Attention describe(const char* op, const Tensor& q, const Tensor& k, c
     expect(op, "mask", *mask, shape, q);
     out.mask = heads(*mask), out.mask_column = mask->size(axes + 3) > 1 ? mask->stride(axes + 3) : 0;
   }
-  out.threads = torch::stable::get_num_threads();
   return out;
 }
 

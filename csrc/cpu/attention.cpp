@@ -164,16 +164,21 @@ struct Attend {
   const Attention& op;
   const int64_t wide, across;  // depth and keys as multiples of a register
   const bool direct;           // whether rows can be read and written as they are
-  const int64_t few;           // the last keys, where they are too few for a register of columns
   const int64_t block;
+  const int64_t few;  // the last keys, where they are too few for a register of columns
 
   FF_INLINE explicit Attend(const Attention& op)
       : op(op),
         wide(ceil_div(op.depth, L) * L),
         across(ceil_div(op.keys, L) * L),
         direct(std::is_same_v<T, C> && op.depth % L == 0),
-        few(direct && op.keys % L <= L / 4 ? op.keys % L : 0),
-        block(std::min(op.queries, kBlock)) {}
+        block(std::min(op.queries, kBlock)),
+        few(direct && dots_are_faster(op.keys % L) ? op.keys % L : 0) {}
+
+  // Of so many keys: L rows at once take `depth` multiplications for each, and to add up the lanes as much as 8 · L.
+  bool dots_are_faster(int64_t keys) const {
+    return keys * ceil_div(block, L) * (op.depth + 8 * L) < block * op.depth;
+  }
 
   // Keys or values, but for the `few` last ones, as columns: panels [keys / N][depth][N].
   FF_INLINE Right<C> turned(const T* data, int64_t step, C* to) const {

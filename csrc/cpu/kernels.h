@@ -159,7 +159,6 @@ struct Attention {
   int64_t mask_column;       // the step of its columns
   void* sums;                // [clients, samples, heads, queries], contiguous
   void* weights;             // of each query its keys', [clients, samples, heads, queries, keys], contiguous; or null
-  int64_t threads;           // how many `parallel_for` has; no number depends on it
 };
 
 struct AttentionGradients {

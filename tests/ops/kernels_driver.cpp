@@ -559,7 +559,7 @@ void attentions() {
   op.k = together ? heads(q, l, row, h * d) : heads(keys, m, row, 0);
   op.v = together ? heads(q, l, row, 2 * h * d) : heads(values, m, row, 0);
   op.mask = {masks ? mask.data() : nullptr, 0, 0, 0, m}, op.mask_column = 1;
-  op.out = heads(out, l, h * d, 0), op.sums = sums.data(), op.threads = pick_int(1, 3);
+  op.out = heads(out, l, h * d, 0), op.sums = sums.data();
   auto shown = unwritten<T>(pick_int(0, 1) ? sums.size() * m : 0);
   if (!shown.empty()) op.weights = shown.data();
   AttentionGradients to{heads(grad, l, h * d, 0), heads(dq, l, row, 0), heads(dk, m, row, 0), heads(dv, m, row, 0)};
