@@ -63,8 +63,9 @@ NEAR, FAR = 1 << 21, 1 << 23
 CACHES, HEAVY, SURE, FIRM = 1 << 25, 1 << 18, 0.75, 1.1
 """Bytes of other memory after which the caches hold no weights; bytes of W in layers of networks whose weights may not
 be there; what share of the other's time a path takes that is faster in any case; how much faster it must be else."""
-MARGIN = 1.03
-"""How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads."""
+MARGIN, MARGIN_OF_TAPS = 1.03, 1.08
+"""How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads: in
+the training of convolutions with kernels of more than one tap, on several threads, by more. As `APART`."""
 COLD = 4e-6
 """Seconds that PyTorch's convolution takes longer in evaluation, among other layers, than the measurement shows: more
 of its code has to be fetched again."""
@@ -296,7 +297,10 @@ def _counted(work: Work, path: str, seconds: float) -> float:
         if path == "factored" and not work.channels_last and work.device == "cpu" and torch.get_num_threads() > 1:
             return seconds * APART
         return seconds + COLD if path == "reconstruct" else seconds
-    return seconds if path == "reconstruct" else seconds * MARGIN
+    if path == "reconstruct":
+        return seconds
+    of_taps = work.step in ("training", "weights") and math.prod(work.size[2:]) > 1 and work.device == "cpu"
+    return seconds * (MARGIN_OF_TAPS if of_taps and torch.get_num_threads() > 1 else MARGIN)
 
 
 @functools.cache
