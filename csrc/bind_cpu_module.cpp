@@ -154,13 +154,62 @@ PyObject* tuple_of(PyObject* const* objects, Py_ssize_t count) {
   return out;
 }
 
-const Layer* layer_of(PyObject* bytes) {
-  if (!PyBytes_Check(bytes) || PyBytes_Size(bytes) != sizeof(Layer)) {
-    PyErr_SetString(PyExc_TypeError, "must be the settings of a layer");
-    return nullptr;
+// What a layer is asked for. sequences: x [n, c, l] of a convolution stands for images [n, c, 1, l], and so does y.
+struct Asked {
+  Layer layer;
+  bool sequences;
+
+  bool read(PyObject* bytes) {
+    if (!PyBytes_Check(bytes) || PyBytes_Size(bytes) != sizeof(Layer)) {
+      PyErr_SetString(PyExc_TypeError, "must be the settings of a layer");
+      return false;
+    }
+    std::memcpy(&layer, PyBytes_AsString(bytes), sizeof(layer));
+    constexpr int64_t kSequences = 8;  // beside the kind
+    sequences = layer.kind & kSequences;
+    layer.kind = decltype(layer.kind)(layer.kind & ~kSequences);
+    return true;
   }
-  return reinterpret_cast<const Layer*>(PyBytes_AsString(bytes));
-}
+};
+
+// A tensor as a layer computes with it.
+class Computed {
+ public:
+  Computed(const Asked& of, void* tensor) : at_(tensor) {
+    const auto handle = reinterpret_cast<AtenTensorHandle>(&tensor);
+    int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
+    if (!of.sequences || !tensor || aoti_torch_get_dim(handle, &dim) || dim != 3 ||
+        aoti_torch_get_sizes(handle, &sizes) || aoti_torch_get_strides(handle, &strides)) {
+      return;
+    }
+    const int64_t size[4] = {sizes[0], sizes[1], 1, sizes[2]};
+    const int64_t step[4] = {strides[0], strides[1], sizes[2] * strides[2], strides[2]};
+    if (!aoti_torch__reinterpret_tensor(handle, 4, size, step, 0, &image_)) at_ = *reinterpret_cast<void**>(image_);
+  }
+  Computed(const Computed&) = delete;
+  Computed& operator=(const Computed&) = delete;
+  ~Computed() {
+    if (image_) aoti_torch_delete_tensor_object(image_);
+  }
+  void* at() const { return at_; }
+
+  // Images that were computed, as what they stand for; whether they are.
+  bool give(AtenTensorHandle* computed) const {
+    if (!image_ || !*computed) return true;
+    int64_t *sizes = nullptr, *strides = nullptr;
+    AtenTensorHandle sequences;
+    if (aoti_torch_get_sizes(*computed, &sizes) || aoti_torch_get_strides(*computed, &strides)) return false;
+    const int64_t size[3] = {sizes[0], sizes[1], sizes[3]}, step[3] = {strides[0], strides[1], strides[3]};
+    if (aoti_torch__reinterpret_tensor(*computed, 3, size, step, 0, &sequences)) return false;
+    aoti_torch_delete_tensor_object(*computed);
+    *computed = sequences;
+    return true;
+  }
+
+ private:
+  void* at_;
+  AtenTensorHandle image_ = nullptr;
+};
 
 bool expects(const char* name, Py_ssize_t given, Py_ssize_t wanted) {
   if (given == wanted) return true;
@@ -426,9 +475,14 @@ PyObject* serve(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // (out …) of a function of `direct`, None where it refuses.
 template <int N, class F>
-PyObject* given_out(const Layer& of, void* x, bool alone, const F& body) {
+PyObject* given_out(const Asked& of, void* x, bool alone, const F& body) {
   AtenTensorHandle handles[N];
-  if (!computed(of, x, [&] { return body(handles); })) return none();
+  const Computed seen(of, x);
+  if (!computed(of.layer, x, [&] { return body(handles, seen.at()); })) return none();
+  if (!seen.give(handles)) {
+    for (AtenTensorHandle handle : handles) aoti_torch_delete_tensor_object(handle);
+    return none();
+  }
   PyObject* out[N];
   if (!wrap(handles, N, out)) return nullptr;
   if (alone) return out[0];
@@ -449,45 +503,46 @@ PyObject* panels(PyObject*, PyObject* weight) {
 
 PyObject* layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* t[6];  // x, bias, μ, index, u, v
-  const Layer* of;
-  if (!expects("layer", count, 7) || !(of = layer_of(args[0])) || !addresses_of<6>(args + 1, t)) return nullptr;
-  return given_out<2>(*of, t[0], false, [&](AtenTensorHandle* out) {
-    return fastfact::direct::layer(out, *of, t[0], t[1], t[2], t[3], t[4], t[5]);
+  Asked of;
+  if (!expects("layer", count, 7) || !of.read(args[0]) || !addresses_of<6>(args + 1, t)) return nullptr;
+  return given_out<2>(of, t[0], false, [&](AtenTensorHandle* out, void* x) {
+    return fastfact::direct::layer(out, of.layer, x, t[1], t[2], t[3], t[4], t[5]);
   });
 }
 
 PyObject* factored(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* t[6];  // x, u, v, values, index, bias
-  const Layer* of;
-  if (!expects("factored", count, 8) || !(of = layer_of(args[0])) || !addresses_of<6>(args + 2, t)) return nullptr;
+  Asked of;
+  if (!expects("factored", count, 8) || !of.read(args[0]) || !addresses_of<6>(args + 2, t)) return nullptr;
   const bool repeated = args[1] == Py_True;
-  return given_out<1>(*of, t[0], true, [&](AtenTensorHandle* out) {
-    return fastfact::direct::factored(out, *of, repeated, t[0], t[1], t[2], t[3], t[4], t[5]);
+  return given_out<1>(of, t[0], true, [&](AtenTensorHandle* out, void* x) {
+    return fastfact::direct::factored(out, of.layer, repeated, x, t[1], t[2], t[3], t[4], t[5]);
   });
 }
 
 PyObject* dense(PyObject*, PyObject* const* args, Py_ssize_t count) {
   void* t[3];  // x, W, bias
-  const Layer* of;
-  if (!expects("dense", count, 4) || !(of = layer_of(args[0])) || !addresses_of<3>(args + 1, t)) return nullptr;
+  Asked of;
+  if (!expects("dense", count, 4) || !of.read(args[0]) || !addresses_of<3>(args + 1, t)) return nullptr;
   const Library* library;
-  return given_out<1>(*of, t[0], true, [&](AtenTensorHandle* out) {
-    if (!find_library(t[0], &library)) return false;
-    return (library ? library->dense : fastfact::direct::dense)(out, *of, t[0], t[1], t[2]);
+  return given_out<1>(of, t[0], true, [&](AtenTensorHandle* out, void* x) {
+    if (!find_library(x, &library)) return false;
+    return (library ? library->dense : fastfact::direct::dense)(out, of.layer, x, t[1], t[2]);
   });
 }
 
 // What a Function is asked for: `Plan` of fastfact/ops/direct.py.
 struct Plan {
-  const Layer* settings;
+  Asked asked;
   bool makes;  // W is made, and saved
   PyObject* function;
   void* support;
 
-  bool is_adapter() const { return settings->low_rank == Layer::kAdapter; }
+  const Layer& settings() const { return asked.layer; }
+  bool is_adapter() const { return settings().low_rank == Layer::kAdapter; }
 
   bool read(PyObject* plan) {
-    if (PyTuple_Size(plan) < 5 || !(settings = layer_of(PyTuple_GetItem(plan, 0)))) return false;
+    if (PyTuple_Size(plan) < 5 || !asked.read(PyTuple_GetItem(plan, 0))) return false;
     makes = PyTuple_GetItem(plan, 1) == Py_True, function = PyTuple_GetItem(plan, 2);
     return address_of(PyTuple_GetItem(plan, 4), &support);
   }
@@ -504,16 +559,24 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!plan.read(args[1]) || !addresses_of<kGiven>(args + 2, t)) return nullptr;
   AtenTensorHandle handles[2] = {};
   const Library* library;
-  const bool done =
-      find_library(t[kX], &library) && computed(*plan.settings, t[kX], [&] {
-        using namespace fastfact::direct;
-        if (library) {
-          return plan.makes && library->layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex], plan.support,
-                                              t[kU], t[kV]);
-        }
-        if (plan.makes) return layer(handles, *plan.settings, t[kX], t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
-        return factored(handles, *plan.settings, false, t[kX], t[kU], t[kV], t[kMu], t[kIndex], t[kBias], handles + 1);
-      });
+  const Computed x(plan.asked, t[kX]);
+  bool done = find_library(t[kX], &library) && computed(plan.settings(), t[kX], [&] {
+                using namespace fastfact::direct;
+                if (library) {
+                  return plan.makes && library->layer(handles, plan.settings(), x.at(), t[kBias], t[kMu], t[kIndex],
+                                                      plan.support, t[kU], t[kV]);
+                }
+                if (plan.makes)
+                  return layer(handles, plan.settings(), x.at(), t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
+                return factored(handles, plan.settings(), false, x.at(), t[kU], t[kV], t[kMu], t[kIndex], t[kBias],
+                                handles + 1);
+              });
+  if (done && !x.give(handles)) {
+    for (AtenTensorHandle handle : handles) {
+      if (handle) aoti_torch_delete_tensor_object(handle);
+    }
+    done = false;
+  }
   if (!done) {
     const Ref function(PyObject_GetAttr(plan.function, forward_)), given(tuple_of(args, count));
     return function && given ? PyObject_CallObject(function, given) : nullptr;
@@ -581,17 +644,24 @@ PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
     for (int n = 0; n < 5; ++n) needs |= int64_t{PyTuple_GetItem(needed, 1 + order[n]) == Py_True} << n;
     AtenTensorHandle handles[5];
     const Library* library;
-    const bool done =
-        find_library(t[kX], &library) && computed(*plan.settings, t[kX], [&] {
+    const Computed x(plan.asked, t[kX]), dy(plan.asked, by);
+    bool done =
+        find_library(t[kX], &library) && computed(plan.settings(), t[kX], [&] {
           using namespace fastfact::direct;
           if (library) {
-            return plan.makes && library->layer_backward(handles, *plan.settings, needs, by, t[kX], t[kKept], t[kIndex],
-                                                         plan.support, t[kU], t[kV]);
+            return plan.makes && library->layer_backward(handles, plan.settings(), needs, dy.at(), x.at(), t[kKept],
+                                                         t[kIndex], plan.support, t[kU], t[kV]);
           }
           if (plan.makes)
-            return layer_backward(handles, *plan.settings, needs, by, t[kX], t[kKept], t[kIndex], t[kU], t[kV]);
-          return factored_backward(handles, *plan.settings, needs, by, t[kX], t[kU], t[kV], t[kMu], t[kIndex]);
+            return layer_backward(handles, plan.settings(), needs, dy.at(), x.at(), t[kKept], t[kIndex], t[kU], t[kV]);
+          return factored_backward(handles, plan.settings(), needs, dy.at(), x.at(), t[kU], t[kV], t[kMu], t[kIndex]);
         });
+    if (done && !x.give(handles)) {
+      for (AtenTensorHandle handle : handles) {
+        if (handle) aoti_torch_delete_tensor_object(handle);
+      }
+      done = false;
+    }
     if (done) {
       PyObject* found[5];
       if (!wrap(handles, 5, found)) return nullptr;

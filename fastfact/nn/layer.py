@@ -212,7 +212,7 @@ class FactorizedLayer(Factors):
         path = self._path(x, tensors, None)
         if torch.is_grad_enabled() and self._let_node_serve(path, x, tensors, bias):
             # An activation checkpoint asks that the next call save what this one does.
-            y = direct.serve(self._nodes, x, self.training, self._noted)
+            y = self._serve(x)
             if y is not None:
                 return y
         return self._compute(path, x, tensors, bias, None)
@@ -282,6 +282,10 @@ class FactorizedLayer(Factors):
         if call is None or not all(t is None or t.is_leaf for t in (*tensors.values(), bias)):
             return False
         return self._let_serve(x, tensors, bias, None, call)
+
+    def _serve(self, x: Tensor) -> Tensor | None:
+        """What a node that was let serve inputs such as x makes of it."""
+        return direct.serve(self._nodes, x, self.training, self._noted)
 
     def _let_serve(
         self,

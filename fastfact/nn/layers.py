@@ -416,7 +416,24 @@ class FactorizedConv1d(FactorizedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Proxy:
             return as_leaf(self, x)
+        if not (self._pads or torch.compiler.is_compiling()):
+            y = direct.serve(self._nodes, x, self.training, self._noted)
+            if y is not None:
+                return y
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
+
+    def _is_served_as_sequences(self, x: Tensor) -> bool:
+        """Whether nodes for images x [n, c, 1, l] are of the sequences [n, c, l] that were given."""
+        return not (self._pads or is_channels_last(x)) and x.dim() == 4
+
+    def _let_serve(self, x, tensors, bias, watch, call):
+        if self._is_served_as_sequences(x) and (of_sequences := direct.of_sequences(call)):
+            return super()._let_serve(x.squeeze(-2), tensors, bias, watch, of_sequences)
+        return super()._let_serve(x, tensors, bias, watch, call)
+
+    def _serve(self, x):
+        y = super()._serve(x.squeeze(-2)) if self._is_served_as_sequences(x) else None
+        return super()._serve(x) if y is None else y.unsqueeze(-2)
 
     def _padded(self, x):
         return super()._padded(x.squeeze(-2)).unsqueeze(-2)

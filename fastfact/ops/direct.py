@@ -25,11 +25,14 @@ from torch import Tensor
 
 from fastfact.ops import backends
 from fastfact.ops.backends import PLAIN, dispatches
-from fastfact.ops.common import has_tangents
+from fastfact.ops.common import has_tangents, no_view
 
 LINEAR, PIXELS, CONVOLUTION, REORDERED, PACKED, PANELS = range(6)
 """Kinds of layers: x Wᵀ, a 1×1 convolution as one product of pixels, any convolution, one with W in oneDNN's form, x Wᵀ
 with W in oneDNN's form, and x Wᵀ or, in channels_last, a 1×1 convolution, with W as `panels` has it."""
+
+SEQUENCES = 8
+"""Beside the kind of a convolution: x [n, c, l] stands for images [n, c, 1, l], and so does y."""
 
 CASTS = {None: 0, torch.float16: 1, torch.bfloat16: 2}
 """What autocast may have a layer computed in."""
@@ -64,6 +67,45 @@ def casting(call: "Call | None", dtype: torch.dtype) -> "Call | None":
         return None
     settings, *rest = call.args
     return call._replace(args=(settings[:-8] + struct.pack("=q", CASTS[dtype]), *rest))
+
+
+def of_sequences(call: "Call") -> "Call | None":
+    """The call of a convolution of images [n, c, 1, l] for sequences [n, c, l]; None where it has none."""
+    function, args = call.function, call.args
+    if function is _of_copy:
+        inner = of_sequences(Call(args[0], args[4:], args[1]))
+        return inner and Call(_of_copy, (inner.function, *args[1:4], *inner.args), call.at)
+    if function in (dense, factored):
+        return call._replace(args=(_of_images_of_one_row(args[0]), *args[1:]))
+    if function is not _apply:
+        return None
+    plan, *rest = args
+    plan = plan._replace(settings=_of_images_of_one_row(plan.settings), function=_Sequences(plan.function))
+    return call._replace(args=(plan, *rest))
+
+
+def _of_images_of_one_row(settings: bytes) -> bytes:
+    (kind,) = struct.unpack_from("=q", settings)
+    return struct.pack("=q", kind | SEQUENCES) + settings[8:]
+
+
+class _Sequences:
+    """The function of a plan for images [n, c, 1, l], of sequences [n, c, l]."""
+
+    def __init__(self, function: type) -> None:
+        self._of = function
+
+    def forward(self, ctx, plan, x, *others):
+        image = x.unsqueeze(-2)
+        y = self._of.forward(ctx, plan, image, *others)
+        seen, *rest = ctx.to_save
+        ctx.save_for_backward(x if seen is image else seen.squeeze(-2), *rest)
+        return no_view(y.squeeze(-2))
+
+    def backward(self, ctx, grad, saved):
+        seen, *rest = saved
+        none, dx, *others = self._of.backward(ctx, grad.unsqueeze(-2), (seen.unsqueeze(-2), *rest))
+        return none, dx if dx is None else dx.squeeze(-2), *others
 
 
 class Plan(NamedTuple):
