@@ -176,9 +176,7 @@ struct Attend {
         few(direct && dots_are_faster(op.keys % L) ? op.keys % L : 0) {}
 
   // Of so many keys: L rows at once take `depth` multiplications for each, and to add up the lanes as much as 8 · L.
-  bool dots_are_faster(int64_t keys) const {
-    return keys * ceil_div(block, L) * (op.depth + 8 * L) < block * op.depth;
-  }
+  bool dots_are_faster(int64_t keys) const { return keys * ceil_div(block, L) * (op.depth + 8 * L) < block * op.depth; }
 
   // Keys or values, but for the `few` last ones, as columns: panels [keys / N][depth][N].
   FF_INLINE Right<C> turned(const T* data, int64_t step, C* to) const {
