@@ -63,9 +63,9 @@ NEAR, FAR = 1 << 21, 1 << 23
 CACHES, HEAVY, SURE, FIRM = 1 << 25, 1 << 18, 0.75, 1.1
 """Bytes of other memory after which the caches hold no weights; bytes of W in layers of networks whose weights may not
 be there; what share of the other's time a path takes that is faster in any case; how much faster it must be else."""
-MARGIN, MARGIN_OF_TAPS = 1.03, 1.08
-"""How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads: in
-the training of convolutions with kernels of more than one tap, on several threads, by more. As `APART`."""
+MARGIN, MARGIN_OF_IMAGES = 1.03, 1.08
+"""How much faster than "reconstruct" a path must be, which is never far behind the dense layer if a time misleads; and
+in the training of convolutions on several threads, where it is in networks, as `APART` says."""
 COLD = 4e-6
 """Seconds that PyTorch's convolution takes longer in evaluation, among other layers, than the measurement shows: more
 of its code has to be fetched again."""
@@ -299,8 +299,8 @@ def _counted(work: Work, path: str, seconds: float) -> float:
         return seconds + COLD if path == "reconstruct" else seconds
     if path == "reconstruct":
         return seconds
-    of_taps = work.step in ("training", "weights") and math.prod(work.size[2:]) > 1 and work.device == "cpu"
-    return seconds * (MARGIN_OF_TAPS if of_taps and torch.get_num_threads() > 1 else MARGIN)
+    of_images = len(work.size) == 4 and work.step in ("training", "weights") and work.device == "cpu"
+    return seconds * (MARGIN_OF_IMAGES if of_images and torch.get_num_threads() > 1 else MARGIN)
 
 
 @functools.cache

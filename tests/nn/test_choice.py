@@ -572,6 +572,17 @@ def test_one_fast_run_makes_no_path_the_fastest(monkeypatch):
     assert seconds["lucky"] / seconds["quick"] == pytest.approx(1.05)
 
 
+@pytest.mark.parametrize("threads, step, expected", [(2, "training", "reconstruct"), (1, "training", "factored")])
+def test_convolutions_that_are_hardly_faster_are_not_taken_on_several_threads(threads, step, expected, monkeypatch):
+    """In networks what other layers wrote is in another core's caches."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for share, path in ((0.95, expected), (0.9, "factored")):
+        counted = {
+            one: choice._counted(work(step=step), one, s) for one, s in (("reconstruct", 1), ("factored", share))
+        }
+        assert min(counted, key=counted.get) == path
+
+
 @pytest.mark.parametrize("held_up", [0, 1])
 def test_short_work_that_was_held_up_is_timed_again(held_up, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
