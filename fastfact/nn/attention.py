@@ -79,7 +79,8 @@ class FactorizedMultiheadAttention(Operated, nn.MultiheadAttention):
 
     Made by `ff.factorize`; the bias stays the module's own. Attention is computed here, and each projection, the
     output's included, by its layer, whichever path that takes; where queries and keys or values are different tensors,
-    from the weight of `in_proj`, unless it is `LowRank` and takes σ and B A apart. Nested tensors are for PyTorch.
+    from the weight of `in_proj`, unless it is `LowRank` and takes σ and B A apart. In evaluation without masks PyTorch's
+    operator serves, with a weight of each layer that is kept, where that was measured to be faster (`nn.operators`).
     """
 
     @classmethod

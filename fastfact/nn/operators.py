@@ -11,6 +11,7 @@ from fastfact.nn import choice, weight_cache
 from fastfact.nn.factors import INDEX
 from fastfact.nn.layer import ANSWERS, OFFLOADED, FactorizedLayer, side
 from fastfact.ops import direct
+from fastfact.ops.backends import PLAIN
 
 Part = FactorizedLayer | Tensor
 """A layer of a module, or the weight of one that is dense."""
@@ -36,8 +37,10 @@ class Operated(nn.Module):
 
     def _served(self, how: Hashable, x: Tensor) -> object | None:
         """What the operator makes of x, where it was chosen for inputs such as this one and nothing has changed."""
+        if torch.compiler.is_compiling() or x.is_nested:
+            return None
         served = self._of_process().served.get(how)
-        if served is None or torch.compiler.is_compiling() or is_watched(*served.modules):
+        if served is None or is_watched(*served.modules):
             return None
         return direct.serve(served.nodes, x, self.training, None)
 
@@ -175,7 +178,7 @@ def _factors(parts: Sequence[Part]) -> list[Tensor] | None:
     for part in parts:
         if isinstance(part, FactorizedLayer):
             own = [part._parameters.get(name) for name in part._names]
-            if part.path not in ("auto", "reconstruct") or part._borrows() or any(factor is None for factor in own):
+            if part.path not in ("auto", "reconstruct") or part._borrows() or any(type(t) not in PLAIN for t in own):
                 return None
             index = part._buffers.get(INDEX)
             found += own if index is None else [*own, index]

@@ -1,7 +1,8 @@
 """Encoders of transformers, for which PyTorch has fused operators in evaluation: they take plain weights alone.
 
 Where PyTorch's encoder takes these, the ones here compute the same by their layers, each on the path that it takes:
-activations and residuals where they stand, and nothing but the attention itself of the padding.
+activations and residuals where they stand, and nothing but the attention itself of the padding. Without masks PyTorch's
+operator serves where it is faster, with weights that are made once (`nn.operators`).
 """
 
 from collections.abc import Hashable
