@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastfact.nn.layer import FactorizedLayer, as_leaf
 from fastfact.nn.layers import FactorizedLinear
-from fastfact.nn.operators import Operated, Part, are_plain, is_watched
+from fastfact.nn.operators import OF_PROCESS, Operated, Part, are_plain, is_watched
 from fastfact.nn.specs import LowRank
 from fastfact.ops import attention
 from fastfact.ops.backends import PLAIN
@@ -79,8 +79,8 @@ class FactorizedMultiheadAttention(Operated, nn.MultiheadAttention):
 
     Made by `ff.factorize`; the bias stays the module's own. Attention is computed here, and each projection, the
     output's included, by its layer, whichever path that takes; where queries and keys or values are different tensors,
-    from the weight of `in_proj`, unless it is `LowRank` and takes σ and B A apart. In evaluation without masks PyTorch's
-    operator serves, with a weight of each layer that is kept, where that was measured to be faster (`nn.operators`).
+    from the weight of `in_proj`, unless it is `LowRank` and takes σ and B A apart. In evaluation without masks
+    PyTorch's operator serves, with weights that are kept, where that was measured to be faster (`nn.operators`).
     """
 
     @classmethod
@@ -96,7 +96,8 @@ class FactorizedMultiheadAttention(Operated, nn.MultiheadAttention):
     def to_dense(self) -> nn.MultiheadAttention:
         """The `nn.MultiheadAttention` of the same function."""
         dense = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
-        dense.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in self.__getstate__().items()}
+        own = {k: v for k, v in self.__dict__.items() if k != OF_PROCESS}
+        dense.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in own.items()}
         for name, projection in PROJECTIONS.items():
             if projection in dense._modules:
                 layer = dense._modules.pop(projection)
@@ -139,7 +140,7 @@ class FactorizedMultiheadAttention(Operated, nn.MultiheadAttention):
             if (found := self._served(how, query)) is not None:
                 return found
             if self._has_operator(query) and (parts := self.parts(query)):
-                kind = f"attention of {self.num_heads} heads" + ", weights" * need_weights
+                kind = f"attention of {self.num_heads} heads" + (", weights" if need_weights else "")
 
                 def by_layers(x: Tensor) -> tuple[Tensor, Tensor | None]:
                     return self._computed(x, x, x, None, need_weights, None, average_attn_weights, False)

@@ -416,7 +416,9 @@ class FactorizedConv1d(FactorizedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Proxy:
             return as_leaf(self, x)
-        if not (self._pads or torch.compiler.is_compiling()):
+        if x.dim() == 2:
+            return self.forward(x.unsqueeze(0)).squeeze(0)
+        if x.dim() == 3 and not (self._pads or torch.compiler.is_compiling()):
             y = direct.serve(self._nodes, x, self.training, self._noted)
             if y is not None:
                 return y

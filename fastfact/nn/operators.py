@@ -77,6 +77,8 @@ class Operated(nn.Module):
         for module in self.modules():
             for place in (module._parameters, module._buffers, module._modules):
                 facts += [(place, name, value, None) for name, value in place.items()]
+                # What is None may be registered there, and is an attribute no more.
+                facts += [(place, name, None, None) for name, value in module.__dict__.items() if value is None]
         # A module that its own nodes hold would live until the garbage is collected.
         me, (_, *inside) = weakref.ref(self), self.modules()
         for module in inside:
@@ -114,8 +116,8 @@ class Operated(nn.Module):
         return answer
 
     def _of_process(self) -> "_OfProcess":
-        own = self.__dict__.get(OWN)
-        return self.__dict__.setdefault(OWN, _OfProcess()) if own is None else own
+        own = self.__dict__.get(OF_PROCESS)
+        return self.__dict__.setdefault(OF_PROCESS, _OfProcess()) if own is None else own
 
     def train(self, mode: bool = True):
         """As for any module; kept weights are dropped where the mode changes, else the factors are read anew."""
@@ -128,13 +130,14 @@ class Operated(nn.Module):
 
     def _forget(self) -> None:
         """Keep and know nothing."""
-        self.__dict__.pop(OWN, None)
+        self.__dict__.pop(OF_PROCESS, None)
 
     def __getstate__(self):
-        return {name: value for name, value in super().__getstate__().items() if name != OWN}
+        return {name: value for name, value in super().__getstate__().items() if name != OF_PROCESS}
 
 
-OWN = "_of_operator"
+OF_PROCESS = "_of_operator"
+"""Where a module has its `_OfProcess`."""
 
 
 class _OfProcess:
@@ -144,6 +147,9 @@ class _OfProcess:
         self.cache = weight_cache.WeightCache()
         self.answers: dict[tuple, str] = {}
         self.served: dict[Hashable, _Served] = {}
+
+    def __reduce__(self):
+        return _OfProcess, ()
 
     def remember(self, asked: tuple, answer: str) -> None:
         self.answers = (self.answers if len(self.answers) < ANSWERS else {}) | {asked: answer}

@@ -150,3 +150,19 @@ def test_other_inputs():
         for wrong in (x[:, :3], x[..., :2], x.float()):
             with pytest.raises((RuntimeError, ValueError)):
                 layer(wrong)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("first", ["one", "batch"])
+def test_sequences_of_one_channel_without_a_batch(training, first):
+    torch.manual_seed(0)
+    layer = FactorizedConv1d(1, 12, 3, dtype=torch.float64).train(training)
+    dense, x = layer.to_dense(), torch.randn(1, 11, dtype=torch.float64)
+    with torch.set_grad_enabled(training):
+        for given in (x, x[None])[:: 1 if first == "one" else -1]:
+            for _ in range(3):
+                torch.testing.assert_close(layer(given), dense(given))
+    with pytest.raises((RuntimeError, ValueError)):
+        layer(x[0])
+    with pytest.raises((RuntimeError, ValueError)):
+        layer(x[None, :, None])
