@@ -268,6 +268,7 @@ class FactorizedMultiheadAttention(Operated, nn.MultiheadAttention):
         """Attention of each head, q [n, heads, length, d], and its weights if they are asked for."""
         dropout = self.dropout if self.training else 0.0
         kernel = not dropout and attention.serves(q, k, v, mask) and attention.pays(q, k)
+        kernel = kernel and attention.pays_in_a_step(q, k)
         if not need_weights:
             if kernel:
                 return attention.attention(q, k, v, mask, causal), None

@@ -14,6 +14,9 @@ from fastfact.ops.common import has_tangents, recording, transforming
 OP, WEIGHTS, BACKWARD = "attention", "attention_weights", "attention_backward"
 SHORT = 1 << (17 if PRODUCTS_ARE_SLOW else 14)
 """Up to so many numbers of a head's keys the kernel is no slower than PyTorch's, as measured."""
+LEAST = 1 << 21
+"""Multiplications of a product of all heads from which on a step is no slower with the kernel: the function around it
+takes longer than PyTorch's own by 60–90 µs."""
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -41,6 +44,11 @@ def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bo
 def pays(query: Tensor, key: Tensor) -> bool:
     """Whether the kernel serves such tensors, and is no slower than PyTorch's."""
     return kernel_serves(OP, query) and key.shape[-2] * key.shape[-1] <= SHORT
+
+
+def pays_in_a_step(query: Tensor, key: Tensor) -> bool:
+    """Whether there is so much of it that the kernel, which serves, `pays` with gradients, too."""
+    return not query.requires_grad or transforming() or query.numel() * key.shape[-2] >= LEAST
 
 
 def by_products(query: Tensor, key: Tensor) -> bool:
