@@ -2,9 +2,9 @@
 
 As `torch.backends.cudnn.benchmark` does. The first time that a layer meets a kind of work (`Work`), its paths are run a
 few times each, in turn, and a path leaves once it is too far behind for the number of runs so far. Those that stay are
-compared by what they take in the same turn, and run 16 times, for 0.03 s at least and 0.1 s at most (0.2 s where fewer than three runs of each fit into that);
-a ResNet-50 spends about three seconds so. In evaluation two that are close are run again in other surroundings. Neither
-gradients nor random numbers are touched.
+compared by what they take in the same turn, and run 16 times, for 0.03 s at least and 0.1 s at most (0.2 s where fewer
+than three runs of each fit into that); a ResNet-50 spends about three seconds so. In evaluation two that are close are
+run again in other surroundings. Neither gradients nor random numbers are touched.
 The answer is remembered for this processor, build and number of threads (`machine.remembered`), so that the next
 process need not measure. On a GPU, where kernels are compiled to be measured, a process does so for three seconds.
 
