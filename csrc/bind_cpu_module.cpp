@@ -61,14 +61,6 @@ auto released(const F& body) {
   return out;
 }
 
-// The same of a layer of x, unless it computes so little that to give way would take longer.
-template <class F>
-bool computed(const Layer& of, void* x, const F& body) {
-  int64_t numel = 0;
-  const bool known = !aoti_torch_get_numel(reinterpret_cast<AtenTensorHandle>(&x), &numel);
-  return known && numel * of.size[0] * of.size[2] * of.size[3] <= kLittle ? body() : released(body);
-}
-
 // Of a tensor, or nullptr for None.
 bool address_of(PyObject* tensor, void** out) {
   *out = nullptr;
@@ -173,9 +165,9 @@ struct Asked {
 };
 
 // A tensor as a layer computes with it.
-class Computed {
+class Seen {
  public:
-  Computed(const Asked& of, void* tensor) : at_(tensor) {
+  Seen(const Asked& of, void* tensor) : at_(tensor) {
     const auto handle = reinterpret_cast<AtenTensorHandle>(&tensor);
     int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
     if (!of.sequences || !tensor || aoti_torch_get_dim(handle, &dim) || dim != 3 ||
@@ -186,23 +178,23 @@ class Computed {
     const int64_t step[4] = {strides[0], strides[1], sizes[2] * strides[2], strides[2]};
     if (!aoti_torch__reinterpret_tensor(handle, 4, size, step, 0, &image_)) at_ = *reinterpret_cast<void**>(image_);
   }
-  Computed(const Computed&) = delete;
-  Computed& operator=(const Computed&) = delete;
-  ~Computed() {
+  Seen(const Seen&) = delete;
+  Seen& operator=(const Seen&) = delete;
+  ~Seen() {
     if (image_) aoti_torch_delete_tensor_object(image_);
   }
   void* at() const { return at_; }
 
-  // Images that were computed, as what they stand for; whether they are.
-  bool give(AtenTensorHandle* computed) const {
-    if (!image_ || !*computed) return true;
+  // A result that is an image as this tensor is one, as the sequences it stands for; whether it is that now.
+  bool give(AtenTensorHandle* result) const {
+    if (!image_ || !*result) return true;
     int64_t *sizes = nullptr, *strides = nullptr;
     AtenTensorHandle sequences;
-    if (aoti_torch_get_sizes(*computed, &sizes) || aoti_torch_get_strides(*computed, &strides)) return false;
+    if (aoti_torch_get_sizes(*result, &sizes) || aoti_torch_get_strides(*result, &strides)) return false;
     const int64_t size[3] = {sizes[0], sizes[1], sizes[3]}, step[3] = {strides[0], strides[1], strides[3]};
-    if (aoti_torch__reinterpret_tensor(*computed, 3, size, step, 0, &sequences)) return false;
-    aoti_torch_delete_tensor_object(*computed);
-    *computed = sequences;
+    if (aoti_torch__reinterpret_tensor(*result, 3, size, step, 0, &sequences)) return false;
+    aoti_torch_delete_tensor_object(*result);
+    *result = sequences;
     return true;
   }
 
@@ -210,6 +202,23 @@ class Computed {
   void* at_;
   AtenTensorHandle image_ = nullptr;
 };
+
+// Whether body(x as it is computed with) made `out`, the first of which stands for what x stands for. Other threads of
+// Python run meanwhile, unless it computes so little that to give way would take longer.
+template <int N, class F>
+bool computed(const Asked& of, void* x, AtenTensorHandle (&out)[N], const F& body) {
+  const Seen seen(of, x);
+  const auto run = [&] { return body(seen.at()); };
+  const int64_t* const size = of.layer.size;
+  int64_t numel = 0;
+  const bool known = !aoti_torch_get_numel(reinterpret_cast<AtenTensorHandle>(&x), &numel);
+  if (!(known && numel * size[0] * size[2] * size[3] <= kLittle ? run() : released(run))) return false;
+  if (seen.give(out)) return true;
+  for (AtenTensorHandle handle : out) {
+    if (handle) aoti_torch_delete_tensor_object(handle);
+  }
+  return false;
+}
 
 bool expects(const char* name, Py_ssize_t given, Py_ssize_t wanted) {
   if (given == wanted) return true;
@@ -477,12 +486,7 @@ PyObject* serve(PyObject*, PyObject* const* args, Py_ssize_t count) {
 template <int N, class F>
 PyObject* given_out(const Asked& of, void* x, bool alone, const F& body) {
   AtenTensorHandle handles[N];
-  const Computed seen(of, x);
-  if (!computed(of.layer, x, [&] { return body(handles, seen.at()); })) return none();
-  if (!seen.give(handles)) {
-    for (AtenTensorHandle handle : handles) aoti_torch_delete_tensor_object(handle);
-    return none();
-  }
+  if (!computed(of, x, handles, [&](void* x) { return body(handles, x); })) return none();
   PyObject* out[N];
   if (!wrap(handles, N, out)) return nullptr;
   if (alone) return out[0];
@@ -538,8 +542,7 @@ struct Plan {
   PyObject* function;
   void* support;
 
-  const Layer& settings() const { return asked.layer; }
-  bool is_adapter() const { return settings().low_rank == Layer::kAdapter; }
+  bool is_adapter() const { return asked.layer.low_rank == Layer::kAdapter; }
 
   bool read(PyObject* plan) {
     if (PyTuple_Size(plan) < 5 || !asked.read(PyTuple_GetItem(plan, 0))) return false;
@@ -559,24 +562,16 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!plan.read(args[1]) || !addresses_of<kGiven>(args + 2, t)) return nullptr;
   AtenTensorHandle handles[2] = {};
   const Library* library;
-  const Computed x(plan.asked, t[kX]);
-  bool done = find_library(t[kX], &library) && computed(plan.settings(), t[kX], [&] {
-                using namespace fastfact::direct;
-                if (library) {
-                  return plan.makes && library->layer(handles, plan.settings(), x.at(), t[kBias], t[kMu], t[kIndex],
-                                                      plan.support, t[kU], t[kV]);
-                }
-                if (plan.makes)
-                  return layer(handles, plan.settings(), x.at(), t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
-                return factored(handles, plan.settings(), false, x.at(), t[kU], t[kV], t[kMu], t[kIndex], t[kBias],
-                                handles + 1);
-              });
-  if (done && !x.give(handles)) {
-    for (AtenTensorHandle handle : handles) {
-      if (handle) aoti_torch_delete_tensor_object(handle);
-    }
-    done = false;
-  }
+  const bool done =
+      find_library(t[kX], &library) && computed(plan.asked, t[kX], handles, [&](void* x) {
+        using namespace fastfact::direct;
+        const Layer& of = plan.asked.layer;
+        if (library) {
+          return plan.makes && library->layer(handles, of, x, t[kBias], t[kMu], t[kIndex], plan.support, t[kU], t[kV]);
+        }
+        if (plan.makes) return layer(handles, of, x, t[kBias], t[kMu], t[kIndex], t[kU], t[kV]);
+        return factored(handles, of, false, x, t[kU], t[kV], t[kMu], t[kIndex], t[kBias], handles + 1);
+      });
   if (!done) {
     const Ref function(PyObject_GetAttr(plan.function, forward_)), given(tuple_of(args, count));
     return function && given ? PyObject_CallObject(function, given) : nullptr;
@@ -644,24 +639,18 @@ PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
     for (int n = 0; n < 5; ++n) needs |= int64_t{PyTuple_GetItem(needed, 1 + order[n]) == Py_True} << n;
     AtenTensorHandle handles[5];
     const Library* library;
-    const Computed x(plan.asked, t[kX]), dy(plan.asked, by);
-    bool done =
-        find_library(t[kX], &library) && computed(plan.settings(), t[kX], [&] {
-          using namespace fastfact::direct;
-          if (library) {
-            return plan.makes && library->layer_backward(handles, plan.settings(), needs, dy.at(), x.at(), t[kKept],
-                                                         t[kIndex], plan.support, t[kU], t[kV]);
-          }
-          if (plan.makes)
-            return layer_backward(handles, plan.settings(), needs, dy.at(), x.at(), t[kKept], t[kIndex], t[kU], t[kV]);
-          return factored_backward(handles, plan.settings(), needs, dy.at(), x.at(), t[kU], t[kV], t[kMu], t[kIndex]);
-        });
-    if (done && !x.give(handles)) {
-      for (AtenTensorHandle handle : handles) {
-        if (handle) aoti_torch_delete_tensor_object(handle);
-      }
-      done = false;
-    }
+    const bool done = find_library(t[kX], &library) && computed(plan.asked, t[kX], handles, [&](void* x) {
+                        using namespace fastfact::direct;
+                        const Layer& of = plan.asked.layer;
+                        const Seen dy(plan.asked, by);
+                        if (library) {
+                          return plan.makes && library->layer_backward(handles, of, needs, dy.at(), x, t[kKept],
+                                                                       t[kIndex], plan.support, t[kU], t[kV]);
+                        }
+                        if (plan.makes)
+                          return layer_backward(handles, of, needs, dy.at(), x, t[kKept], t[kIndex], t[kU], t[kV]);
+                        return factored_backward(handles, of, needs, dy.at(), x, t[kU], t[kV], t[kMu], t[kIndex]);
+                      });
     if (done) {
       PyObject* found[5];
       if (!wrap(handles, 5, found)) return nullptr;

@@ -139,7 +139,8 @@ class FactorizedMultiheadAttention(Operated, nn.MultiheadAttention):
             )
             if (found := self._served(how, query)) is not None:
                 return found
-            if self._has_operator(query) and (parts := self.parts(query)):
+            plain = are_plain(query, layers := self._modules.values()) and all(type(one) in LINEAR for one in layers)
+            if plain and (parts := self.parts(query)):
                 kind = f"attention of {self.num_heads} heads" + (", weights" if need_weights else "")
 
                 def by_layers(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -213,13 +214,6 @@ class FactorizedMultiheadAttention(Operated, nn.MultiheadAttention):
         if in_bias.dtype != x.dtype or out_bias.dtype != x.dtype:
             return None
         return [in_proj, out_proj if type(out_proj) is FactorizedLinear else out_proj.weight]
-
-    def _has_operator(self, x: Tensor) -> bool:
-        """Whether PyTorch's operator may serve at all."""
-        if self.training or type(x) not in PLAIN or not torch.backends.mha.get_fastpath_enabled() or transforming():
-            return False
-        layers = [layer for layer in self._modules.values() if layer is not None]
-        return all(type(layer) in LINEAR for layer in layers) and are_plain(*layers)
 
     def of_tokens(self, x: Tensor, tokens: Tokens, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """Attention of sequences with themselves, x [tokens, e] → y [tokens, e] and the weights [n, heads, length,

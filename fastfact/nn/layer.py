@@ -428,10 +428,7 @@ class FactorizedLayer(Factors):
         return direct.Call(lambda x: layer()._dense_forward(x, weight, bias), (None,), 0)
 
     def _remember(self, asked: tuple, answer: str) -> None:
-        answers = self._answers | {asked: answer}
-        if len(answers) > ANSWERS:
-            del answers[next(iter(answers))]
-        self._answers = answers
+        self._answers = with_answer(self._answers, asked, answer)
 
     def _forget(self) -> None:
         """Forget what was made and chosen for other settings."""
@@ -843,6 +840,14 @@ class FactorizedLayer(Factors):
         self.__dict__.setdefault("_cache", weight_cache.WeightCache())
         self._answers, self._nodes = {}, direct.Nodes()
         self._note_kind()
+
+
+def with_answer(answers: dict[tuple, str], asked: tuple, answer: str) -> dict[tuple, str]:
+    """Answers with one more, without the oldest where there are too many."""
+    answers = answers | {asked: answer}
+    if len(answers) > ANSWERS:
+        del answers[next(iter(answers))]
+    return answers
 
 
 def side(forward: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], trained: bool) -> choice.Side:

@@ -1,7 +1,7 @@
 """PyTorch's operators for modules of several layers in evaluation, given the weights of those that are factorized."""
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from fastfact.nn import choice, weight_cache
 from fastfact.nn.factors import INDEX
-from fastfact.nn.layer import ANSWERS, OFFLOADED, FactorizedLayer, side
+from fastfact.nn.layer import ANSWERS, OFFLOADED, FactorizedLayer, side, with_answer
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
+from fastfact.ops.common import transforming
 
 Part = FactorizedLayer | Tensor
 """A layer of a module, or the weight of one that is dense."""
@@ -58,7 +59,7 @@ class Operated(nn.Module):
         if (answer := own.answers.get(asked)) is None:
             answer = self._ask(how, kind, x, parts, sum(t.numel() for t in factors), by_layers)
             if choice.can_measure():
-                own.remember(asked, answer)
+                own.answers = with_answer(own.answers, asked, answer)
         kept = own.cache.of(factors) if answer == "reconstruct" else None
         if kept is None:
             return by_layers(x)
@@ -87,7 +88,7 @@ class Operated(nn.Module):
             facts += [(own, name, own.get(name), None) for name in names]
         nodes = direct.Nodes(served[how].nodes.of(watch) if how in served else ())
         if len(nodes) >= ANSWERS:
-            nodes.clear()
+            del nodes[next(iter(nodes))]
 
         def call(x: Tensor) -> object:
             return me()._by_operator(how, x, *_all(parts, made))
@@ -151,9 +152,6 @@ class _OfProcess:
     def __reduce__(self):
         return _OfProcess, ()
 
-    def remember(self, asked: tuple, answer: str) -> None:
-        self.answers = (self.answers if len(self.answers) < ANSWERS else {}) | {asked: answer}
-
     def read_anew(self, drop: bool) -> None:
         self.served = {}
         if drop:
@@ -173,9 +171,13 @@ def is_watched(*modules: nn.Module) -> bool:
     return False
 
 
-def are_plain(*modules: nn.Module) -> bool:
-    """Whether nobody sees what these modules compute, which they do as their class does, in evaluation."""
-    return not (is_watched(*modules) or any(one.training or "forward" in one.__dict__ for one in modules))
+def are_plain(x: Tensor, modules: Iterable[nn.Module]) -> bool:
+    """Whether modules compute with x, a plain tensor, as their classes do, in evaluation, and nobody sees what on the
+    way, so that PyTorch's operators, which are not switched off, may stand for them."""
+    if transforming() or type(x) not in PLAIN or not torch.backends.mha.get_fastpath_enabled():
+        return False
+    modules = [module for module in modules if module is not None]
+    return not (any(one.training or "forward" in one.__dict__ for one in modules) or is_watched(*modules))
 
 
 def _factors(parts: Sequence[Part]) -> list[Tensor] | None:

@@ -16,8 +16,6 @@ from fastfact.nn.attention import LINEAR, FactorizedMultiheadAttention, Tokens, 
 from fastfact.nn.layer import as_leaf
 from fastfact.nn.layers import FactorizedLinear
 from fastfact.nn.operators import Operated, Part, are_plain
-from fastfact.ops.backends import PLAIN
-from fastfact.ops.common import transforming
 
 _ATTENTION = (nn.MultiheadAttention, FactorizedMultiheadAttention)
 
@@ -107,15 +105,12 @@ class FactorizedTransformerEncoderLayer(Operated, nn.TransformerEncoderLayer):
 
     def is_fused(self, x: Tensor) -> bool:
         """Whether nobody sees what the layer computes of x on the way, or differentiates it, and nothing is dropped."""
-        if self.training or type(x) not in PLAIN or transforming() or not torch.backends.mha.get_fastpath_enabled():
-            return False
         attention = self.self_attn
+        if not are_plain(x, (self, *self._modules.values(), *attention._modules.values())):
+            return False
         if type(attention) not in _ATTENTION:
             return False
         if any(type(one) not in LINEAR for one in (self.linear1, self.linear2, attention.out_proj)):
-            return False
-        modules = self, *self._modules.values(), *attention._modules.values()
-        if not are_plain(*(one for one in modules if one is not None)):
             return False
         return not torch.is_grad_enabled() or not any(p.requires_grad for p in (x, *self.parameters()))
 

@@ -47,7 +47,7 @@ def pays(query: Tensor, key: Tensor) -> bool:
 
 
 def pays_in_a_step(query: Tensor, key: Tensor) -> bool:
-    """Whether there is so much of it that the kernel, which serves, `pays` with gradients, too."""
+    """Whether the kernel, where it `pays`, is no slower with a backward pass either, or none is to come."""
     return not query.requires_grad or transforming() or query.numel() * key.shape[-2] >= LEAST
 
 
