@@ -349,3 +349,16 @@ def test_bfloat16_by_products(monkeypatch, shape, keys):
         assert not module.by_products(query, key)
     monkeypatch.setattr(module, "_has_amx", lambda: True)
     assert not module.by_products(query, key)
+
+
+@pytest.mark.parametrize("length, own", [(4, False), (181, False), (182, True)])
+def test_a_step_of_few_tokens_is_pytorchs(length, own):
+    """Of so few that the function around the kernel takes longer than PyTorch's own."""
+    layer = ff.factorize(torch.nn.Sequential(torch.nn.MultiheadAttention(64, 4, batch_first=True)), ff.Rank1())[0]
+    q, k, v = inputs(1, 4, length, length, 16, F32)
+    assert (q.numel() * length >= module.LEAST) == own
+    out, _ = layer._attended(q, k, v, None, causal=False, need_weights=False)
+    assert ("_EagerAttention" in out.grad_fn.name()) == own
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
+    with torch.no_grad():
+        assert module.pays(q, k) and module.pays_in_a_step(q.detach(), k)
