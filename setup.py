@@ -1,4 +1,5 @@
-"""Builds the compiled libraries fastfact/_cpu*.so and fastfact/_cuda*.so; everything else is in pyproject.toml.
+"""Builds the compiled libraries fastfact/_cpu*.so and fastfact/_cuda*.so, which serve any PyTorch and Python, and
+fastfact/_torch*.so, the part of the first that is faster where it knows both; everything else is in pyproject.toml.
 
 FASTFACT_BUILD=must fails where a library does not build (the CUDA one only where nvcc is), FASTFACT_BUILD=skip builds
 none. By default a library that does not build is left out, with the reason, and plain PyTorch serves in its place.
@@ -45,6 +46,9 @@ CXX += ["--param", "asan-instrumentation-with-call-threshold=0"] if SANITIZE == 
 CXX += ["-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", *WARNINGS]
 
 
+KERNELS = "it is slower by far, plain PyTorch serves in place of these kernels"
+
+
 class NotBuilt(Exception):
     pass
 
@@ -65,7 +69,7 @@ class Build(BuildExtension):
         for extension in self.extensions:
             self.extensions = [extension]
             try:
-                (self.prepare_cuda if extension.name.endswith("_cuda") else self.prepare_cpu)(extension)
+                getattr(self, "prepare" + extension.name.removeprefix("fastfact."))(extension)
                 super().build_extensions()
                 built.append(extension)
             except NotBuilt as reason:
@@ -73,10 +77,11 @@ class Build(BuildExtension):
             except Exception as error:
                 if MODE == "must":
                     raise
+                loss = "calls of small layers take longer" if extension.name.endswith("_torch") else KERNELS
                 tell(
                     f"fastfact: WARNING: {extension.name} is NOT BUILT: {error}\n"
-                    "fastfact: it is installed without these kernels, and slower by far; plain PyTorch serves in their "
-                    "place. Once that is mended, install it again; FASTFACT_BUILD=must makes this an error."
+                    f"fastfact: it is installed without it: {loss}. Once that is mended, install it again; "
+                    "FASTFACT_BUILD=must makes this an error."
                 )
         self.extensions = built
 
@@ -92,6 +97,17 @@ class Build(BuildExtension):
         extension.libraries += ["torch_cpu", "c10"]
         extension.extra_compile_args = {"cxx": CXX}
         extension.extra_link_args += SANITIZED
+
+    def prepare_torch(self, extension):
+        self.prepare_cpu(extension)
+        extension.libraries += ["torch", "torch_python"]
+
+    def get_ext_filename(self, name):
+        # As fastfact/ops/backends.py looks for it.
+        if name.endswith("_torch"):
+            name, known = name.replace(".", os.sep), torch.__version__ if not no_torch else ""
+            return f"{name}-{known}-{sys.implementation.cache_tag}.so"
+        return super().get_ext_filename(name)
 
     def prepare_cuda(self, extension):
         if MODE == "skip":
@@ -125,7 +141,7 @@ def cuda_home():
     return home
 
 
-def library(name, kernels):
+def library(name, kernels, any_pytorch=True):
     binding = f"csrc/bind_{name}.cpp"
     if not Path(binding).exists():
         return []
@@ -137,16 +153,16 @@ def library(name, kernels):
                 "build_backend.py",
                 *sorted(glob("csrc/*.h") + glob(f"csrc/{name}/*.h") + glob(f"csrc/{name}/*.cuh")),
             ],
-            define_macros=list(MACROS),
+            define_macros=list(MACROS) if any_pytorch else [],
             language="c++",
-            py_limited_api=True,
+            py_limited_api=any_pytorch,
             optional=MODE != "must",
         )
     ]
 
 
 setup(
-    ext_modules=library("cpu", "cpp") + library("cuda", "cu"),
+    ext_modules=library("cpu", "cpp") + library("torch", "cpp", any_pytorch=False) + library("cuda", "cu"),
     cmdclass={"build_ext": Build},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -1,5 +1,5 @@
-#include "bind_cpu_direct.h"
-
+// Layers on one client's plain CPU tensors without PyTorch's dispatcher, through which a call takes longer than a small
+// layer computes. What the functions take and give: see `Library` in bind_direct.h.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <array>
@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "bind_cpu.h"
+#include "bind_direct.h"
 #include "cpu/kernels.h"
 
 // Not there in a PyTorch without oneDNN.
@@ -348,9 +349,8 @@ bool has_few_rows(const Layer& of, const Tensor& grad) {
   return of.kind == Layer::kLinear && kDearer * grad.numel() * (i + o) < i * o * o;
 }
 
-}  // namespace
-
-bool layer(AtenTensorHandle out[2], const Layer& of, void* x_, void* bias_, void* mu_, void* index, void* u, void* v) {
+bool layer(AtenTensorHandle out[2], const Layer& of, void* x_, void* bias_, void* mu_, void* index, void*, void* u,
+           void* v) {
   return done(out, 2, [&] {
     const Operands in(of, x_);
     const OptionalTensor mu = in.if_given(mu_), bias = in.if_given(bias_);
@@ -364,7 +364,7 @@ bool layer(AtenTensorHandle out[2], const Layer& of, void* x_, void* bias_, void
 }
 
 bool layer_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad_, void* x_, void* w,
-                    void* index, void* u_, void* v_) {
+                    void* index, void*, void* u_, void* v_) {
   return done(out, 5, [&] {
     const Operands in(of, x_);
     const Tensor grad = borrowed(grad_), x = in.x();
@@ -455,8 +455,6 @@ bool factored_backward(AtenTensorHandle out[5], const Layer& of, int64_t needs, 
   });
 }
 
-namespace {
-
 // By a weight in a form of oneDNN, which takes a bias as it comes.
 AtenTensorHandle by_form(const Layer& of, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (bias) expect("layer", "bias", *bias, {of.size[0]}, x);
@@ -494,8 +492,6 @@ Tensor by_panels(const Layer& of, const Tensor& x, const Tensor& w, const Option
   return y;
 }
 
-}  // namespace
-
 bool panels(AtenTensorHandle out[1], void* w_) {
   return done(out, 1, [&] {
     const Tensor w = borrowed(w_);
@@ -524,8 +520,6 @@ bool dense(AtenTensorHandle out[1], const Layer& of, void* x_, void* w, void* bi
   });
 }
 
-namespace {
-
 // Where the tensors lie and in which form; false where that cannot be told.
 bool form_of(const Watched& watched, fastfact::Stretch* parts, uint64_t& form) {
   int64_t facts[Watched::kMost * (3 + 2 * Watched::kAxes)], *to = facts;
@@ -551,8 +545,6 @@ bool form_of(const Watched& watched, fastfact::Stretch* parts, uint64_t& form) {
 uint64_t numbers_of(const fastfact::Stretch* parts, int64_t count) {
   return fastfact::digest(parts, count, count, parallel_for);
 }
-
-}  // namespace
 
 bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void* const* grads, void* const* momenta,
                    const double* l1) noexcept try {
@@ -644,4 +636,27 @@ void read_anew(void* tensor) noexcept try {
 
 void give_back(const Memory& held) noexcept { fastfact::release(held.data, held.bytes); }
 
+}  // namespace
 }  // namespace fastfact::direct
+
+// Its address is asked for by fastfact/ops/direct.py.
+extern "C" __attribute__((visibility("default"))) const fastfact::direct::Library* fastfact_direct() {
+  using namespace fastfact::direct;
+  static const Library library = {sizeof(Library),
+                                  aoti_torch_device_type_cpu(),
+                                  nullptr,
+                                  layer,
+                                  layer_backward,
+                                  dense,
+                                  prox_sgd_step,
+                                  factored,
+                                  factored_backward,
+                                  panels,
+                                  adamw_step,
+                                  watch,
+                                  still,
+                                  hold,
+                                  give_back,
+                                  read_anew};
+  return &library;
+}

@@ -347,6 +347,6 @@ bool prox_sgd_step(const Group& group, int64_t count, void* const* params, void*
 // Its address is asked for by fastfact/ops/direct.py.
 extern "C" __attribute__((visibility("default"))) const fastfact::direct::Library* fastfact_direct() {
   using namespace fastfact::direct;
-  static const Library library = {device_type(), records, layer, layer_backward, dense, prox_sgd_step};
+  static const Library library = {sizeof(Library), device_type(), records, layer, layer_backward, dense, prox_sgd_step};
   return &library;
 }

@@ -1,7 +1,7 @@
-// What layers without PyTorch's dispatcher share, whatever the device: see bind_cpu_direct.h and bind_cuda_direct.cpp.
-// A tensor is what `Tensor._cdata` gives: all that PyTorch's own tensor holds, so that its address is a handle. Outputs
-// are handles that belong to the caller. A function returns whether it computed; where it refuses or fails nothing is
-// given out, and the ops are to be called, which say why.
+// What layers without PyTorch's dispatcher share, whatever the device: see bind_cpu_direct.cpp and
+// bind_cuda_direct.cpp. A tensor is what `Tensor._cdata` gives: all that PyTorch's own tensor holds, so that its
+// address is a handle. Outputs are handles that belong to the caller. A function returns whether it computed; where it
+// refuses or fails nothing is given out, and the ops are to be called, which say why.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -37,10 +37,26 @@ struct Group {
   bool proximal;
 };
 
-// What the library of another device gives out as `fastfact_direct`, for plain tensors on one such device.
+// Tensors of a layer as they lie in memory, to be looked at again.
+struct Watched {
+  static constexpr int64_t kMost = 16, kAxes = 8;
+  int64_t count, bytes;
+  uint64_t form, numbers;
+  bool reads;               // the numbers; not on another device than the CPU
+  int64_t versions[kMost];  // that they must have, −1 for any
+  void* tensors[kMost];
+};
+
+struct Memory {
+  const void* data;
+  int64_t bytes;
+};
+
+// What the library of a device gives out as `fastfact_direct`, for one client's plain tensors on one such device.
 struct Library {
+  int64_t size;  // of this, by which libraries know each other
   int32_t device_type;
-  // Whether what is computed now on the device of x is only recorded, to be run later.
+  // Whether what is computed now on the device of x is only recorded, to be run later. Null: never.
   bool (*records)(void* x);
   // out: y of the dense layer with the weight that u, v and μ make, and that weight. μ dense (no index), compact or
   // null. support: of compact μ, as `Plan` of fastfact/ops/direct.py has it, or null.
@@ -49,12 +65,44 @@ struct Library {
   // out: the gradients of x, the bias, μ, u and v, of those that bits 0–4 of `needs` ask for.
   bool (*layer_backward)(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* w,
                          void* index, void* support, void* u, void* v);
-  // out: y of the dense layer with the weight w.
+  // out: y of the dense layer with the weight w, which is in oneDNN's form for kReordered, a convolution, and for
+  // kPacked, a linear layer, and what `panels` makes for kPanels, a linear layer or, with `channels_last`, a 1×1
+  // convolution.
   bool (*dense)(AtenTensorHandle out[1], const Layer& of, void* x, void* w, void* bias);
-  // `prox_sgd_step` where all tensors are of one stretch of memory each, those of a parameter of one form. momenta:
-  // null where momentum is 0.
+  // The step where all tensors are of one stretch of memory each, those of a parameter of one form. momenta: null where
+  // momentum is 0.
   bool (*prox_sgd_step)(const Group& group, int64_t count, void* const* params, void* const* grads,
                         void* const* momenta, const double* l1) noexcept;
+
+  // Of the CPU alone, null for another device.
+
+  // out: y of the factored layer. repeated: see `factored_conv2d`. kept: null, or where the values go if they are cast,
+  // null if they are not; backward they can stand in place of these. index: of `Layer::kAdapter` what the adapter sees
+  // in place of x, which backward stands in place of x.
+  bool (*factored)(AtenTensorHandle out[1], const Layer& of, bool repeated, void* x, void* u, void* v, void* values,
+                   void* index, void* bias, AtenTensorHandle* kept);
+  // out: the gradients of x, u, v, the values (of `Layer::kAdapter` of what stands for index) and the bias, of those
+  // that bits 0–4 of `needs` ask for.
+  bool (*factored_backward)(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* u,
+                            void* v, void* values, void* index);
+  // out: the weight of a linear layer as `fastfact::pack_panels` has it.
+  bool (*panels)(AtenTensorHandle out[1], void* w);
+  // `fastfact::adamw_step` of tensors as for `prox_sgd_step`. steps: how many each has made, one number of float32 or
+  // float64, which is counted on. how: (lr, β₁, β₂, eps, weight decay, l1) of each.
+  bool (*adamw_step)(int64_t count, void* const* params, void* const* grads, void* const* firsts, void* const* seconds,
+                     void* const* steps, const double* how) noexcept;
+  // Notes where these tensors lie, in which form, and the digest of their numbers. False where that cannot be. The
+  // versions are the caller's.
+  bool (*watch)(Watched& out, void* const* tensors, int64_t count) noexcept;
+  // Whether they lie where they lay, in the same form, with the same numbers. These are read only if the rest is as it
+  // was, so that nothing is read that may be gone.
+  bool (*still)(const Watched& watched) noexcept;
+  // The memory of a tensor without gaps, held (`fastfact::hold`) until it is given back. Null where it is not; the
+  // caller keeps the memory from being freed meanwhile.
+  Memory (*hold)(void* tensor) noexcept;
+  void (*give_back)(const Memory& held) noexcept;
+  // What is held of a tensor was written to, by who had asked for its memory before.
+  void (*read_anew)(void* tensor) noexcept;
 };
 
 inline Shape weight_size(const Layer& of) {
@@ -136,8 +184,6 @@ Gradients convolution_backward(F by, const Layer& of, const Tensor& grad, const 
   return out;
 }
 
-constexpr int64_t kMostAxes = 8;
-
 // A tensor as it lies in memory.
 struct Form {
   int32_t type, device, number;  // the device's
@@ -150,7 +196,7 @@ struct Form {
            !aoti_torch_get_numel(handle, &numel) && !aoti_torch_get_sizes(handle, &sizes) &&
            !aoti_torch_get_strides(handle, &strides) && !aoti_torch_get_dtype(handle, &type) &&
            !aoti_torch_get_device_type(handle, &device) && !aoti_torch_get_device_index(handle, &number) &&
-           dim <= kMostAxes && (data || !numel);
+           dim <= Watched::kAxes && (data || !numel);
   }
 
   bool is_like(const Form& other) const {

@@ -97,6 +97,8 @@ class FactorizedLayer(Factors):
     """The module this layer stands for, without its parameters, where that is no plain dense layer (see convert)."""
     path: str = "auto"
     paths = PATHS
+    _axes_served: int
+    """Of a class whose `forward` begins with `direct.serve`: see `direct.serve_calls`. Not of those derived from it."""
     _pads = False
     """Whether `_padded` makes of an input what the layer computes with."""
     _words: tuple[Tensor, tuple[int, int, int], Tensor] | None = None
@@ -317,6 +319,9 @@ class FactorizedLayer(Factors):
             del nodes[next(iter(nodes))]
         nodes[asked] = direct.Node(tuple(facts), shape, watch, *call)
         self._nodes = nodes
+        axes = vars(type(self)).get("_axes_served")
+        if axes is not None:
+            direct.serve_calls(type(self), axes)
         return True
 
     def _call(self, path: str, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> direct.Call | None:

@@ -46,6 +46,7 @@ class FactorizedConv2d(FactorizedLayer):
     images [n, in, h, w] are then brought into that format, and the output has it, as with such a weight of `nn.Conv2d`.
     """
 
+    _axes_served = 0
     paths = (*PATHS, "fused")
 
     def __init__(
@@ -387,6 +388,7 @@ class FactorizedConv1d(FactorizedConv2d):
     Arguments as for `nn.Conv1d`, plus `spec` (default `ff.Rank1()`). Input [n, in, length] or [in, length].
     """
 
+    _axes_served = 3
     _dense = nn.Conv1d
 
     def _take_format(self, like):
@@ -447,6 +449,7 @@ class FactorizedLinear(FactorizedLayer):
     Arguments as for `nn.Linear`, plus `spec` (default `ff.Rank1()`). Input […, in], output […, out].
     """
 
+    _axes_served = 0
     is_only_multiplied = False
     """Whether the module that the layer is in takes its weight for nothing but `F.linear`, see `weight`."""
 

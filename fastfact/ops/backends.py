@@ -45,6 +45,12 @@ def library_file(name: str) -> Path | None:
     return max(Path(__file__).parents[1].glob(f"_{name}*.so"), default=None)
 
 
+def module_file() -> Path | None:
+    """The compiled module for this PyTorch and this Python, None where it was not built for them."""
+    file = Path(__file__).parents[1] / f"_torch-{torch.__version__}-{sys.implementation.cache_tag}.so"
+    return file if file.exists() else None
+
+
 def _load_library(name: str) -> Backend:
     file, why_not = library_file(name), None
     if file is None:
@@ -93,6 +99,10 @@ _one_client: frozenset[str] = frozenset()
 _with_kernel: dict[str, frozenset[str]] = {}
 """Device → the ops that the dispatcher has a kernel of."""
 _library = torch.library.Library("fastfact", "IMPL")
+
+
+def tell(dispatched: bool) -> None:
+    """Told whether the dispatcher chooses what serves, when that has changed: set by `direct`."""
 
 
 def loaded(name: str) -> bool:
@@ -211,10 +221,12 @@ def use_backend(name: str) -> Iterator[None]:
         kernels = importlib.import_module("fastfact.kernels")
         table |= {op: getattr(kernels, op) for op in with_kernels("triton")}
     before, _serving = _serving, table
+    tell(dispatches())
     try:
         yield
     finally:
         _serving = before
+        tell(dispatches())
 
 
 def has_slow_products(capability: str, processor: str) -> bool:

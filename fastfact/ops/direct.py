@@ -1,13 +1,16 @@
 """Layers computed by the compiled libraries in one call forward and one backward, without PyTorch's dispatcher.
 
 The ops of a small layer, called one by one through the dispatcher, take as long as it computes, on a GPU longer than
-those of most networks, and so do the questions that a layer asks before it. Both are answered by the library as a
-module of Python, `fastfact._cpu` (`csrc/bind_cpu_module.cpp`): `serve` looks for a `Node` that says what to compute for
-an input, asks whether all it depends on is as it was, and computes. What stands between an op and its kernel is passed
-by, so that nothing may transform, record or dispatch elsewhere, and all tensors must be plain ones on the CPU or, for
-layers whose weight is made or at hand, on one device of the CUDA library (`csrc/bind_cuda_direct.cpp`). A layer casts
-as autocast does if it is asked to. `serve` asks for that; whoever calls the rest asks `serves`. Where a function
-returns None nothing was computed, and the ops serve, which say what does not fit.
+those of most networks, and so do the questions that a layer asks before it. Both are answered by a compiled module of
+Python (`csrc/bind_module.h`): `serve` looks for a `Node` that says what to compute for an input, asks whether all it
+depends on is as it was, and computes. There are two such modules. `fastfact._torch`, built for one PyTorch and Python,
+asks tensors as PyTorch's own code does, has a layer in training as a node of PyTorch's graph, and serves calls of
+layers without running their `forward` (`serve_calls`). `fastfact._cpu` stands in for it with any other: a layer is a
+Function of Python. What stands between an op and its kernel is passed by, so that nothing may transform, record or
+dispatch elsewhere, and all tensors must be plain ones on the CPU or, for layers whose weight is made or at hand, on one
+device of the CUDA library (`csrc/bind_cuda_direct.cpp`). A layer casts as autocast does if it is asked to. `serve` asks
+for that; whoever calls the rest asks `serves`. Where a function returns None nothing was computed, and the ops serve,
+which say what does not fit.
 """
 
 import contextlib
@@ -213,7 +216,7 @@ class ByOps(torch.autograd.Function):
 
 
 class Direct(ByOps):
-    """The same, computed by the library: its forward and what PyTorch calls for the backward are set by `load`."""
+    """The same, computed by `fastfact._cpu`: its forward and what PyTorch calls for the backward are set by `load`."""
 
 
 def serve(nodes: Nodes, x: Tensor, training: bool, noted: tuple | None) -> Tensor | None:
@@ -240,6 +243,12 @@ def dense(of: bytes, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
 def panels(weight: Tensor) -> Tensor | None:
     """W [o, i] in the order in which this library's products of rows read it, for layers of the kind `PANELS`; None
     where it has no such form."""
+
+
+def serve_calls(kind: type, axes: int) -> None:
+    """Have calls of modules of this class, whose forward gives what `serve` gives, served without what Python does
+    around it, where that would do nothing. axes: how many x has when a node serves it, 0 for any number. Who replaces
+    `nn.Module.__call__` ends that, until this is called again."""
 
 
 def prox_sgd_step(params, grads, momenta, l1, lr: float, momentum: float, weight_decay: float, proximal: bool) -> bool:
@@ -290,41 +299,62 @@ _FUNCTIONS = (
 
 def load() -> None:
     """Take these functions from the library, where it is; called once, after it was loaded."""
-    global _apply, _there
+    global _apply, _there, serve_calls
     if not backends.loaded("cpu"):
         return
-    try:
-        library = _library()
-        found = {name: getattr(library, name) for name in _FUNCTIONS}
-    except (ImportError, AttributeError) as error:
-        # Older than this package, or a PyTorch that has another way.
-        backends.log.warning("fastfact computes small layers by single ops, slower: %s", error)
+    for name, file in (("_torch", backends.module_file()), ("_cpu", backends.library_file("cpu"))):
+        if file is None:
+            continue
+        try:
+            library = _module(name, file)
+            found = {name: getattr(library, name) for name in _FUNCTIONS}
+            library.begin(serving(), _given_out(backends.library_file("cpu")))
+        except (ImportError, AttributeError) as error:
+            # Older than this package, or a PyTorch that has another way.
+            backends.log.warning("fastfact computes small layers slower, without %s: %s", file.name, error)
+            continue
+        break
+    else:
         return
     globals().update(found)
-    library.begin(serving())
     if backends.loaded("cuda"):
-        _take(library, backends.library_file("cuda"))
-    Direct.forward = staticmethod(library.forward)
-    library.compute_backward(Direct._backward_cls)
-    # Without what stands before it in Python, up to PyTorch 2.13, for transforms.
-    _apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, Direct)
+        with contextlib.suppress(AttributeError, ImportError):  # it is older than this package
+            library.take_library(_given_out(backends.library_file("cuda")))
+    if name == "_torch":
+        library.set_up(ByOps.apply, _differentiate)
+        backends.tell = library.tell
+        _apply, serve_calls = library.apply, library.serve_calls
+    else:
+        Direct.forward = staticmethod(library.forward)
+        library.compute_backward(Direct._backward_cls)
+        # Without what stands before it in Python, up to PyTorch 2.13, for transforms.
+        _apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, Direct)
     _there = True
 
 
-def _take(library: ModuleType, file: Path) -> None:
-    """Have layers on another device computed by that one's library, if it is no older than this package."""
-    with contextlib.suppress(AttributeError):
-        given_out = ctypes.CDLL(str(file)).fastfact_direct
-        given_out.restype = ctypes.c_void_p
-        library.take_library(given_out(), OTHER)
-
-
-def _library() -> ModuleType:
-    """The library as a module of Python."""
-    loader = ExtensionFileLoader("_cpu", str(backends.library_file("cpu")))
+def _module(name: str, file: Path) -> ModuleType:
+    """A compiled module of Python."""
+    loader = ExtensionFileLoader(name, str(file))
     module = module_from_spec(ModuleSpec(loader.name, loader, origin=loader.path))
     loader.exec_module(module)
     return module
+
+
+def _given_out(file: Path | None) -> int:
+    """The address of what the library of a device gives out."""
+    given_out = ctypes.CDLL(str(file)).fastfact_direct
+    given_out.restype = ctypes.c_void_p
+    return given_out()
+
+
+class _Context(NamedTuple):
+    plan: Plan
+    needs_input_grad: tuple[bool, ...]
+
+
+def _differentiate(plan: Plan, needs: tuple[bool, ...], grad: Tensor, saved: tuple) -> tuple[Tensor | None, ...]:
+    """The gradients of what a plan was given, None for the plan itself, by its own function."""
+    return plan.function.backward(_Context(plan, needs), grad, saved)
 
 
 def serving() -> Fact:

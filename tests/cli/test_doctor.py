@@ -35,6 +35,12 @@ def test_kernels_that_are_not_built(monkeypatch):
     assert code == 1 and "WRONG" in out and "FASTFACT_BUILD=must" in out
 
 
+def test_what_was_built_for_another_pytorch(monkeypatch):
+    monkeypatch.setattr(doctor, "module_file", lambda: None)
+    finding = found("calls of layers")
+    assert finding.state == doctor.ABSENT and torch.__version__ in finding.detail and "build_ext" in finding.mend
+
+
 def test_no_compiler(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
     finding = found("C++ compiler")

@@ -128,10 +128,8 @@ def test_thin_pairs_emulated(emulated, case):
 @pytest.fixture
 def on_emulated(emulated_library, monkeypatch):
     """Layers on the CPU are computed by the emulated library, as those on a GPU are by the real one."""
-    given_out = ctypes.CDLL(emulated_library).fastfact_direct
-    given_out.restype = ctypes.c_void_p
     module = direct.serve.__self__
-    module.take_library(given_out(), "cpu")
+    module.take_library(direct._given_out(emulated_library))
     monkeypatch.setattr(direct, "OTHER", "cpu")
 
     def refused(*args):
@@ -143,9 +141,9 @@ def on_emulated(emulated_library, monkeypatch):
     monkeypatch.setattr(layers, "_orders", lambda *layer: {})
     monkeypatch.setattr(layers, "_onednn", lambda: None)
     yield
-    module.take_library(0, "")
+    module.take_library(0)
     if file := backends.library_file("cuda"):
-        direct._take(module, file)
+        module.take_library(direct._given_out(file))
 
 
 LAYERS = [

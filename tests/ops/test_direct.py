@@ -109,7 +109,7 @@ def by_ops(monkeypatch):
 
 def without_library(monkeypatch):
     monkeypatch.setattr(direct, "serves", lambda *tensors: False)
-    monkeypatch.setattr(direct, "serve", lambda *args: None)
+    monkeypatch.setattr(ff.nn.FactorizedLayer, "_let_serve", lambda *args: False)
 
 
 @pytest.mark.parametrize("compact", [True, False])
