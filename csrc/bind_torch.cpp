@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/library.h>
 
 #include <array>
 #include <atomic>
@@ -320,7 +321,7 @@ PyObject* apply(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // A call of a module without what Python does before and after its forward, where all that would do is to have a node
 // serve: no hook is there, nothing stands in place of a method, nobody watches what Python runs. The slot of the type
 // alone is set: `__call__` is that of nn.Module, and who replaces it there has the slot of Python back.
-PyObject *module_type, *call_impl, *call_impl_, *forward_name, *nodes_, *training_, *noted_, *pads_;
+PyObject *module_type, *call_impl, *call_impl_, *forward_name, *nodes_, *training_, *noted_, *pads_, *channels_last_;
 PyObject* hooks[4];         // of one module
 PyObject* global_hooks[4];  // of all
 PyObject* replaced[3];      // what stands in a module's dict in place of a method
@@ -346,28 +347,39 @@ bool is_watched_by_python() {
   return state->c_profilefunc || state->c_tracefunc;
 }
 
+// By a node of the layer whose attributes these are, where what it is given is not padded first.
+PyObject* served_by(PyObject* attributes, PyObject* x) {
+  PyObject* const pads = PyDict_GetItemWithError(attributes, pads_);
+  PyObject* const nodes = PyDict_GetItemWithError(attributes, nodes_);
+  PyObject* const training = PyDict_GetItemWithError(attributes, training_);
+  PyObject* const noted = PyDict_GetItemWithError(attributes, noted_);
+  if (PyErr_Occurred() || !nodes || !PyDict_Check(nodes) || !training || (pads && pads != Py_False)) {
+    return PyErr_Clear(), none();
+  }
+  return served(nodes, x, training, noted ? noted : Py_None);
+}
+
+PyObject* attributes_of(PyObject* object) {
+  PyObject* const dict = PyObject_GenericGetDict(object, nullptr);
+  if (!dict) PyErr_Clear();
+  return dict;
+}
+
 PyObject* served_at_once(const Served& of, PyObject* self, PyObject* x) {
   if (!is_plain(x) || (of.dim && THPVariable_Unpack(x).dim() != of.dim) || is_watched_by_python()) return none();
-  const Ref dict(PyObject_GenericGetDict(self, nullptr));
-  if (!dict || !PyDict_Check(dict)) return PyErr_Clear(), none();
+  const Ref attributes(attributes_of(self));
+  if (!attributes) return none();
   for (PyObject* name : hooks) {
-    if (!is_empty(PyDict_GetItemWithError(dict, name))) return none();
+    if (!is_empty(PyDict_GetItemWithError(attributes, name))) return none();
   }
   for (PyObject* all : global_hooks) {
     if (!is_empty(all)) return none();
   }
   for (PyObject* name : replaced) {
-    if (PyDict_GetItemWithError(dict, name)) return none();
+    if (PyDict_GetItemWithError(attributes, name)) return none();
   }
   if (!type_has(of.type, forward_name, of.forward) || !type_has(of.type, call_impl_, call_impl)) return none();
-  PyObject* const pads = PyDict_GetItemWithError(dict, pads_);
-  PyObject* const nodes = PyDict_GetItemWithError(dict, nodes_);
-  PyObject* const training = PyDict_GetItemWithError(dict, training_);
-  PyObject* const noted = PyDict_GetItemWithError(dict, noted_);
-  if (PyErr_Occurred() || !nodes || !PyDict_Check(nodes) || !training || (pads && pads != Py_False)) {
-    return PyErr_Clear(), none();
-  }
-  return served(nodes, x, training, noted ? noted : Py_None);
+  return served_by(attributes, x);
 }
 
 PyObject* call(PyObject* self, PyObject* args, PyObject* named) {
@@ -414,6 +426,7 @@ bool find() {
                                {training_, "training"},
                                {noted_, "_noted"},
                                {pads_, "_pads"},
+                               {channels_last_, "channels_last"},
                                {hooks[0], "_forward_hooks"},
                                {hooks[1], "_forward_pre_hooks"},
                                {hooks[2], "_backward_hooks"},
@@ -431,6 +444,79 @@ bool find() {
   return (call_impl = PyObject_GetAttr(module_type, call_impl_));
 }
 
+// The op of a layer in a graph, as fastfact/nn/compiled.py has it: by a node of the layer that is kept for these
+// factors, where there is one that serves.
+PyObject *graph_layers, *graph_forward;  // (what it is, id of its first factor) → (…, what it was made of, the layer)
+
+bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.unsafeGetTensorImpl() == b.unsafeGetTensorImpl() ||
+         (a.storage().is_alias_of(b.storage()) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
+          a.strides() == b.strides());
+}
+
+// The layer with these tensors, a borrowed reference; null where none is kept.
+PyObject* layer_of(PyObject* how, at::TensorList factors, const std::optional<at::Tensor>& bias) {
+  const Ref first(THPVariable_Wrap(factors[0]));
+  const Ref id(PyLong_FromVoidPtr(first)), key(id ? PyTuple_Pack(2, how, id.operator PyObject*()) : nullptr);
+  PyObject* const found = key ? PyDict_GetItemWithError(graph_layers, key) : nullptr;
+  if (!found) return nullptr;
+  PyObject* const held = PyTuple_GetItem(found, 1);
+  const size_t count = factors.size() + bias.has_value();
+  if (size_t(PyList_GET_SIZE(held)) != count) return nullptr;
+  for (size_t n = 0; n < count; ++n) {
+    const at::Tensor& now = n < factors.size() ? factors[n] : *bias;
+    if (!is_same_memory(THPVariable_Unpack(PyList_GET_ITEM(held, n)), now)) return nullptr;
+  }
+  return PyTuple_GetItem(found, 2);
+}
+
+// In which format the op gives its result; none where that is not told by strides alone.
+std::optional<at::MemoryFormat> format_of(PyObject* layer, const at::Tensor& x) {
+  if (x.dim() != 4) return at::MemoryFormat::Contiguous;
+  const Ref last(PyObject_GetAttr(layer, channels_last_));
+  if (!last) return PyErr_Clear(), std::nullopt;
+  if (last == Py_True) return at::MemoryFormat::ChannelsLast;
+  const bool as_rows = x.is_contiguous(at::MemoryFormat::ChannelsLast), as_planes = x.is_contiguous();
+  if (as_rows && as_planes) return std::nullopt;
+  return as_rows ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+}
+
+at::Tensor in_graph(std::string_view how, const at::Tensor& x, at::TensorList factors,
+                    const std::optional<at::Tensor>& bias) {
+  const pybind11::gil_scoped_acquire held;
+  const at::NoGradGuard guard;
+  const Ref of(PyUnicode_FromStringAndSize(how.data(), how.size())), given(THPVariable_Wrap(x));
+  if (!of || !given) raise();
+  if (PyObject* const layer = layer_of(of, factors, bias)) {
+    const Ref attributes(attributes_of(layer));
+    const auto format = format_of(layer, x);
+    const Ref y(attributes && format ? served_by(attributes, given) : none());
+    if (y && y != Py_None) return THPVariable_Unpack(y).contiguous(*format);
+  }
+  if (PyErr_Occurred()) raise();
+  const Ref all(PyTuple_New(factors.size())), last(bias ? THPVariable_Wrap(*bias) : none());
+  for (size_t n = 0; all && n < factors.size(); ++n) PyTuple_SetItem(all, n, THPVariable_Wrap(factors[n]));
+  PyObject* const args[] = {of, given, all, last};
+  const Ref given_all(all && last ? tuple_of(args, 4) : nullptr);
+  const Ref y(given_all ? PyObject_CallObject(graph_forward, given_all) : nullptr);
+  if (!y) raise();
+  return THPVariable_Unpack(y);
+}
+
+// serve_graphs(the layers that are kept for graphs, what computes the op where none of them serves)
+PyObject* serve_graphs(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (!expects("serve_graphs", count, 2)) return nullptr;
+  Py_INCREF(args[0]);
+  Py_INCREF(args[1]);
+  graph_layers = args[0], graph_forward = args[1];
+  static auto* const library =
+      new torch::Library(torch::Library::IMPL, "fastfact_nn", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  library->impl("layer", TORCH_FN(in_graph));
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
 // set_up(a Function that computes a plan by ops, what computes a backward in Python)
 PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expects("set_up", count, 2)) return nullptr;
@@ -446,8 +532,9 @@ PyObject* tell(PyObject*, PyObject* answer) {
   return none();
 }
 
-std::vector<PyMethodDef> functions = functions_with(
-    {fast("apply", apply), fast("set_up", set_up), fast("serve_calls", serve_calls), of_one("tell", tell)});
+std::vector<PyMethodDef> functions =
+    functions_with({fast("apply", apply), fast("set_up", set_up), fast("serve_calls", serve_calls),
+                    of_one("tell", tell), fast("serve_graphs", serve_graphs)});
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fastfact._torch", nullptr, -1, functions.data()};
 

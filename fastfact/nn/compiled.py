@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastfact.nn.specs import Spec
+from fastfact.ops import direct
 from fastfact.ops.common import is_channels_last
 
 _library = torch.library.Library("fastfact_nn", "DEF")
@@ -89,6 +90,7 @@ def _fake(how: str, x: Tensor, factors: list[Tensor], bias: Tensor | None) -> Te
 _library.define(
     "layer(str how, Tensor x, Tensor[] factors, Tensor? bias) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
 )
-_library.impl("layer", _forward, "CPU")
+if not direct.serve_graphs(_layers, _forward):
+    _library.impl("layer", _forward, "CPU")
 _library.impl("layer", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("fastfact_nn::layer", _fake, lib=_library)

@@ -29,6 +29,8 @@ DEPTHWISE = 4
 FEW_PIXELS = 500
 """Of the output, up to which a convolution of dense μ may be done without W, and up to which one with kernels of 1×1
 may be faster as a product of rows than as oneDNN does it."""
+ONEDNN = torch.backends.mkldnn.is_available()
+"""Whether PyTorch has oneDNN here, with which inductor computes convolutions channels_last."""
 FEW_ROWS, SMALL = 16, 1 << 16
 """Rows up to which a product with a W of so many numbers is no more than a loop (`multiply_few` in
 csrc/bind_cpu_direct.cpp)."""
@@ -377,6 +379,18 @@ class FactorizedConv2d(FactorizedLayer):
         last = self._in_format(x)
         return super()._forward(x) if last is x else self._of_padded(last)
 
+    def _of_padded(self, x):
+        if not (torch.compiler.is_compiling() and self._is_turned(x)):
+            return super()._of_padded(x)
+        # As inductor does with dense convolutions; what is computed between two of them it then computes channels_last.
+        return super()._of_padded(x.contiguous(memory_format=torch.channels_last)).contiguous()
+
+    def _is_turned(self, x: Tensor) -> bool:
+        """Whether a graph computes the layer channels_last, of contiguous images."""
+        if not ONEDNN or recording() or torch._C._are_functorch_transforms_active():
+            return False
+        return x.is_cpu and x.dim() == 4 and x.is_contiguous() and not is_channels_last(x)
+
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, spec={self.spec}"
 
@@ -425,6 +439,9 @@ class FactorizedConv1d(FactorizedConv2d):
             if y is not None:
                 return y
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
+
+    def _is_turned(self, x):
+        return False
 
     def _is_served_as_sequences(self, x: Tensor) -> bool:
         """Whether nodes for images x [n, c, 1, l] are of the sequences [n, c, l] that were given."""

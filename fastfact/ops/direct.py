@@ -251,6 +251,12 @@ def serve_calls(kind: type, axes: int) -> None:
     `nn.Module.__call__` ends that, until this is called again."""
 
 
+def serve_graphs(layers: dict, forward: Callable[..., Tensor]) -> bool:
+    """Have the op of a layer in a graph (`fastfact.nn.compiled`) computed by a node of the layer that is kept, else by
+    `forward`; whether that is done."""
+    return False
+
+
 def prox_sgd_step(params, grads, momenta, l1, lr: float, momentum: float, weight_decay: float, proximal: bool) -> bool:
     """`ops.prox_sgd_step` of plain tensors that lie alike in memory; whether they do, and it was made."""
     return False
@@ -299,7 +305,7 @@ _FUNCTIONS = (
 
 def load() -> None:
     """Take these functions from the library, where it is; called once, after it was loaded."""
-    global _apply, _there, serve_calls
+    global _apply, _there, serve_calls, serve_graphs
     if not backends.loaded("cpu"):
         return
     for name, file in (("_torch", backends.module_file()), ("_cpu", backends.library_file("cpu"))):
@@ -323,7 +329,7 @@ def load() -> None:
     if name == "_torch":
         library.set_up(ByOps.apply, _differentiate)
         backends.tell = library.tell
-        _apply, serve_calls = library.apply, library.serve_calls
+        _apply, serve_calls, serve_graphs = library.apply, library.serve_calls, library.serve_graphs
     else:
         Direct.forward = staticmethod(library.forward)
         library.compute_backward(Direct._backward_cls)

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastfact as ff
 from fastfact.nn import compiled
+from fastfact.ops import backends
 
 SPECS = {
     "sparse": ff.Rank1(),
@@ -42,6 +43,7 @@ def calls(monkeypatch):
     """The layers that the op took, in turn."""
     seen = []
     layer_of = compiled._layer
+    monkeypatch.setattr(compiled, "_layers", {})  # the compiled module has the other, and asks here
     monkeypatch.setattr(compiled, "_layer", lambda *a: (seen.append(layer_of(*a)), seen[-1])[1])
     torch._dynamo.reset()
     yield seen
@@ -93,6 +95,66 @@ def test_a_write_to_a_factor_is_seen_however_it_is_written_to(calls):
         change()
         torch.testing.assert_close(graph(x), model(x))
     assert calls and not torch.allclose(graph(x), before)
+
+
+@pytest.mark.skipif(backends.module_file() is None, reason="the module was built for another PyTorch")
+@pytest.mark.parametrize("last", [False, True])
+@torch.no_grad()
+def test_graphs_are_served_without_python(last, monkeypatch):
+    torch._dynamo.reset()
+    model, x = network(last=last), torch.randn(2, 8, 14, 14)
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    graph(x), graph(x)
+    asked, layer_of = [], compiled._layer
+    monkeypatch.setattr(compiled, "_layer", lambda *args: asked.append(1) or layer_of(*args))
+    for change in (
+        lambda: None,
+        lambda: model[0].u.mul_(2),
+        lambda: model[2].mu.data.zero_(),
+        lambda: setattr(model[2].v, "data", torch.randn_like(model[2].v)),
+        lambda: model[5].bias.add_(1),
+        lambda: setattr(model[0], "path", "reconstruct"),
+    ):
+        change()
+        for _ in range(2):
+            torch.testing.assert_close(graph(x), model(x))
+        asked.clear()
+        graph(x)
+        assert not asked
+    wrong = torch.randn(2, 7, 14, 14)
+    for _ in range(2):
+        with pytest.raises((RuntimeError, ValueError)):
+            torch.ops.fastfact_nn.layer(model[0]._how, wrong, list(model[0]._tensors().values()), model[0].bias)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_graphs_compute_contiguous_images_channels_last(calls, monkeypatch, training):
+    """As inductor has dense convolutions; what the layer gives is contiguous, as it is without a graph."""
+    seen = []
+
+    class Viewed(torch.nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).view(len(x), -1)
+
+    def noted(graph, inputs):
+        seen.extend(
+            node.meta["example_value"].stride()
+            for node in graph.graph.nodes
+            if node.op == "call_method" and node.target == "contiguous"
+        )
+        return graph
+
+    model, x = Viewed(*network(last=False)[:4]).train(training), torch.randn(2, 8, 14, 14)
+    with torch.set_grad_enabled(training):
+        found = torch.compile(model, fullgraph=True, backend=noted)(x)
+        torch.testing.assert_close(found, model(x))
+    assert seen[0] == (8 * 14 * 14, 1, 14 * 8, 8) and len(seen) == 6
+    torch._dynamo.reset()
+    seen.clear()
+    last = network(last=False)[:1].train(training)
+    torch.compile(last, fullgraph=True, backend=noted)(x.to(memory_format=torch.channels_last))
+    assert not seen
 
 
 def test_with_gradients_and_in_training_the_graph_is_plain(calls):
