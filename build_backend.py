@@ -1,9 +1,9 @@
 """The build backend: that of setuptools, with PyTorch's headers at hand wherever there is a C++ compiler to use them.
 
 The kernels are built against PyTorch's stable ABI, so that the headers of any PyTorch ≥ 2.11 do, and the library serves
-every other. A front end that isolates the build hides the one that is installed: it is looked for in the environment
-that asked for the build, and only where there is none is PyTorch a requirement of the build. FASTFACT_BUILD=skip, or no
-compiler, needs neither.
+every other; the module that calls them fastest serves the PyTorch whose headers these are. A front end that isolates
+the build hides the one that is installed: it is looked for in the environment that asked for the build, and only where
+there is none is PyTorch a requirement of the build. FASTFACT_BUILD=skip, or no compiler, needs neither.
 """
 
 import importlib.metadata

@@ -387,7 +387,9 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _is_turned(self, x: Tensor) -> bool:
         """Whether a graph computes the layer channels_last, of contiguous images."""
-        if not ONEDNN or recording() or torch._C._are_functorch_transforms_active():
+        # Of PyTorch 2.11, `torch.compiler.is_exporting()` is True in torch.compile as well.
+        exporting = torch.compiler._is_exporting_flag
+        if not ONEDNN or exporting or torch._C._are_functorch_transforms_active():
             return False
         return x.is_cpu and x.dim() == 4 and x.is_contiguous() and not is_channels_last(x)
 
