@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from glob import glob
 from pathlib import Path
 
@@ -106,7 +107,7 @@ class Build(BuildExtension):
         # As fastfact/ops/backends.py looks for it.
         if name.endswith("_torch"):
             name, known = name.replace(".", os.sep), torch.__version__ if not no_torch else ""
-            return f"{name}-{known}-{sys.implementation.cache_tag}.so"
+            return f"{name}-{known}-{sysconfig.get_config_var('SOABI')}.so"
         return super().get_ext_filename(name)
 
     def prepare_cuda(self, extension):

@@ -16,7 +16,7 @@ using fastfact::direct::Library;
 constexpr int kQuestions = 4, kInBackward = 2;
 
 PyObject *cdata_, *requires_grad_, *version_, *is_neg_, *saved_tensors_, *needs_input_grad_, *plan_, *to_save_,
-    *forward_, *backward_;
+    *forward_;
 PyObject *questions[kQuestions], *take;
 PyObject *casts_any, *casts, *cast_to, *cpu_name, *cuda_name, *is_batched;
 
@@ -154,6 +154,10 @@ int can_be_direct(PyObject* grad, PyObject* saved, bool makes) {
 PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
   if (!expects("apply", count, 1)) return nullptr;
   PyObject* const grad = args[0];
+  if (grad == Py_None) {
+    PyObject* const nothing[1 + kGiven] = {Py_None, Py_None, Py_None, Py_None, Py_None, Py_None, Py_None};
+    return tuple_of(nothing, 1 + kGiven);
+  }
   // To be asked for once: hooks that recompute what was saved do so once. Nothing may be asked for after an error.
   const Ref how(PyObject_GetAttr(ctx, plan_));
   const Ref saved(how ? PyObject_GetAttr(ctx, saved_tensors_) : nullptr);
@@ -182,8 +186,9 @@ PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
       return out;
     }
   }
-  const Ref function(PyObject_GetAttr(plan.function, backward_));
-  return function ? PyObject_CallFunctionObjArgs(function, ctx, grad, (PyObject*)saved, nullptr) : nullptr;
+  PyObject* const asked[] = {how, needed, grad, saved};
+  const Ref all(tuple_of(asked, 4));
+  return all ? PyObject_CallObject(differentiate, all) : nullptr;
 }
 
 PyMethodDef of_context[] = {{"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(backward)),
@@ -210,7 +215,6 @@ bool find() {
                                {plan_, "plan"},
                                {to_save_, "to_save"},
                                {forward_, "forward"},
-                               {backward_, "backward"},
                                {cpu_name, "cpu"},
                                {cuda_name, "cuda"}};
   if (!find_shared() || !intern(names)) return false;

@@ -24,7 +24,7 @@ constexpr int kAxes = 8;
 constexpr int64_t kLong = 1 << 16;    // bytes that take longer to read than to let other threads of Python run
 constexpr int64_t kLittle = 1 << 16;  // multiplications that do not
 
-PyObject *tensor_type, *parameter_type, *serving;
+PyObject *tensor_type, *parameter_type, *serving, *by_ops, *differentiate;
 PyObject *forward_ad, *level_;                   // the variables of torch.autograd.forward_ad, and the name of one
 const Library *cpu = nullptr, *other = nullptr;  // of another device
 
@@ -503,12 +503,12 @@ const Library* library_at(PyObject* address) {
   return nullptr;
 }
 
-// begin(what holds while the CPU library serves, the address of that library): see `holds`.
+// begin(what holds while the CPU library serves, see `holds`; the address of that library; a Function that computes a
+// plan by ops; what computes the backward of one, from (plan, which gradients, that of y, what was saved))
 PyObject* begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (!expects("begin", count, 2) || !(cpu = library_at(args[1]))) return nullptr;
-  Py_INCREF(args[0]);
-  Py_XDECREF(serving);
-  serving = args[0];
+  if (!expects("begin", count, 4) || !(cpu = library_at(args[1]))) return nullptr;
+  for (PyObject* one : {args[0], args[2], args[3]}) Py_INCREF(one);
+  serving = args[0], by_ops = args[2], differentiate = args[3];
   return none();
 }
 

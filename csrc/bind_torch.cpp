@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
@@ -100,7 +101,6 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 std::atomic<bool> dispatches{true};  // see `tell`
-PyObject *by_ops, *differentiate;
 
 // A tensor of PyTorch's own, on which nothing is to be done first.
 bool is_as_it_is(const at::Tensor& t) {
@@ -181,12 +181,11 @@ struct LayerNode final : Node {
   std::string name() const override { return "DirectBackward"; }
 
   variable_list apply(variable_list&& grads) override {
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    const at::Tensor grad = grads[0].defined() ? std::move(grads[0]) : input_metadata(0).zeros_like();
-    return backward_(needs(), grad, unpacked());
+    return grads[0].defined() ? backward_(needs(), grads[0], unpacked()) : variable_list(kGiven);
   }
 
   void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     for (SavedVariable& one : saved_) one.reset_data();
     released_ = true;
   }
@@ -248,7 +247,12 @@ struct LayerNode final : Node {
     for (int n = 0; n < backward.count; ++n) {
       if ((next++)->toBool()) saved[n] = (tensor++)->toTensor();
     }
-    return backward(needs, grads[0], saved);
+    if (grads[0].defined()) return backward(needs, grads[0], saved);
+    variable_list nothing(kGiven);
+    for (int n = 0; n < kGiven; ++n) {
+      if (needs[n]) nothing[n] = at::zeros_like(saved[n]);
+    }
+    return nothing;
   }
 
   Backward::Needs needs() const {
@@ -258,12 +262,37 @@ struct LayerNode final : Node {
   }
 
   // To be asked for once in a backward: hooks that recompute what was saved do so once.
-  Backward::Saved unpacked() const {
+  Backward::Saved unpacked() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
     Backward::Saved out;
     for (int n = 0; n < backward_.count; ++n) out[n] = saved_[n].unpack();
     return out;
   }
 };
+
+// The class of the node in Python, where PyTorch's own are.
+bool name_node() {
+  using namespace torch::autograd;
+  static PyGetSetDef properties[] = {{"next_functions", THPCppFunction_next_functions, nullptr, nullptr, nullptr},
+                                     {"requires_grad", THPCppFunction_requires_grad, nullptr, nullptr, nullptr},
+                                     {"metadata", THPCppFunction_metadata, nullptr, nullptr, nullptr},
+                                     {"_input_metadata", THPCppFunction_input_metadata, nullptr, nullptr, nullptr},
+                                     {}};
+  static PyMethodDef methods[] = {of_one("_register_hook_dict", THPCppFunction_register_hook_dict),
+                                  of_one("register_hook", THPCppFunction_register_hook),
+                                  of_one("register_prehook", THPCppFunction_register_prehook),
+                                  {"name", THPCppFunction_name, METH_NOARGS, nullptr},
+                                  {"_sequence_nr", THPCppFunction_sequence_nr, METH_NOARGS, nullptr},
+                                  {}};
+  static PyTypeObject type = {};
+  const Ref inner(PyImport_ImportModule("torch._C"));
+  const Ref all(inner ? PyObject_GetAttrString(inner, "_functions") : nullptr);
+  if (!all) return false;
+  _initFunctionPyTypeObject(type, "DirectBackward", properties, methods);
+  registerCppFunction(typeid(LayerNode), &type);
+  return !PyObject_SetAttrString(all, "DirectBackward", reinterpret_cast<PyObject*>(&type));
+}
 
 // A node as PyTorch holds it, which has changed between versions.
 template <class... Args>
@@ -288,21 +317,23 @@ PyObject* apply(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Plan plan;
   void* t[kGiven];
   if (!plan.read(args[0]) || !addresses_of<kGiven>(args + 1, t)) return nullptr;
-  AtenTensorHandle handles[2] = {};
-  const bool done = giving_way(plan.asked, t[kX], [&] {
-    const at::NoGradGuard none;
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return compute(plan, t, handles);
-  });
-  if (!done) {
-    const Ref given(tuple_of(args, count));
-    return given ? PyObject_CallObject(by_ops, given) : nullptr;
-  }
-  at::Tensor y = taken(handles[0]);
   std::array<at::Tensor, kMost> given;
+  bool done = true;
   for (int n = 0; n < kGiven; ++n) {
     if (t[n]) given[n] = THPVariable_Unpack(args[1 + n]);
+    done = done && is_as_it_is(given[n]);
   }
+  AtenTensorHandle handles[2] = {};
+  done = done && giving_way(plan.asked, t[kX], [&] {
+           const at::NoGradGuard none;
+           const at::AutoDispatchBelowADInplaceOrView guard;
+           return compute(plan, t, handles);
+         });
+  if (!done) {
+    const Ref all(tuple_of(args, count));
+    return all ? PyObject_CallObject(by_ops, all) : nullptr;
+  }
+  at::Tensor y = taken(handles[0]);
   given[kKept] = taken(handles[1]);
   if (torch::autograd::compute_requires_grad(given[kX], given[kU], given[kV], given[kMu], given[kIndex],
                                              given[kBias])) {
@@ -441,7 +472,7 @@ bool find() {
   for (int n = 0; n < 4; ++n) {
     if (!(global_hooks[n] = PyObject_GetAttrString(modules, of_all[n]))) return false;
   }
-  return (call_impl = PyObject_GetAttr(module_type, call_impl_));
+  return (call_impl = PyObject_GetAttr(module_type, call_impl_)) && name_node();
 }
 
 // The op of a layer in a graph, as fastfact/nn/compiled.py has it: by a node of the layer that is kept for these
@@ -488,9 +519,10 @@ at::Tensor in_graph(std::string_view how, const at::Tensor& x, at::TensorList fa
   const Ref of(PyUnicode_FromStringAndSize(how.data(), how.size())), given(THPVariable_Wrap(x));
   if (!of || !given) raise();
   if (PyObject* const layer = layer_of(of, factors, bias)) {
-    const Ref attributes(attributes_of(layer));
     const auto format = format_of(layer, x);
-    const Ref y(attributes && format ? served_by(attributes, given) : none());
+    const bool last = format == at::MemoryFormat::ChannelsLast;
+    const Ref attributes(attributes_of(layer)), seen(THPVariable_Wrap(last ? x.contiguous(*format) : x));
+    const Ref y(attributes && seen && format ? served_by(attributes, seen) : none());
     if (y && y != Py_None) return THPVariable_Unpack(y).contiguous(*format);
   }
   if (PyErr_Occurred()) raise();
@@ -517,24 +549,14 @@ PyObject* serve_graphs(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// set_up(a Function that computes a plan by ops, what computes a backward in Python)
-PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (!expects("set_up", count, 2)) return nullptr;
-  Py_INCREF(args[0]);
-  Py_INCREF(args[1]);
-  by_ops = args[0], differentiate = args[1];
-  return none();
-}
-
 // Whether the dispatcher chooses what serves.
 PyObject* tell(PyObject*, PyObject* answer) {
   dispatches = answer == Py_True;
   return none();
 }
 
-std::vector<PyMethodDef> functions =
-    functions_with({fast("apply", apply), fast("set_up", set_up), fast("serve_calls", serve_calls),
-                    of_one("tell", tell), fast("serve_graphs", serve_graphs)});
+std::vector<PyMethodDef> functions = functions_with(
+    {fast("apply", apply), fast("serve_calls", serve_calls), of_one("tell", tell), fast("serve_graphs", serve_graphs)});
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fastfact._torch", nullptr, -1, functions.data()};
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_an_isolated_build_finds_pytorch_and_ends_with_the_library(fresh, isolat
     compiler.chmod(0o755)
     done = run(sys.executable, "-c", BUILD, tmp_path, cwd=fresh, CXX=str(compiler), FASTFACT_BUILD="must", **isolated)
     assert "torch" not in required(done)
-    own = f"fastfact/_torch-{torch.__version__}-{sys.implementation.cache_tag}.so"
+    own = f"fastfact/_torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}.so"
     assert sorted(built(tmp_path)) == ["fastfact/_cpu.abi3.so", own]
 
 

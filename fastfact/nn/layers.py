@@ -386,10 +386,10 @@ class FactorizedConv2d(FactorizedLayer):
         return super()._of_padded(x.contiguous(memory_format=torch.channels_last)).contiguous()
 
     def _is_turned(self, x: Tensor) -> bool:
-        """Whether a graph computes the layer channels_last, of contiguous images."""
+        """Whether a graph computes the layer channels_last, of contiguous images, and gives contiguous ones."""
         # Of PyTorch 2.11, `torch.compiler.is_exporting()` is True in torch.compile as well.
         exporting = torch.compiler._is_exporting_flag
-        if not ONEDNN or exporting or torch._C._are_functorch_transforms_active():
+        if not ONEDNN or self.channels_last or exporting or torch._C._are_functorch_transforms_active():
             return False
         return x.is_cpu and x.dim() == 4 and x.is_contiguous() and not is_channels_last(x)
 

@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def library_file(name: str) -> Path | None:
 
 def module_file() -> Path | None:
     """The compiled module for this PyTorch and this Python, None where it was not built for them."""
-    file = Path(__file__).parents[1] / f"_torch-{torch.__version__}-{sys.implementation.cache_tag}.so"
+    file = Path(__file__).parents[1] / f"_torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}.so"
     return file if file.exists() else None
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastfact.ops import backends
 from fastfact.ops.backends import PLAIN, dispatches
@@ -212,6 +213,9 @@ class ByOps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if grad is None:  # compiled autograd has no other gradient of nothing
+            given = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=False)
+            return None, *(torch.zeros_like(one) if needed else None for one, needed in given)
         return ctx.plan.function.backward(ctx, grad, ctx.saved_tensors)
 
 
@@ -314,7 +318,7 @@ def load() -> None:
         try:
             library = _module(name, file)
             found = {name: getattr(library, name) for name in _FUNCTIONS}
-            library.begin(serving(), _given_out(backends.library_file("cpu")))
+            library.begin(serving(), _given_out(backends.library_file("cpu")), ByOps.apply, _differentiate)
         except (ImportError, AttributeError) as error:
             # Older than this package, or a PyTorch that has another way.
             backends.log.warning("fastfact computes small layers slower, without %s: %s", file.name, error)
@@ -327,7 +331,6 @@ def load() -> None:
         with contextlib.suppress(AttributeError, ImportError):  # it is older than this package
             library.take_library(_given_out(backends.library_file("cuda")))
     if name == "_torch":
-        library.set_up(ByOps.apply, _differentiate)
         backends.tell = library.tell
         _apply, serve_calls, serve_graphs = library.apply, library.serve_calls, library.serve_graphs
     else:
@@ -360,7 +363,16 @@ class _Context(NamedTuple):
 
 def _differentiate(plan: Plan, needs: tuple[bool, ...], grad: Tensor, saved: tuple) -> tuple[Tensor | None, ...]:
     """The gradients of what a plan was given, None for the plan itself, by its own function."""
-    return plan.function.backward(_Context(plan, needs), grad, saved)
+    ctx = _Context(plan, needs)
+    if not has_tangents():
+        return plan.function.backward(ctx, grad, saved)
+    # The ops have none. What was saved has none either, for then no plan would have served, and gradients are linear.
+    grad, tangent = forward_ad.unpack_dual(grad)
+    found = plan.function.backward(ctx, grad, saved)
+    if tangent is None:
+        return found
+    pairs = zip(found, plan.function.backward(ctx, tangent, saved), strict=True)
+    return tuple(one if one is None else forward_ad.make_dual(one, of_one) for one, of_one in pairs)
 
 
 def serving() -> Fact:

@@ -157,6 +157,21 @@ def test_graphs_compute_contiguous_images_channels_last(calls, monkeypatch, trai
     assert not seen
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_a_layer_that_is_channels_last_gives_such_images_in_a_graph(training, mode):
+    torch._dynamo.reset()
+    layer = ff.nn.FactorizedConv2d(8, 6, 3, padding=1, padding_mode=mode).to(memory_format=torch.channels_last)
+    layer.train(training)
+
+    def rows(x):
+        return layer(x).permute(0, 2, 3, 1).view(-1, 6)
+
+    x = torch.randn(2, 8, 6, 6)
+    with torch.set_grad_enabled(training):
+        torch.testing.assert_close(torch.compile(rows, backend="aot_eager")(x), rows(x))
+
+
 def test_with_gradients_and_in_training_the_graph_is_plain(calls):
     model, x = network(), torch.randn(2, 8, 14, 14)
     graph = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 
@@ -198,6 +199,67 @@ def test_a_backend_asked_for_serves_the_backward(monkeypatch):
     assert len(seen) == 1
     loss.backward()
     assert len(seen) == 1
+
+
+class Nothing(torch.autograd.Function):
+    """Whose gradient is none."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_gives_none(kind):
+    layer, x = served(kind)
+    x.requires_grad_()
+    layer(x)
+    (Nothing.apply(layer(x)).sum() + x.sum()).backward()
+    assert all(p.grad is None for p in layer.parameters()) and (x.grad == 1).all()
+    x.grad = None
+    loss = Nothing.apply(layer(x)).sum() + x.sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in layer.parameters()) and (x.grad == 1).all()
+
+
+@pytest.mark.parametrize("path", ["reconstruct", "factored"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tangents_of_a_gradient(kind, path):
+    """A backward is linear in what it is given."""
+    layer, x = served(kind, path)
+    given = [x.requires_grad_(), *layer.parameters()]
+    layer(x)
+    y = layer(x)
+    assert y.grad_fn.name() == "DirectBackward"
+    first, second = torch.randn_like(y), torch.randn_like(y)
+    with forward_ad.dual_level():
+        found = torch.autograd.grad(y, given, forward_ad.make_dual(first, second), retain_graph=True)
+        found = [forward_ad.unpack_dual(one) for one in found]
+    torch.testing.assert_close([one.primal for one in found], list(torch.autograd.grad(y, given, first, True)))
+    torch.testing.assert_close([one.tangent for one in found], list(torch.autograd.grad(y, given, second)))
+
+
+def test_a_factor_set_to_a_negative_view_is_read_as_its_numbers():
+    layer, x = served("linear")
+    layer.v.data = torch._neg_view(torch.randn_like(layer.v))
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_the_node_is_one_of_pytorch():
+    layer, x = served("linear")
+    node, seen = layer(x).grad_fn, []
+    assert isinstance(node, torch.autograd.graph.Node) and type(node).__name__ == node.name() == "DirectBackward"
+    assert {after.name().rpartition("::")[2] for after, _ in node.next_functions if after} == {"AccumulateGrad"}
+    y = layer(x)
+    y.grad_fn.register_hook(lambda given, taken: seen.append((len(given), len(taken))))
+    y.grad_fn.register_prehook(lambda taken: seen.append(len(taken)))
+    y.sum().backward()
+    assert seen == [1, (6, 1)] and y.grad_fn.metadata == {}
 
 
 def test_a_second_backward_is_refused_as_by_pytorch():
