@@ -366,7 +366,7 @@ std::vector<Served> served_types;
 
 bool is_empty(PyObject* dict) { return dict && PyDict_Check(dict) && !PyDict_GET_SIZE(dict); }
 
-// A borrowed attribute of a type that its method cache or that of a base has.
+// Whether this is what a type, or a base of it, has under a name.
 bool type_has(PyTypeObject* type, PyObject* name, PyObject* wanted) {
   const Ref found(PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name));
   if (!found) PyErr_Clear();
@@ -482,10 +482,10 @@ PyObject *graph_layers, *graph_forward;  // (what it is, id of its first factor)
 bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.unsafeGetTensorImpl() == b.unsafeGetTensorImpl() ||
          (a.storage().is_alias_of(b.storage()) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
-          a.strides() == b.strides());
+          a.strides() == b.strides() && a.dtype() == b.dtype());
 }
 
-// The layer with these tensors, a borrowed reference; null where none is kept.
+// The layer with these tensors, null where none is kept.
 PyObject* layer_of(PyObject* how, at::TensorList factors, const std::optional<at::Tensor>& bias) {
   const Ref first(THPVariable_Wrap(factors[0]));
   const Ref id(PyLong_FromVoidPtr(first)), key(id ? PyTuple_Pack(2, how, id.operator PyObject*()) : nullptr);
@@ -498,7 +498,9 @@ PyObject* layer_of(PyObject* how, at::TensorList factors, const std::optional<at
     const at::Tensor& now = n < factors.size() ? factors[n] : *bias;
     if (!is_same_memory(THPVariable_Unpack(PyList_GET_ITEM(held, n)), now)) return nullptr;
   }
-  return PyTuple_GetItem(found, 2);
+  PyObject* const layer = PyTuple_GetItem(found, 2);
+  Py_XINCREF(layer);  // which another thread may have forgotten meanwhile
+  return layer;
 }
 
 // In which format the op gives its result; none where that is not told by strides alone.
@@ -518,7 +520,7 @@ at::Tensor in_graph(std::string_view how, const at::Tensor& x, at::TensorList fa
   const at::NoGradGuard guard;
   const Ref of(PyUnicode_FromStringAndSize(how.data(), how.size())), given(THPVariable_Wrap(x));
   if (!of || !given) raise();
-  if (PyObject* const layer = layer_of(of, factors, bias)) {
+  if (const Ref layer(layer_of(of, factors, bias)); layer) {
     const auto format = format_of(layer, x);
     const bool last = format == at::MemoryFormat::ChannelsLast;
     const Ref attributes(attributes_of(layer)), seen(THPVariable_Wrap(last ? x.contiguous(*format) : x));
