@@ -306,9 +306,11 @@ auto made(Args&&... args) {
 }
 
 template <class Owner>
-void announce([[maybe_unused]] const Owner& node) {
-  if constexpr (requires { fire_node_creation_hooks(node); }) fire_node_creation_hooks(node);
+auto announce(const Owner& node, int) -> decltype(fire_node_creation_hooks(node)) {
+  fire_node_creation_hooks(node);
 }
+template <class Owner>
+void announce(const Owner&, long) {}  // of a PyTorch that has no such hooks
 
 // apply(plan, x, u, v, μ, index, bias) → y, with its place in the graph
 PyObject* apply(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -343,7 +345,7 @@ PyObject* apply(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const auto node = made(plan, args[0], given);
     node->set_next_edges(std::move(edges));
     torch::autograd::set_history(y, node);
-    announce(node);
+    announce(node, 0);
   }
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.cpp_extension import include_paths
 
 ROOT = Path(__file__).parents[2]
@@ -15,8 +16,9 @@ KERNELS = sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))
 BINDINGS = sorted((ROOT / "csrc").glob("bind_cpu*.cpp"))
 DRIVER = ROOT / "tests" / "ops" / "kernels_driver.cpp"
 FLAGS = ("-std=c++17", "-w")
-TORCH = [flag for path in (*include_paths(), sysconfig.get_path("include")) for flag in ("-isystem", path)]
-TORCH += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
+HEADERS = [flag for path in (*include_paths(), sysconfig.get_path("include")) for flag in ("-isystem", path)]
+TORCH = [*HEADERS, "-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
+MODULE = ROOT / "csrc" / "bind_torch.cpp", [*HEADERS, f"-std=c++{17 if torch.__version__ < '2.12' else 20}"]
 
 
 def compile_all(compiler, jobs):
@@ -59,10 +61,11 @@ def test_builds_kernels_that_run(compiler, link, runner, tmp_path):
 @pytest.mark.kernels
 def test_clang_compiles_the_bindings_and_the_kernels_of_every_element_type():
     require("clang++")
-    jobs = [(source, TORCH) for source in BINDINGS] + [(source, []) for source in KERNELS]
+    jobs = [MODULE, *((source, TORCH) for source in BINDINGS), *((source, []) for source in KERNELS)]
     compile_all("clang++", [(source, ("-fsyntax-only", *flags)) for source, flags in jobs])
 
 
 def test_the_bindings_compile_with_the_headers_of_this_pytorch():
     """`make test-oldest` builds none."""
-    compile_all("c++", [(source, ("-fsyntax-only", *TORCH)) for source in BINDINGS])
+    jobs = [MODULE, *((source, TORCH) for source in BINDINGS)]
+    compile_all("c++", [(source, ("-fsyntax-only", *flags)) for source, flags in jobs])
