@@ -154,10 +154,6 @@ int can_be_direct(PyObject* grad, PyObject* saved, bool makes) {
 PyObject* backward(PyObject* ctx, PyObject* const* args, Py_ssize_t count) {
   if (!expects("apply", count, 1)) return nullptr;
   PyObject* const grad = args[0];
-  if (grad == Py_None) {
-    PyObject* const nothing[1 + kGiven] = {Py_None, Py_None, Py_None, Py_None, Py_None, Py_None, Py_None};
-    return tuple_of(nothing, 1 + kGiven);
-  }
   // To be asked for once: hooks that recompute what was saved do so once. Nothing may be asked for after an error.
   const Ref how(PyObject_GetAttr(ctx, plan_));
   const Ref saved(how ? PyObject_GetAttr(ctx, saved_tensors_) : nullptr);

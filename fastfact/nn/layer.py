@@ -27,6 +27,7 @@ from fastfact.ops.common import (
     autocast,
     autocasts,
     capturing,
+    exporting,
     is_channels_last,
     is_mapped,
     recording,
@@ -172,9 +173,7 @@ class FactorizedLayer(Factors):
 
     def _is_served(self, x: Tensor) -> bool:
         """Whether the layer is one op in a graph: in evaluation, of numbers that it has itself."""
-        # Of PyTorch 2.11, `torch.compiler.is_exporting()` is True in torch.compile as well.
-        exporting = torch.compiler._is_exporting_flag
-        if torch.is_grad_enabled() or exporting or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or exporting() or torch._C._are_functorch_transforms_active():
             return False
         tensors, bias = self._tensors(), self.bias
         own = self._parameters.keys()

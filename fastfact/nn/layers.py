@@ -19,7 +19,7 @@ from fastfact.nn.layer import PATHS, FactorizedLayer, Form, as_leaf, cast, conve
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
-from fastfact.ops.common import address, as_rows, is_channels_last, is_mapped, recording, transforming
+from fastfact.ops.common import address, as_rows, exporting, is_channels_last, is_mapped, recording, transforming
 from fastfact.ops.weights import Convolution, are_rows
 
 NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
@@ -387,9 +387,7 @@ class FactorizedConv2d(FactorizedLayer):
 
     def _is_turned(self, x: Tensor) -> bool:
         """Whether a graph computes the layer channels_last, of contiguous images, and gives contiguous ones."""
-        # Of PyTorch 2.11, `torch.compiler.is_exporting()` is True in torch.compile as well.
-        exporting = torch.compiler._is_exporting_flag
-        if not ONEDNN or self.channels_last or exporting or torch._C._are_functorch_transforms_active():
+        if not ONEDNN or self.channels_last or exporting() or torch._C._are_functorch_transforms_active():
             return False
         return x.is_cpu and x.dim() == 4 and x.is_contiguous() and not is_channels_last(x)
 

@@ -68,6 +68,12 @@ def has_tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
+def exporting() -> bool:
+    """Whether torch.export is at work: of PyTorch 2.11, `torch.compiler.is_exporting()` is True in torch.compile as
+    well."""
+    return torch.compiler._is_exporting_flag
+
+
 def recording() -> bool:
     """Whether a graph is recorded that is to run without this package: by torch.export, ONNX or torch.jit.trace; of
     PyTorch 2.11 also by torch.compile, whose graphs lose gradients of `lowrank_linear` there if this is False."""
