@@ -1,5 +1,8 @@
 // Products of matrices in bfloat16 by Intel's AMX: eight tiles of 16 rows of 64 bytes. A tile of sums has 16 × 16
 // floats, a left operand 16 rows of 32 numbers, a right one 16 pairs (pairs.h) of each of 16 columns.
+//
+// Floats are multiplied as sums of three numbers of bfloat16, which they are exactly: of the nine products the six
+// largest. The others are less than 2⁻²⁵ of the product, half of what rounding it to a float may take.
 #pragma once
 
 #include "pairs.h"
@@ -142,6 +145,60 @@ struct AmxSums {
       if constexpr (R == 2) multiply_tiles<2, 5, 6>();
       if constexpr (R == 2 && N == 2) multiply_tiles<3, 5, 7>();
     }
+  }
+
+  // The same of floats, both operands in pieces: those of a block of `left` are `piece` bytes apart, `right` is [block]
+  // [piece][pair][32 columns]. meanwhile(): done for each block.
+  template <class F>
+  FF_INLINE static void multiply_pieces(const char* left, int64_t row, int64_t next_rows, int64_t piece,
+                                        const float* right, int64_t blocks, const F& meanwhile) {
+    constexpr int64_t kStep = kAmxRows * 2 * kAmxRows;
+    for (; blocks > 0; --blocks, left += kPieces * piece, right += kPieces * kStep) {
+      const float* const next = right + kPieces * kStep;
+      auto add = [&](int k) FF_INLINE_LAMBDA {
+        multiply_loaded();
+        fetch(left + kPieces * piece + k * R * kTile / 2, R);
+        fetch(reinterpret_cast<const char*>(next) + k * kTile, 2);
+      };
+      load_left(left, row, next_rows);
+      load_right(right);
+      add(0);
+      load_right(right + 2 * kStep);
+      add(1);
+      load_right(right + kStep);
+      add(2);
+      load_left(left + piece, row, next_rows);
+      add(3);
+      load_right(right);
+      add(4);
+      load_left(left + 2 * piece, row, next_rows);
+      add(5);
+      meanwhile();
+    }
+  }
+
+ private:
+  static constexpr int64_t kTile = 1024;  // bytes
+
+  // Half a tile, so many times, of what the next block is.
+  FF_INLINE static void fetch(const char* at, int tiles) {
+#pragma GCC unroll 16
+    for (int k = 0; k < 8 * tiles; ++k) __builtin_prefetch(at + 64 * k);
+  }
+  FF_INLINE static void load_left(const char* left, int64_t row, int64_t next_rows) {
+    load_tile<4>(left, row);
+    if constexpr (R == 2) load_tile<5>(left + next_rows, row);
+  }
+  FF_INLINE static void load_right(const float* right) {
+    constexpr int64_t kBytes = 2 * kAmxRows * sizeof(float);
+    load_tile<6>(right, kBytes);
+    if constexpr (N == 2) load_tile<7>(right + kAmxRows, kBytes);
+  }
+  FF_INLINE static void multiply_loaded() {
+    multiply_tiles<0, 4, 6>();
+    if constexpr (N == 2) multiply_tiles<1, 4, 7>();
+    if constexpr (R == 2) multiply_tiles<2, 5, 6>();
+    if constexpr (R == 2 && N == 2) multiply_tiles<3, 5, 7>();
   }
 };
 

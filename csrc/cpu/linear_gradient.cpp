@@ -8,8 +8,9 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kItems = 16;                             // wanted of work, for the threads
-constexpr int64_t kOutputs = 252, kInputs = 768;           // of a block of dW, at most
+constexpr int64_t kItems = 16;                          // wanted of work, for the threads
+constexpr int64_t kOutputs = 252, kOutputsByAmx = 256;  // of a block of dW, at most
+constexpr int64_t kInputs = 768;
 constexpr int64_t kInPlace = 3072;                         // bytes of a row of dy; longer ones take a page each
 constexpr int64_t kLeastOutputs = 96, kLeastInputs = 192;  // of one of several, or nearly
 constexpr int64_t kRowsOfSum = 256;                        // added to dW at once,
@@ -25,6 +26,7 @@ struct Gradient {
   int64_t n;
   const T *x, *dy;
   bool amx, in_place;  // dy is read where it lies, but for the last tile of a block
+  int64_t together() const { return amx && sizeof(T) == 2 ? kRowsOfSumByAmx : kRowsOfSum; }  // rows
   int64_t outputs, inputs, rows, row_blocks, column_blocks, parts;  // of a block, and how many there are
   int64_t size;                                                     // of the sums of a block
   float* sums;  // [block][part], null where an item is all parts of a block
@@ -56,8 +58,8 @@ struct RunGradient {
 
   // Where the gradients of the values of some rows of a block go.
   struct Values {
-    T* to[kOutputs];
-    const T* end[kOutputs];
+    T* to[kOutputsByAmx];
+    const T* end[kOutputsByAmx];
 
     FF_INLINE void start(const Gradient<T>& g, const Block& block, int64_t first, int64_t count) {
       const Bits& support = g.w.support;
@@ -100,11 +102,11 @@ struct RunGradient {
 
   // Items are (block, part) or, without `sums`, blocks.
   FF_INLINE static void run(const Gradient<T>& g, const Items& items) {
-    const bool pairs = in_pairs<T>(kRowsOfSum);
-    const int64_t height = g.amx ? kAmxRows : MR, together = g.amx ? kRowsOfSumByAmx : kRowsOfSum;
+    const bool pairs = in_pairs<T>(kRowsOfSum), pieces = g.amx && !pairs;
+    const int64_t height = g.amx ? kAmxRows : MR, together = g.together();
     // A store of a register runs over the end of a row of a tile.
-    const int64_t step = together / (pairs ? 2 : 1) * height + L;
-    const Scratch<float> left(ceil_div(g.outputs, height) * step), right(together * NR);
+    const int64_t step = (pieces ? together / 2 * kPieces : together / (pairs ? 2 : 1)) * height + L;
+    const Scratch<float> left(ceil_div(g.outputs, height) * step), right(together * (pieces ? kPieces : 2) / 2 * NR);
     const AmxTiles tiles(g.amx);
     // Values of a single step are taken from each tile when it is done.
     const bool direct = g.parts == 1 && g.n <= together && g.dvalues && !g.du && !g.dv;
@@ -122,7 +124,7 @@ struct RunGradient {
           const int64_t terms = std::min(together, last - row);
           Values* const to = direct ? &values : nullptr;
           if (g.amx) {
-            add_rows_by_amx(g, block, row, terms, fresh, step, left.get(), right.get(), sums, to);
+            add_rows_by_amx(g, block, row, terms, last, fresh, step, left.get(), right.get(), sums, to);
             continue;
           }
           with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
@@ -218,16 +220,19 @@ struct RunGradient {
 
   // The same by AMX.
   FF_INLINE static void add_rows_by_amx(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms,
-                                        bool fresh, int64_t step, float* left, float* right, float* sums,
+                                        int64_t last, bool fresh, int64_t step, float* left, float* right, float* sums,
                                         Values* values) {
-    if constexpr (std::is_same_v<T, BFloat16> && B == 64) {
+    if constexpr (!std::is_same_v<T, Half> && B == 64) {
       const int64_t blocks = ceil_div(terms, kAmxTerms);
       outline<B>([&]() FF_INLINE_LAMBDA {
         for (int64_t k = 0; k < blocks; ++k) {
           turn_rows(g.dy + (row + k * kAmxTerms) * g.w.o + block.o, g.w.o, std::min(kAmxTerms, terms - k * kAmxTerms),
-                    block.outputs, step, left + k * kAmxRows * L);
+                    block.outputs, step, left + k * kPiecesOfT * kAmxRows * L);
         }
       });
+      const T* const next_dy = g.dy + (row + terms) * g.w.o + block.o;
+      Upcoming of_dy{reinterpret_cast<const char*>(next_dy), std::min(terms, last - row - terms),
+                     block.outputs * int64_t(sizeof(T)), g.w.o * int64_t(sizeof(T)), ceil_div(64, block.panels)};
       for (int64_t panel = 0; panel < block.panels; ++panel) {
         const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
         const T* const from = g.x + row * g.w.i + block.i + column;
@@ -235,20 +240,38 @@ struct RunGradient {
         outline<B>([&]() FF_INLINE_LAMBDA {
           for (int64_t t = 0; t < terms; t += 2) {
             const T *const one = from + t * g.w.i, *const other = t + 1 < terms ? one + g.w.i : nullptr;
-            __builtin_prefetch(one + NR, 0, 2);
-            __builtin_prefetch(one + g.w.i + NR, 0, 2);
-            copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
+            if constexpr (kPiecesOfT == 1) {
+              __builtin_prefetch(one + NR, 0, 2);
+              __builtin_prefetch(one + g.w.i + NR, 0, 2);
+              copy_pairs<NR>(one, other, count, 0, right + t / 2 * NR);
+            } else {
+              SplitPanel<T, B>::split_pairs(one, other, count, right + of_pair(t));
+            }
           }
-          std::fill(right + ceil_div(terms, 2) * NR, right + blocks * kAmxRows * NR, 0.f);
+          for (int64_t t = whole(terms, 2); t < blocks * kAmxTerms; t += 2) {
+            for (int k = 0; k < kPiecesOfT; ++k) std::fill_n(right + of_pair(t) + k * kBlock, NR, 0.f);
+          }
+          // The next panel's columns meanwhile, and the next rows of dy.
+          Upcoming upcoming{reinterpret_cast<const char*>(from + NR), panel + 1 < block.panels ? terms : 0,
+                            NR * sizeof(T), g.w.i * int64_t(sizeof(T)),
+                            ceil_div(kRowsByAmx * kAmxTerms * 2, block.rows)};
           alignas(64) float own[kRowsByAmx * NR];
           for (int64_t m = 0; m < block.rows; m += kRowsByAmx) {
             const float* const of_rows = left + m / kAmxRows * step;
             float* const tile = values ? own : to + m * NR;
             auto add = [&]<int R, int N>() FF_INLINE_LAMBDA {
               using S = AmxSums<R, N>;
-              fresh ? S::clear() : S::load(tile, NR);
-              S::multiply(reinterpret_cast<const char*>(of_rows), B, step * sizeof(float), kAmxRows * B, right, blocks);
-              S::store(tile, NR);
+              const auto* const turned = reinterpret_cast<const char*>(of_rows);
+              if constexpr (kPiecesOfT == 1) {
+                fresh ? S::clear() : S::load(tile, NR);
+                S::multiply(turned, B, step * sizeof(float), kAmxRows * B, right, blocks);
+                S::store(tile, NR);
+              } else {
+                S::clear();
+                S::multiply_pieces(turned, B, step * sizeof(float), kAmxRows * B, right, blocks,
+                                   [&]() FF_INLINE_LAMBDA { upcoming.fetch(), of_dy.fetch(); });
+                fresh ? S::store(tile, NR) : add_sums<R, N>(tile);
+              }
               for (int64_t k = 0; N == 1 && fresh && k < R * kAmxRows; ++k)
                 store<B>(tile + k * NR + L, Vec<float, B>{});
             };
@@ -265,8 +288,61 @@ struct RunGradient {
     }
   }
 
-  // `terms` rows of `count` numbers, `row` apart, as tiles [number][pair of rows], each `step` behind the last.
+  static constexpr int kPiecesOfT = std::is_same_v<T, float> ? kPieces : 1;
+  static constexpr int64_t kBlock = kAmxRows * NR;  // of pairs, of 32 columns
+  // Where a pair of rows is, as [block of terms][piece][pair][NR].
+  FF_INLINE static int64_t of_pair(int64_t term) {
+    return term / kAmxTerms * kPiecesOfT * kBlock + term % kAmxTerms / 2 * NR;
+  }
+
+  // The tiles' sums to those of `tile`.
+  template <int R, int N>
+  FF_INLINE static void add_sums(float* tile) {
+    alignas(64) float sums[R * kAmxRows * NR];
+    AmxSums<R, N>::store(sums, NR);
+    for (int m = 0; m < R * kAmxRows * NR; m += NR) {
+#pragma GCC unroll 2
+      for (int k = 0; k < N * L; k += L) store<B>(tile + m + k, load<B>(tile + m + k) + load<B>(sums + m + k));
+    }
+  }
+
+  // `terms` rows of `count` numbers, `row` apart, as tiles [number][pair of rows], or [piece][number][pair], each
+  // `step` behind the last.
   FF_INLINE static void turn_rows(const T* from, int64_t row, int64_t terms, int64_t count, int64_t step, float* to) {
+    if constexpr (kPiecesOfT > 1) {
+      // Row by row first, as they lie: many rows a power of two apart do not stay in the first cache.
+      const int64_t width = whole(count, L) + L;
+      const Scratch<float> pairs(kPieces * L * width);
+      for (int l = 0; l < L; ++l) {
+        const T* const one = 2 * l < terms ? from + 2 * l * row : nullptr;
+        const T* const other = 2 * l + 1 < terms ? one + row : nullptr;
+        for (int64_t at = 0; at < count; at += L) {
+          Vec<float, B> first[kPieces], second[kPieces];
+          split<B>(SplitPanel<T, B>::some(one ? one + at : nullptr, count - at), first);
+          split<B>(SplitPanel<T, B>::some(other ? other + at : nullptr, count - at), second);
+#pragma GCC unroll 3
+          for (int k = 0; k < kPieces; ++k) {
+            const auto both = pairs_of<B>(first[k], second[k]);
+            std::memcpy(pairs.get() + (k * L + l) * width + at, &both, B);
+          }
+        }
+      }
+      for (int64_t at = 0; at < count; at += L, to += step) {
+        for (int k = 0; k < kPieces; ++k) {
+          Vec<float, B> lines[L];
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) lines[l] = load<B>(pairs.get() + (k * L + l) * width + at);
+          PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) store<B>(to + (k * L + l) * L, lines[l]);
+        }
+      }
+    } else {
+      turn_narrow_rows(from, row, terms, count, step, to);
+    }
+  }
+  FF_INLINE static void turn_narrow_rows(const T* from, int64_t row, int64_t terms, int64_t count, int64_t step,
+                                         float* to) {
     using Narrow = typename VecOf<uint16_t, B / 2>::Type;
     using Wide = typename VecOf<uint32_t, B>::Type;
     for (int64_t at = 0; at < count; at += L, to += step) {
@@ -455,7 +531,8 @@ void cut_into_blocks(Gradient<T>& g, int64_t outputs, int64_t inputs, int64_t pa
   double least = 0;
   for (int64_t across = least_of(inputs, kInputs); across <= least_of(inputs, kLeastInputs); ++across) {
     const int64_t width = ceil_div(ceil_div(inputs, across), 64) * 64;
-    for (int64_t down = least_of(outputs, kOutputs); down <= least_of(outputs, kLeastOutputs); ++down) {
+    for (int64_t down = least_of(outputs, g.amx ? kOutputsByAmx : kOutputs); down <= least_of(outputs, kLeastOutputs);
+         ++down) {
       const int64_t height = ceil_div(ceil_div(outputs, down), tile) * tile;
       const int64_t items = ceil_div(outputs, height) * ceil_div(inputs, width) * parts;
       double time = 0;
@@ -475,8 +552,8 @@ template <class T>
 void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
                    int64_t threads, ParallelFor parallel_for) {
   Gradient<T> g{w, n, x, dy};
-  g.amx = by_amx(in_pairs<T>());
-  g.in_place = std::is_same_v<T, float> && register_bytes() == 64 && w.o * int64_t(sizeof(T)) <= kInPlace;
+  g.amx = by_amx(in_pairs<T>()) || splits<T>(w.o, n);
+  g.in_place = std::is_same_v<T, float> && !g.amx && register_bytes() == 64 && w.o * int64_t(sizeof(T)) <= kInPlace;
   const int64_t mr = tile_of(g.amx), nr = register_bytes() / 2;
   const int64_t parts = std::clamp<int64_t>(n / kLeastSum, 1, kItems / 2);
   cut_into_blocks(g, w.o, w.i, parts);

@@ -6,6 +6,8 @@
 //
 // Where rows are few W is μ alone, and factors are further terms of the product: h = x uᵀ beside x, and v beside μ. So
 // it is where bfloat16 is multiplied in pairs, h being the sum of two numbers of bfloat16.
+//
+// By AMX floats are multiplied in pieces (pieces.h), W split where it is made, rows for each part of the product.
 #include "linear_tiles.h"
 
 #include <cmath>
@@ -76,6 +78,10 @@ struct RowsProduct {
   }
   int64_t padded(int64_t terms) const { return whole_blocks(terms, amx); }
 };
+
+// Of a product by pieces (pieces.h): the depth of a slice, numbers of W and columns of a part, rows that are split
+// together.
+constexpr int64_t kSliceInPieces = 1024, kGroupInPieces = 1 << 18, kMostInPieces = 512, kSplitRows = 96;
 
 // Whether y and dx are multiplied in pairs.
 template <class T>
@@ -221,7 +227,7 @@ struct RunProduct {
   // To panels of W.
   FF_INLINE static void add_factors(const RowsProduct<T>& p, int64_t column, int64_t panels, int64_t d, int64_t terms,
                                     float* to) {
-    const float* const left = p.of_terms + d / p.slice * ceil_div(p.slice, MR) * MR * p.rank;
+    const float* const left = p.of_terms + d / p.slice * whole(p.slice, MR) * p.rank;
     for (int64_t panel = 0; panel < panels; ++panel, to += terms * NR) {
       const float* const right = p.of_columns + (column / NR + panel) * p.rank * NR;
       outline<B>([&]() FF_INLINE_LAMBDA {
@@ -299,6 +305,133 @@ struct RunProduct {
           copy_some<NR / 2>(numbers, count, row_of_y);
         }
       }
+    }
+  }
+};
+
+// The same of floats by AMX, in pieces: W is split where it is made, rows before they are multiplied.
+template <class, int B>
+struct RunInPieces {
+  using T = float;
+  using V = Vec<float, B>;
+  static constexpr int L = B / int(sizeof(float)), NR = 2 * L;
+  static constexpr int64_t kMadeTogether = 4;  // panels
+
+  // Items are `parts`.
+  FF_INLINE static void run(const RowsProduct<T>& p, const Items& items) {
+    if constexpr (B == 64) {
+      const int64_t all = p.panels ? 0 : ceil_div(p.group, NR) * NR, terms_of_slice = in_pieces(p.slice);
+      const Scratch<float> floats(p.slice * std::min(all, kMadeTogether * NR)), slab(terms_of_slice / 2 * all);
+      const Scratch<BFloat16> left(p.pass * terms_of_slice);
+      const AmxTiles tiles(true);
+      for (int64_t item; (item = items.take()) < items.count();) {
+        const Part& part = p.parts[item];
+        const int64_t last = part.row + part.rows, panels = ceil_div(part.columns, NR);
+        for (int64_t d = 0; d < p.depth; d += p.slice) {
+          const int64_t terms = std::min(p.slice, p.depth - d), step = in_pieces(p.panels ? p.depth : terms) / 2 * NR;
+          const float* right = slab.get();
+          if (p.panels) {
+            right = p.panels + part.column / NR * step + in_pieces(d) / 2 * NR;
+          } else {
+            for (int64_t k = 0; k < panels; k += kMadeTogether) {
+              make(p, part.column + k * NR, std::min(kMadeTogether, panels - k), d, terms, floats.get(),
+                   slab.get() + k * step);
+            }
+          }
+          for (int64_t row = part.row; row < last; row += p.pass) {
+            const int64_t rows = std::min(p.pass, last - row);
+            SplitRows<T, B>::run(p.x + row * p.depth + d, p.depth, rows, terms, left.get());
+            const float* const next = p.x + (row + rows) * p.depth + d;
+            Upcoming upcoming{reinterpret_cast<const char*>(next), std::min(p.pass, last - row - rows), terms * 4,
+                              p.depth * 4, ceil_div(64, panels)};
+            for (int64_t panel = 0; panel < panels; ++panel) {
+              multiply(p, left.get(), row, rows, part.column + panel * NR, d, terms, right + panel * step, upcoming);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  FF_INLINE static void make(const RowsProduct<T>& p, int64_t column, int64_t panels, int64_t d, int64_t terms,
+                             float* made, float* to) {
+    if (p.turned) {
+      MakePanels<T, B>::make_turned(p.w, column, panels, d, terms, made);
+    } else {
+      MakePanels<T, B>::make(p.w, column, panels, d, terms, made);
+    }
+    if (p.rank) RunProduct<T, B>::add_factors(p, column, panels, d, terms, made);
+    for (int64_t k = 0; k < panels; ++k, made += terms * NR, to += in_pieces(terms) / 2 * NR) {
+      SplitPanel<T, B>::run(made, terms, to);
+    }
+  }
+
+  // A panel of W times a slice of some rows.
+  FF_INLINE static void multiply(const RowsProduct<T>& p, const BFloat16* left, int64_t row, int64_t rows,
+                                 int64_t column, int64_t d, int64_t terms, const float* right, Upcoming& upcoming) {
+    outline<B>([&]() FF_INLINE_LAMBDA {
+      for (const int64_t last = row + rows; row < last; row += kRowsByAmx, left += kRowsByAmx * in_pieces(terms)) {
+        auto by = [&]<int R, int N>() FF_INLINE_LAMBDA {
+          using S = AmxSums<R, N>;
+          constexpr int64_t kRow = kAmxTerms * sizeof(BFloat16);
+          S::clear();
+          S::multiply_pieces(reinterpret_cast<const char*>(left), kRow, kAmxRows * kRow, kRowsByAmx * kRow, right,
+                             ceil_div(terms, kAmxTerms), [&]() FF_INLINE_LAMBDA { upcoming.fetch(); });
+          alignas(64) float sums[R * kAmxRows * NR];
+          S::store(sums, NR);
+          give<N>(p, row, std::min(R * kAmxRows, last - row), column, d, d + terms == p.depth, sums);
+        };
+        const bool wide = p.columns - column > L;
+        if (last - row > kAmxRows) {
+          wide ? by.template operator()<2, 2>() : by.template operator()<2, 1>();
+        } else {
+          wide ? by.template operator()<1, 2>() : by.template operator()<1, 1>();
+        }
+      }
+    });
+  }
+
+  // What a slice of terms from d on adds to a tile of y; `ends`: it is the last slice.
+  template <int N>
+  FF_INLINE static void give(const RowsProduct<T>& p, int64_t row, int64_t rows, int64_t column, int64_t d, bool ends,
+                             const float* sums) {
+    constexpr int M = 4;
+    const int64_t columns = p.columns, count = std::min<int64_t>(N * L, columns - column);
+    const int64_t rank = ends ? p.beside_rank : 0;
+    const float* const hidden = static_cast<const float*>(p.hidden) + row * rank;
+    const float* const beside = static_cast<const float*>(p.beside) + column * rank;
+    for (int64_t m = 0; m < rows; m += M) {
+      T* y = p.y + (row + m) * columns + column;
+      int64_t step = columns;
+      const bool inside = count == N * L && m + M <= rows;
+      alignas(64) float edge[M * NR] = {};
+      auto each_row = [&](const auto& f) FF_INLINE_LAMBDA {
+        for (int64_t k = 0; k < std::min<int64_t>(M, rows - m); ++k) f(y + k * columns, edge + k * NR);
+      };
+      if (!inside) {
+        if (d) each_row([&](const T* of_y, float* of_edge) { std::memcpy(of_edge, of_y, count * sizeof(T)); });
+        y = edge, step = NR;
+      }
+      V sum[M][N];
+#pragma GCC unroll 4
+      for (int k = 0; k < M; ++k) {
+#pragma GCC unroll 2
+        for (int part = 0; part < N; ++part) {
+          sum[k][part] = load<B>(sums + (m + k) * NR + part * L);
+          if (d) sum[k][part] += load<B>(y + k * step + part * L);
+          if (ends && p.bias) sum[k][part] += load<B>(p.bias + column + part * L);
+        }
+      }
+      if (rank) MultiplyTiles<float, B>::add_rows(hidden + m * rank, rank, beside, rank, sum);
+#pragma GCC unroll 4
+      for (int k = 0; k < M; ++k) {
+#pragma GCC unroll 2
+        for (int part = 0; part < N; ++part) store<B>(y + k * step + part * L, sum[k][part]);
+      }
+      if (inside) continue;
+      y = p.y + (row + m) * columns + column;
+      each_row([&](T* of_y, const float* of_edge)
+                   FF_INLINE_LAMBDA { RunProduct<T, B>::template copy_some<NR>(of_edge, count, of_y); });
     }
   }
 };
@@ -533,9 +666,12 @@ class Beside {
 // make them again; those that are left over, or are not full, are cut by rows, and so is all of a narrow W. `element`:
 // bytes of a number of y, whose rows, where they begin within a line of memory, are rather cut than columns: threads
 // that write to one line wait for each other.
-std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t element, int64_t group, bool amx, int64_t threads) {
-  const double made = amx ? 128 : 32;  // rows that take as long to be multiplied as W to be made
-  constexpr double kHeldUp = 0.25;     // of a part that a thread is left with
+// split: the rows are for each part, of which there are no more than needed.
+std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t element, int64_t group, bool amx, bool split,
+                            int64_t threads) {
+  const double made = split ? 52 : amx ? 128 : 32;  // rows that take as long to be multiplied as W to be made
+  const double taken = split ? 0.7 : 0;             // panels that take as long as the rows to be split
+  constexpr double kHeldUp = 0.25;                  // of a part that a thread is left with
   const int64_t tile = tile_of(amx), width = register_bytes() / 2, most = group / width;
   const int64_t tiles = ceil_div(rows, tile), panels = ceil_div(columns, width);
   const bool narrow = panels <= kGroup / width, half = threads > 1 && panels * width - columns >= width / 2;
@@ -547,15 +683,18 @@ std::vector<Part> share_out(int64_t rows, int64_t columns, int64_t element, int6
     double least = 0;
     for (int64_t ranges = 1; ranges <= std::min(tiles, 4 * threads); ++ranges) {
       const int64_t some = ceil_div(tiles, ranges), of_rows = ceil_div(tiles, some);
-      const double time =
-          (std::ceil(full * double(of_rows) / double(threads)) + held_up) * (double(some * tile) + made);
+      const double of_thread = std::ceil(full * double(of_rows) / double(threads));
+      const double again = std::ceil(of_thread / double(most)) * taken;
+      const double time = (of_thread + held_up + again) * (double(some * tile) + made);
       if (least && time > more_ranges * least) continue;
       least = least ? std::min(least, time) : time, range = some, count = of_rows;
     }
     int64_t to_come = (last - first) * count;
+    const int64_t of_thread = std::max<int64_t>(ceil_div(to_come, threads), 1);
+    const int64_t even = ceil_div(of_thread, ceil_div(of_thread, most));
     for (int64_t row = 0; row < rows; row += range * tile) {
       for (int64_t panel = first; panel < last;) {
-        const int64_t fair = threads == 1 || narrow ? most : to_come / (2 * threads);
+        const int64_t fair = split ? even : threads == 1 || narrow ? most : to_come / (2 * threads);
         const int64_t together = std::min(std::clamp<int64_t>(fair, 1, most), last - panel), column = panel * width;
         parts.push_back(
             {row, std::min(range * tile, rows - row), column, std::min(together * width, columns - column)});
@@ -599,15 +738,17 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
                    int64_t threads, ParallelFor parallel_for, const float* panels = nullptr,
                    const float* own_hidden = nullptr) {
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i;
+  const bool split = splits<T>(panels ? 0 : n, depth);
   const bool pairs = rows_in_pairs<T>(depth), amx = by_amx(pairs);
-  const int64_t mr = tile_of(amx), rows_of_pass = kPass / mr * mr;
+  const int64_t mr = tile_of(amx || split), pass = split ? kSplitRows : kPass, rows_of_pass = pass / mr * mr;
   const int64_t most =
       std::max<int64_t>(kPacked / std::max<int64_t>(depth, 1) / (2 * rows_of_pass), 1) * 2 * rows_of_pass;
-  const int64_t slice = slice_of(depth, amx ? kSliceByAmx : pairs ? kSliceOfPairs : kSlice), nr = register_bytes() / 2;
+  const int64_t in_floats = split ? kSliceInPieces : kSlice, nr = register_bytes() / 2;
+  const int64_t slice = slice_of(depth, amx ? kSliceByAmx : pairs ? kSliceOfPairs : in_floats);
   // Further terms of the product where rows are few, or in pairs; otherwise added to W.
   const int64_t beside_rank = pairs || are_thin(n, w.i, w.o) ? w.rank : 0;
   const int64_t rank = w.rank > kFewRanks && !beside_rank ? w.rank : 0, of_floats = pairs ? 0 : beside_rank;
-  const int64_t of_slice = ceil_div(slice, mr) * mr * rank;
+  const int64_t of_slice = whole(slice, tile_rows(register_bytes())) * rank;
   const Scratch<float> of_terms(ceil_div(depth, slice) * of_slice),
       of_columns(ceil_div(columns, nr) * nr * (rank + of_floats));
   const OwnHidden hidden(n, own_hidden ? 0 : of_floats, mr);
@@ -630,7 +771,7 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
   }
   // Rows a multiple of a page apart share sets of the first cache, from which each panel has to read them again.
   const bool meet = columns > kNarrow && depth * int64_t(sizeof(T)) % kPage == 0;
-  const bool packs = !(kReadsRows<T, float> || pairs) || meet || (amx && depth % kAmxTerms);
+  const bool packs = !split && (!(kReadsRows<T, float> || pairs) || meet || (amx && depth % kAmxTerms));
   const int64_t row = amx && packs ? whole(depth, kAmxTerms) + (meet ? kAmxTerms : 0) : depth;
   const Scratch<float> packed(packs && !amx ? whole(std::min(n, most), mr) * depth + 16 : 0);
   const Scratch<BFloat16> padded(amx ? (packs ? whole(std::min(n, most), mr) : mr) * row : 0);
@@ -658,12 +799,19 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
         p.beside_rank = beside->ranks();
       }
     }
-    const int64_t group = amx ? std::clamp(kGroupByAmx / depth / nr * nr, kGroup, kMostByAmx) : kGroup;
-    const std::vector<Part> parts = share_out(rows, columns, sizeof(T), group, amx, threads);
+    const int64_t group = split ? std::min(kGroupInPieces / slice / nr * nr, kMostInPieces)
+                          : amx ? std::clamp(kGroupByAmx / depth / nr * nr, kGroup, kMostByAmx)
+                                : kGroup;
+    const std::vector<Part> parts = share_out(rows, columns, sizeof(T), group, amx || split, split, threads);
     p.parts = parts.data();
     for (const Part& part : parts) p.range = std::max(p.range, part.rows), p.group = std::max(p.group, part.columns);
-    p.pass = ceil_div(ceil_div(p.range, ceil_div(p.range, kPass)), mr) * mr;
-    parallel_items(parallel_for, parts.size(), 1, [&](const Items& items) { dispatch<RunProduct, T>(p, items); });
+    p.pass = whole(ceil_div(p.range, ceil_div(p.range, pass)), mr);
+    parallel_items(parallel_for, parts.size(), 1, [&](const Items& items) {
+      if constexpr (std::is_same_v<T, float>) {
+        if (split) return dispatch<RunInPieces, T>(p, items);
+      }
+      dispatch<RunProduct, T>(p, items);
+    });
   }
 }
 
@@ -714,7 +862,8 @@ int64_t panels_numel(Type type, int64_t o, int64_t i) {
   int64_t numel = -1;
   if (!i) return numel;
   with_panels(type, i, [&]<class T>(T) {
-    numel = whole(o, register_bytes() / 2) * whole_blocks(i, by_amx(!std::is_same_v<T, float>));
+    const int64_t terms = splits<T>(0, i) ? in_pieces(i) / 2 : whole_blocks(i, by_amx(!std::is_same_v<T, float>));
+    numel = whole(o, register_bytes() / 2) * terms;
   });
   return numel;
 }
@@ -726,7 +875,15 @@ void pack_panels(Type type, int64_t o, int64_t i, const void* w, void* to, Paral
     const Scratch<T> padded(depth > i ? o * depth : 0);
     const T* rows = static_cast<const T*>(w);
     if (depth > i) pad_rows(rows, o, i, depth, 1, padded.get(), parallel_for), rows = padded.get();
-    pack_rows(rows, o, depth, pairs, register_bytes() / 2, static_cast<float*>(to), parallel_for);
+    const int64_t width = register_bytes() / 2;
+    if (!splits<T>(0, i)) return pack_rows(rows, o, depth, pairs, width, static_cast<float*>(to), parallel_for);
+    const Scratch<float> floats(whole(o, width) * i);
+    pack_rows(rows, o, i, false, width, floats.get(), parallel_for);
+    parallel(parallel_for, ceil_div(o, width), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin * width; k < end * width; k += width) {
+        dispatch<SplitPanel, float>(floats.get() + k * i, i, static_cast<float*>(to) + k * (in_pieces(i) / 2));
+      }
+    });
   });
 }
 
@@ -757,6 +914,7 @@ bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool ba
     density = backward ? n <= 64 ? .12 : n < 512 ? .22 : .3 : n > kFewRows && n < 512 ? .24 : .3;
   }
   if (n > kFewRows && by_amx(pairs)) density = backward || n > 256 ? .06 : .2;
+  if (n > 256 && !backward && type == Type::f32 && splits<float>(n, i)) density = .26;
   return n && double(count) > density * double(i) * double(o);
 }
 

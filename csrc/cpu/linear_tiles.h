@@ -2,8 +2,7 @@
 // linear_rows.cpp) have in common: its weight, and the tiles they are computed in.
 #pragma once
 
-#include "amx.h"
-#include "gemm.h"
+#include "pieces.h"
 #include "support.h"
 
 namespace fastfact {
@@ -48,16 +47,18 @@ struct Padded {
   bool lies_so(int64_t size) const { return std::is_same_v<T, float> && size == row; }
 };
 
-inline int64_t whole(int64_t count, int64_t of) { return ceil_div(count, of) * of; }
-
-// Rows of a tile by AMX.
-inline constexpr int64_t kRowsByAmx = 2 * kAmxRows;
-
 // Rows of a tile of a product.
 inline int64_t tile_of(bool amx) { return amx ? kRowsByAmx : tile_rows(register_bytes()); }
 
 // Whether products in pairs are those of AMX.
 inline bool by_amx(bool pairs) { return pairs && register_bytes() == 64 && has_amx(); }
+
+// Whether products of floats are, where what is padded takes less than is won; rows: 0 for any number.
+template <class T>
+bool splits(int64_t rows, int64_t terms) {
+  const auto fits = [](int64_t size, int64_t of) { return whole(size, of) <= size + size / 3; };
+  return std::is_same_v<T, float> && by_amx(true) && fits(rows, kAmxRows) && fits(terms, kAmxTerms);
+}
 
 // Whether thin products of n rows and the factors take less than what the factors take beside W or dW.
 inline bool are_thin(int64_t n, int64_t i, int64_t o) { return double(n) * double(i + o) < double(i) * double(o); }

@@ -166,6 +166,21 @@ FF_INLINE Operands<Pair, B> round_two(Vec<float, B> first, Vec<float, B> second)
 #endif
 }
 
+// A float is the sum of three numbers of bfloat16, of which each has the next eight bits.
+inline constexpr int kPieces = 3;
+
+template <int B>
+FF_INLINE Vec<float, B> rounded(Vec<float, B> x) {
+  return bit_cast<Vec<float, B>>((bit_cast<Operands<Pair, B>>(x) + 0x8000u) & 0xffff0000u);
+}
+template <int B>
+FF_INLINE void split(Vec<float, B> x, Vec<float, B> (&pieces)[kPieces]) {
+  pieces[0] = rounded<B>(x);
+  const Vec<float, B> rest = x - pieces[0];
+  pieces[1] = rounded<B>(rest);
+  pieces[2] = rest - pieces[1];
+}
+
 // Rows 2k and 2k + 1 of n numbers become row k of n pairs. `to` may be `from`.
 template <int B>
 FF_INLINE void make_pairs(const float* from, int64_t from_step, int64_t rows, int64_t n, float* to, int64_t to_step) {

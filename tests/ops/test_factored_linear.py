@@ -114,6 +114,10 @@ CASES = [
     # Last panels of half a width, each way.
     ((70,), (40, 300), 2, 0.6),
     ((70,), (300, 80), 0, 0.7),
+    # Floats in pieces: several slices, passes and chunks of rows, that end within a block, a tile or a panel.
+    ((250,), (100, 2100), 3, 0.6),
+    ((125,), (2090, 97), 20, 0.7),
+    ((529,), (65, 95), 1, 0.5),
 ]
 
 
@@ -204,7 +208,10 @@ def test_gradients_of_parts_only():
 # Rows of one unit and of several, few outputs, last panels of half a width: what threads share out differently.
 @pytest.mark.parametrize(
     ("rows", "size"),
-    [(2100, (70, 90)), (45, (300, 1100)), (100, (300, 500)), (119, (258, 410)), (300, (40, 333)), (613, (180, 50))],
+    [
+        *((2100, (70, 90)), (45, (300, 1100)), (100, (300, 500)), (119, (258, 410)), (300, (40, 333)), (613, (180, 50))),
+        (210, (130, 2100)),
+    ],
 )
 @pytest.mark.parametrize("density", [0.1, 0.6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -222,6 +229,29 @@ def test_results_repeat(rows, size, density, dtype):
         torch.set_num_threads(before)
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.parametrize("rows", [8, 100])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(rows, number):
+    size = (70, 96)
+    t = draw((rows,), size, 2, 0.6, torch.float32)
+    t["x"][5, 7] = number
+    y, leaves = ours(t, size)
+    y[5].sum().backward()
+    of_column = t["index"].long() % size[1] == 7
+    assert not y[5].isfinite().any() and y[:5].isfinite().all() and y[6:].isfinite().all()
+    assert not leaves["values"].grad[of_column].isfinite().any()
+    assert leaves["values"].grad[~of_column].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e30])
+@pytest.mark.parametrize("rows", [8, 100])
+def test_numbers_of_any_size(rows, scale):
+    t = draw((rows,), (70, 96), 0, 0.6, torch.float32)
+    t["x"] *= scale
+    t["bias"] *= scale
+    compare(t, (70, 96))
 
 
 # More rows than are summed at once, of few blocks of dW, so that their parts are added; fewer, taken at once.
