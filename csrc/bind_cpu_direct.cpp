@@ -8,7 +8,7 @@
 
 #include "bind_cpu.h"
 #include "bind_direct.h"
-#include "cpu/kernels.h"
+#include "cpu/factored_conv.h"
 
 // Not there in a PyTorch without oneDNN.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu_mkldnn__convolution_pointwise(
@@ -191,6 +191,35 @@ struct Steps {
   const Shape stride, padding, dilation;
 };
 
+// The convolution of x by w where this library computes it by AMX.
+std::optional<fastfact::Conv> conv_in_pieces(const Layer& of, const Tensor& x, const Tensor& w) {
+  const bool fits = of.kind == Layer::kConvolution && x.dim() == 4 && w.dim() == 4 && of.groups == 1 &&
+                    x.scalar_type() == ScalarType::Float && w.scalar_type() == ScalarType::Float &&
+                    is_dense(x, {0, 2, 3, 1}) && is_dense(w, {0, 2, 3, 1}) && x.size(1) == w.size(1);
+  if (!fits) return std::nullopt;
+  const auto outputs = [&](int d) {
+    return (x.size(2 + d) + 2 * of.padding[d] - of.dilation[d] * (w.size(2 + d) - 1) - 1) / of.stride[d] + 1;
+  };
+  const fastfact::Conv c{x.size(0),
+                         1,
+                         w.size(1),
+                         w.size(0),
+                         x.size(2),
+                         x.size(3),
+                         w.size(2),
+                         w.size(3),
+                         outputs(0),
+                         outputs(1),
+                         {of.stride[0], of.stride[1]},
+                         {of.padding[0], of.padding[1]},
+                         {of.dilation[0], of.dilation[1]},
+                         true,
+                         true};
+  return fastfact::convolves_in_pieces(c) ? std::optional(c) : std::nullopt;
+}
+
+const float* floats_of(const Tensor& t) { return static_cast<const float*>(data_of(t)); }
+
 Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (layer.kind != Layer::kConvolution) {
     require(x.size(layer.kind == Layer::kPixels ? 1 : x.dim() - 1) == w.size(1), "layer", "x does not fit");
@@ -204,6 +233,15 @@ Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const O
     const Steps by(layer);
     return factored_conv2d(x, std::nullopt, std::nullopt, w, std::nullopt, bias, weight_size(layer), by.stride,
                            by.padding, by.dilation, layer.groups, false);
+  }
+  if (const auto c = conv_in_pieces(layer, x, w)) {
+    if (bias) expect("layer", "bias", *bias, {c->o}, x);
+    const Tensor y = empty(x, {c->n, c->o, c->oh, c->ow}, {0, 2, 3, 1});
+    const OptionalTensor added = bias && !is_dense(*bias, 0) ? torch::stable::contiguous(*bias) : bias;
+    fastfact::dense_conv({*c, floats_of(x), floats_of(w), added ? floats_of(*added) : nullptr,
+                          static_cast<float*>(y.data_ptr()), torch::stable::get_num_threads()},
+                         parallel_for);
+    return y;
   }
   return convolution(aoti_torch_cpu_convolution, layer, x, w, bias);
 }
@@ -245,6 +283,17 @@ Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Ten
     Gradients out;
     if (of_x) out.x = dx;
     if (of_w) out.w = dw;
+    if (of_bias) out.bias = channel_sums(grad);
+    return out;
+  }
+  if (const auto c = conv_in_pieces(layer, x, w); c && is_dense(grad, {0, 2, 3, 1})) {
+    Gradients out;
+    if (of_x) out.x = empty(x, {c->n, c->i, c->h, c->w}, {0, 2, 3, 1});
+    if (of_w) out.w = empty(x, {c->o, c->i, c->kh, c->kw}, {0, 2, 3, 1});
+    const auto to = [](const OptionalTensor& t) { return t ? static_cast<float*>(t->data_ptr()) : nullptr; };
+    fastfact::dense_conv_backward(
+        {*c, floats_of(x), floats_of(grad), floats_of(w), to(out.x), to(out.w), torch::stable::get_num_threads()},
+        parallel_for);
     if (of_bias) out.bias = channel_sums(grad);
     return out;
   }

@@ -38,12 +38,14 @@ template <int sums, int left, int right>
 FF_INLINE void multiply_tiles() {
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 16; ++column) {
-      float sum = bit_cast<float>(emulated_tiles[sums][row][column]);
+      // Added up by themselves first, as the instruction does.
+      float first = 0, second = 0;
       for (int pair = 0; pair < 16; ++pair) {
         const uint32_t a = emulated_tiles[left][row][pair], b = emulated_tiles[right][pair][column];
-        sum += bit_cast<float>(a << 16) * bit_cast<float>(b << 16);
-        sum += bit_cast<float>(a & 0xffff0000u) * bit_cast<float>(b & 0xffff0000u);
+        first += bit_cast<float>(a << 16) * bit_cast<float>(b << 16);
+        second += bit_cast<float>(a & 0xffff0000u) * bit_cast<float>(b & 0xffff0000u);
       }
+      const float sum = bit_cast<float>(emulated_tiles[sums][row][column]) + (first + second);
       emulated_tiles[sums][row][column] = bit_cast<uint32_t>(sum);
     }
   }
@@ -147,18 +149,18 @@ struct AmxSums {
     }
   }
 
-  // The same of floats, both operands in pieces: those of a block of `left` are `piece` bytes apart, `right` is [block]
-  // [piece][pair][32 columns]. meanwhile(): done for each block.
-  template <class F>
-  FF_INLINE static void multiply_pieces(const char* left, int64_t row, int64_t next_rows, int64_t piece,
+  // The same of floats, both operands in pieces, `piece` bytes apart in `left`, [block][piece][pair][32 columns] in
+  // `right`. meanwhile(): done for each block. kFollow: tiles of `left` lie one after the other.
+  template <bool kFollow = true, class F>
+  FF_INLINE static void multiply_pieces(const char* left, int64_t row, int64_t next_rows, int64_t piece, int64_t block,
                                         const float* right, int64_t blocks, const F& meanwhile) {
     constexpr int64_t kStep = kAmxRows * 2 * kAmxRows;
-    for (; blocks > 0; --blocks, left += kPieces * piece, right += kPieces * kStep) {
-      const float* const next = right + kPieces * kStep;
+    for (; blocks > 0; --blocks, left += block, right += kPieces * kStep) {
+      const auto* const next = reinterpret_cast<const char*>(right + kPieces * kStep);
       auto add = [&](int k) FF_INLINE_LAMBDA {
         multiply_loaded();
-        fetch(left + kPieces * piece + k * R * kTile / 2, R);
-        fetch(reinterpret_cast<const char*>(next) + k * kTile, 2);
+        if constexpr (kFollow) fetch(left + block + k * R * kTile / 2, R);
+        fetch(next + k * kTile, 2);
       };
       load_left(left, row, next_rows);
       load_right(right);

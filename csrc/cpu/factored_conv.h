@@ -78,6 +78,24 @@ bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor 
 // Whether these take a dense μ without positions.
 bool takes_dense(Type type, const Conv& c, bool backward);
 
+// A convolution with its weight of float32, by AMX, images with their channels last, w and dw [o, kh, kw, i]; only where
+// `convolves_in_pieces`, which says where it takes less than oneDNN.
+struct DenseConv {
+  Conv conv;
+  const float *x, *w, *bias;  // bias [o] or null
+  float* y;
+  int64_t threads = 1;  // how many `parallel_for` has; no number depends on it
+};
+struct DenseConvBackward {
+  Conv conv;
+  const float *x, *dy, *w;
+  float *dx, *dw;  // null where not asked for
+  int64_t threads = 1;
+};
+bool convolves_in_pieces(const Conv& c);
+void dense_conv(const DenseConv& op, ParallelFor parallel_for);
+void dense_conv_backward(const DenseConvBackward& op, ParallelFor parallel_for);
+
 // Rows [n, channels] in memory: the channels of a row side by side, or, with `plane`, images of so many rows each,
 // [n / plane, channels, plane], for layers without factors.
 template <class D>

@@ -375,8 +375,9 @@ struct RunInPieces {
           using S = AmxSums<R, N>;
           constexpr int64_t kRow = kAmxTerms * sizeof(BFloat16);
           S::clear();
-          S::multiply_pieces(reinterpret_cast<const char*>(left), kRow, kAmxRows * kRow, kRowsByAmx * kRow, right,
-                             ceil_div(terms, kAmxTerms), [&]() FF_INLINE_LAMBDA { upcoming.fetch(); });
+          S::multiply_pieces(reinterpret_cast<const char*>(left), kRow, kAmxRows * kRow, kRowsByAmx * kRow,
+                             kPieces * kRowsByAmx * kRow, right, ceil_div(terms, kAmxTerms),
+                             [&]() FF_INLINE_LAMBDA { upcoming.fetch(); });
           alignas(64) float sums[R * kAmxRows * NR];
           S::store(sums, NR);
           give<N>(p, row, std::min(R * kAmxRows, last - row), column, d, d + terms == p.depth, sums);

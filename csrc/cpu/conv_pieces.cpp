@@ -1,0 +1,470 @@
+// A convolution with its weight, of float32, by AMX (pieces.h): images [n, h, w, channels], W [o, kh, kw, i], stride 1.
+//
+// The padded rows of an image lie one after the other, so that from an output to the next one, and from a tap to
+// another, what is read moves by a number of pixels that is the same for all outputs; what is computed of the few
+// pixels between two rows is left out. A tile of a product then is 32 pixels as they lie.
+//
+//   y[p] = Σ_tap x[p + tap] Wᵀ[tap]     dx[p] = Σ_tap dy[p − tap] W[tap]     dW[tap] = Σ_p dy[p]ᵀ x[p + tap]
+//
+// x is split for each band of outputs, W once. For dW the pixels are the terms: x is turned, and may begin anywhere.
+#include <vector>
+
+#include "factored_conv.h"
+#include "items.h"
+#include "linear_tiles.h"
+
+namespace fastfact {
+namespace {
+
+constexpr int64_t kBand = 1 << 18;     // numbers of bfloat16 of the pixels of a band
+constexpr int64_t kLeastBand = 128;    // outputs
+constexpr int64_t kSumOfTerms = 1024;  // added by AMX one after the other
+constexpr int64_t kTurned = 3 << 19;   // numbers of bfloat16 of x and dy for dW at once
+
+// An image as padded rows one after the other.
+struct Padded2d {
+  int64_t n, h, w, channels, top, left;  // what is before the image
+  int64_t oh, ow, wide;                  // outputs, pixels of a padded row
+
+  // The pixel at a place of a padded image, null outside the image.
+  FF_INLINE const float* at(const float* images, int64_t image, int64_t place) const {
+    const int64_t y = place / wide - top, x = place % wide - left;
+    return y >= 0 && y < h && x >= 0 && x < w ? images + ((image * h + y) * w + x) * channels : nullptr;
+  }
+  int64_t outputs() const { return oh * wide; }
+};
+
+// The taps of a kernel, as how far on they read.
+struct Taps {
+  int64_t kh, kw, down, right;  // from one to the next
+
+  int64_t count() const { return kh * kw; }
+  int64_t offset(int64_t tap) const { return tap / kw * down + tap % kw * right; }
+  int64_t furthest() const { return offset(count() - 1); }
+};
+
+// Panels of W [panel of columns][tap][block of terms] in pieces.
+struct Panels {
+  int64_t terms, columns, blocks;
+  FF_INLINE int64_t of_tap() const { return blocks * kPieces * kAmxRows * kRowsByAmx; }  // numbers of 32 bits
+};
+
+template <class, int B>
+struct MakeConvPanels {
+  static constexpr int L = B / int(sizeof(float)), NR = 2 * L;
+  using V = Vec<float, B>;
+
+  // Items are (panel, tap). turned: terms are inputs and columns outputs, not the other way round with the taps in
+  // reverse, as dx has them.
+  FF_INLINE static void run(const float* w, int64_t o, int64_t i, const Taps& taps, bool turned, const Panels& of,
+                            float* to, int64_t begin, int64_t end) {
+    if constexpr (B == 64) {
+      const int64_t count = taps.count(), row = count * i;
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t column = item / count * NR, tap = item % count;
+        const float* const from = w + (turned ? tap : count - 1 - tap) * i;
+        float* const panel = to + item * of.of_tap();
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          turned ? turn(from + column * row, row, std::min<int64_t>(NR, o - column), i, panel)
+                 : take(from + column, row, o, std::min<int64_t>(NR, i - column), panel);
+        });
+      }
+    }
+  }
+
+  FF_INLINE static void take(const float* from, int64_t row, int64_t terms, int64_t columns, float* to) {
+    for (int64_t t = 0; t < whole(terms, kAmxTerms); t += 2) {
+      SplitPanel<float, B>::split_pairs(t < terms ? from + t * row : nullptr,
+                                        t + 1 < terms ? from + (t + 1) * row : nullptr, columns,
+                                        to + SplitPanel<float, B>::place(t));
+    }
+  }
+
+  FF_INLINE static void turn(const float* from, int64_t row, int64_t columns, int64_t terms, float* to) {
+    alignas(B) float block[kAmxTerms * NR];
+    for (int64_t t = 0; t < terms; t += kAmxTerms) {
+      for (int64_t part = 0; part < NR; part += L) {
+        for (int64_t some = 0; some < kAmxTerms; some += L) {
+          V lines[L];
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) {
+            const float* const line = part + l < columns ? from + (part + l) * row + t + some : nullptr;
+            lines[l] = SplitPanel<float, B>::some(line, terms - t - some);
+          }
+          PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
+#pragma GCC unroll 16
+          for (int l = 0; l < L; ++l) store<B>(block + (some + l) * NR + part, lines[l]);
+        }
+      }
+      for (int64_t k = 0; k < kAmxTerms; k += 2) {
+        SplitPanel<float, B>::split_pairs(block + k * NR, block + (k + 1) * NR, NR,
+                                          to + SplitPanel<float, B>::place(t + k));
+      }
+    }
+  }
+};
+
+struct ConvProduct {
+  Padded2d of;
+  Taps taps;
+  Panels panels;
+  const float *x, *w, *bias;  // w: the panels
+  float* y;
+  int64_t bands, band, groups, group;  // of an image and their outputs, of the panels and how many of them
+};
+
+template <class, int B>
+struct RunConvProduct {
+  static constexpr int L = B / int(sizeof(float)), NR = 2 * L;
+  using V = Vec<float, B>;
+
+  // Items are (image, band, group of panels).
+  FF_INLINE static void run(const ConvProduct& p, const Items& items) {
+    if constexpr (B == 64) {
+      const Padded2d& of = p.of;
+      const int64_t pixel = in_pieces(of.channels);
+      const Scratch<BFloat16> pixels((whole(p.band, kRowsByAmx) + p.taps.furthest()) * pixel);
+      const AmxTiles tiles(true);
+      for (int64_t item; (item = items.take()) < items.count();) {
+        const int64_t image = item / (p.bands * p.groups), band = item / p.groups % p.bands;
+        const int64_t first = band * p.band, count = std::min(p.band, of.outputs() - first);
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          const int64_t last = first + whole(count, kRowsByAmx) + p.taps.furthest();
+          BFloat16* to = pixels.get();
+          for (int64_t place = first; place < last; ++place, to += pixel) {
+            split_pixel(of.at(p.x, image, place), of.channels, to);
+          }
+        });
+        const int64_t panels = ceil_div(p.panels.columns, NR), panel = item % p.groups * p.group;
+        for (int64_t k = panel; k < std::min(panels, panel + p.group); ++k) {
+          outline<B>([&]() FF_INLINE_LAMBDA { multiply(p, pixels.get(), image, first, count, k * NR); });
+        }
+      }
+    }
+  }
+
+  // Numbers of a pixel in pieces, [block][piece][channel]; zeros if it is null.
+  FF_INLINE static void split_pixel(const float* from, int64_t channels, BFloat16* to) {
+    if (!from) return void(std::fill_n(to, in_pieces(channels), BFloat16{}));
+    for (int64_t t = 0; t < channels; t += kAmxTerms, to += kPieces * kAmxTerms) {
+      alignas(B) float rest[kAmxTerms] = {};
+      const float* at = from + t;
+      if (channels - t < kAmxTerms) {
+        std::memcpy(rest, at, (channels - t) * sizeof(float));
+        at = rest;
+      }
+      V low[kPieces], high[kPieces];
+      split<B>(load<B>(at), low);
+      split<B>(load<B>(at + L), high);
+#pragma GCC unroll 3
+      for (int k = 0; k < kPieces; ++k) {
+        const auto both = round_in_order<B>(low[k], high[k]);
+        std::memcpy(static_cast<void*>(to + k * kAmxTerms), &both, B);
+      }
+    }
+  }
+
+  // A panel of columns of a band.
+  FF_INLINE static void multiply(const ConvProduct& p, const BFloat16* pixels, int64_t image, int64_t first,
+                                 int64_t count, int64_t column) {
+    const int64_t pixel = in_pieces(p.of.channels), bytes = pixel * sizeof(BFloat16), taps = p.taps.count();
+    const int64_t together = std::max<int64_t>(1, kSumOfTerms / (p.panels.blocks * kAmxTerms));
+    const float* const panel = p.w + column / NR * taps * p.panels.of_tap();
+    const bool wide = p.panels.columns - column > L;
+    for (int64_t q = 0; q < count; q += kRowsByAmx) {
+      alignas(64) float sums[kRowsByAmx * NR], some[kRowsByAmx * NR];
+      auto by = [&]<int R, int N>() FF_INLINE_LAMBDA {
+        using S = AmxSums<R, N>;
+        for (int64_t tap = 0; tap < taps; tap += together) {
+          S::clear();
+          for (int64_t k = tap; k < std::min(taps, tap + together); ++k) {
+            const auto* const left = reinterpret_cast<const char*>(pixels + (q + p.taps.offset(k)) * pixel);
+            S::template multiply_pieces<false>(left, bytes, kAmxRows * bytes, kAmxTerms * sizeof(BFloat16),
+                                               kPieces * kAmxTerms * sizeof(BFloat16), panel + k * p.panels.of_tap(),
+                                               p.panels.blocks, []() FF_INLINE_LAMBDA {});
+          }
+          S::store(tap ? some : sums, NR);
+          for (int m = 0; tap && m < R * kAmxRows * NR; m += L) {
+            store<B>(sums + m, load<B>(sums + m) + load<B>(some + m));
+          }
+        }
+        give<N>(p, image, first + q, std::min<int64_t>(R * kAmxRows, count - q), column, sums);
+      };
+      if (count - q > kAmxRows) {
+        wide ? by.template operator()<2, 2>() : by.template operator()<2, 1>();
+      } else {
+        wide ? by.template operator()<1, 2>() : by.template operator()<1, 1>();
+      }
+    }
+  }
+
+  template <int N>
+  FF_INLINE static void give(const ConvProduct& p, int64_t image, int64_t place, int64_t rows, int64_t column,
+                             const float* sums) {
+    const int64_t columns = p.panels.columns, count = std::min<int64_t>(N * L, columns - column);
+    int64_t y = place / p.of.wide, x = place % p.of.wide;
+    V bias[N]{};
+    for (int k = 0; k < N && p.bias; ++k) bias[k] = load<B>(p.bias + column + k * L);
+    for (int64_t m = 0; m < rows; ++m) {
+      if (x < p.of.ow) {
+        float* const to = p.y + ((image * p.of.oh + y) * p.of.ow + x) * columns + column;
+        alignas(B) float numbers[NR];
+        float* const out = count == N * L ? to : numbers;
+#pragma GCC unroll 2
+        for (int k = 0; k < N; ++k) store<B>(out + k * L, load<B>(sums + m * NR + k * L) + bias[k]);
+        if (count < N * L) std::memcpy(to, numbers, count * sizeof(float));
+      }
+      if (++x == p.of.wide) x = 0, ++y;
+    }
+  }
+};
+
+// y of images `of`, W as panels.
+void multiply_images(const Padded2d& of, const Taps& taps, const float* x, const float* w, int64_t o, int64_t i,
+                     bool turned, const float* bias, float* y, int64_t threads, ParallelFor parallel_for) {
+  const int64_t nr = kRowsByAmx;
+  Panels panels{turned ? i : o, turned ? o : i, ceil_div(turned ? i : o, kAmxTerms)};
+  const int64_t count = ceil_div(panels.columns, nr);
+  const Scratch<float> made(count * taps.count() * panels.of_tap());
+  parallel(parallel_for, count * taps.count(), 1, [&](int64_t begin, int64_t end) {
+    dispatch<MakeConvPanels, float>(w, o, i, taps, turned, panels, made.get(), begin, end);
+  });
+  const Padded<float> padded_bias(bias, bias ? 1 : 0, panels.columns);
+  ConvProduct p{of, taps, panels, x, made.get(), bias ? padded_bias.data : nullptr, y};
+  const int64_t pixels = kBand / in_pieces(of.channels) - taps.furthest(), tiles = ceil_div(of.outputs(), kRowsByAmx);
+  const int64_t most = std::max(pixels, kLeastBand) / kRowsByAmx;
+  p.bands = ceil_div(tiles, most);
+  // Rather twice as many items as threads, or as many panels as there are.
+  while (of.n * p.bands < threads && p.bands < tiles / 4) ++p.bands;
+  p.band = ceil_div(tiles, p.bands) * kRowsByAmx, p.bands = ceil_div(of.outputs(), p.band);
+  p.groups = of.n * p.bands >= threads ? 1 : std::min(count, ceil_div(threads, of.n * p.bands));
+  p.group = ceil_div(count, p.groups), p.groups = ceil_div(count, p.group);
+  parallel_items(parallel_for, of.n * p.bands * p.groups, 1,
+                 [&](const Items& items) { dispatch<RunConvProduct, float>(p, items); });
+}
+
+// Some outputs of an image, of which dW is summed together.
+struct Stretch {
+  int64_t image, first, count;
+};
+
+// dW of some stretches: x turned, [stretch][channel][block of pixels] … [piece], and dy in panels.
+struct ConvGradient {
+  Padded2d of;
+  Taps taps;
+  int64_t o;
+  const float *x, *dy;
+  const Stretch* stretches;
+  int64_t count, blocks, line;  // blocks of 32 outputs and pixels of a line of turned x, of each stretch
+  BFloat16* turned;             // [stretch][piece][channel][line]
+  float* panels;                // [panel of outputs][stretch][block][piece][pair][32 outputs]
+  float* dw;                    // [o, kh, kw, i]
+  bool fresh;
+
+  int64_t channels() const { return whole(of.channels, kRowsByAmx); }
+  int64_t of_stretch() const { return kPieces * channels() * line; }
+  int64_t of_panel() const { return blocks * kPieces * kAmxRows * kRowsByAmx; }  // of a stretch
+};
+
+template <class, int B>
+struct TurnPixels {
+  static constexpr int L = B / int(sizeof(float)), NR = 2 * L;
+  using V = Vec<float, B>;
+
+  // Items are (stretch, 32 pixels of a line).
+  FF_INLINE static void run(const ConvGradient& g, int64_t begin, int64_t end) {
+    if constexpr (B == 64) {
+      const int64_t parts = g.line / kAmxTerms;
+      for (int64_t item = begin; item < end; ++item) {
+        const Stretch& stretch = g.stretches[item / parts];
+        const int64_t part = item % parts * kAmxTerms;
+        BFloat16* const to = g.turned + item / parts * g.of_stretch() + part;
+        outline<B>([&]() FF_INLINE_LAMBDA { turn(g, stretch.image, stretch.first + part, to); });
+      }
+    }
+  }
+
+  FF_INLINE static void turn(const ConvGradient& g, int64_t image, int64_t place, BFloat16* to) {
+    const float* pixels[kAmxTerms];
+    for (int64_t k = 0; k < kAmxTerms; ++k) pixels[k] = g.of.at(g.x, image, place + k);
+    const int64_t channels = g.channels(), piece = channels * g.line;
+    for (int64_t c = 0; c < channels; c += L) {
+      V lines[kPieces][L];
+      for (int l = 0; l < L; ++l) {
+        const float *const one = pixels[2 * l], *const other = pixels[2 * l + 1];
+        V first[kPieces], second[kPieces];
+        split<B>(SplitPanel<float, B>::some(one ? one + c : nullptr, g.of.channels - c), first);
+        split<B>(SplitPanel<float, B>::some(other ? other + c : nullptr, g.of.channels - c), second);
+#pragma GCC unroll 3
+        for (int k = 0; k < kPieces; ++k) lines[k][l] = bit_cast<V>(pairs_of<B>(first[k], second[k]));
+      }
+      for (int k = 0; k < kPieces; ++k) {
+        PackPanels<float, B>::template transpose_lanes<L / 2>(lines[k]);
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) {
+          std::memcpy(static_cast<void*>(to + k * piece + (c + l) * g.line), &lines[k][l], B);
+        }
+      }
+    }
+  }
+};
+
+template <class, int B>
+struct PanelsOfDy {
+  // Items are (panel, stretch).
+  FF_INLINE static void run(const ConvGradient& g, int64_t begin, int64_t end) {
+    if constexpr (B == 64) {
+      for (int64_t item = begin; item < end; ++item) {
+        const Stretch& s = g.stretches[item % g.count];
+        const int64_t column = item / g.count * kRowsByAmx;
+        float* const to = g.panels + item * g.of_panel();
+        outline<B>([&]() FF_INLINE_LAMBDA {
+          for (int64_t q = 0; q < g.blocks * kAmxTerms; q += 2) {
+            SplitPanel<float, B>::split_pairs(at(g, s, q, column), at(g, s, q + 1, column), g.o - column,
+                                              to + SplitPanel<float, B>::place(q));
+          }
+        });
+      }
+    }
+  }
+
+  FF_INLINE static const float* at(const ConvGradient& g, const Stretch& s, int64_t q, int64_t column) {
+    const int64_t y = (s.first + q) / g.of.wide, x = (s.first + q) % g.of.wide;
+    return q < s.count && x < g.of.ow ? g.dy + ((s.image * g.of.oh + y) * g.of.ow + x) * g.o + column : nullptr;
+  }
+};
+
+template <class, int B>
+struct RunConvGradient {
+  static constexpr int L = B / int(sizeof(float)), NR = 2 * L;
+  using V = Vec<float, B>;
+
+  // Items are (panel of outputs, 32 channels, tap).
+  FF_INLINE static void run(const ConvGradient& g, const Items& items) {
+    if constexpr (B == 64) {
+      const AmxTiles tiles(true);
+      const int64_t across = g.channels() / kRowsByAmx, taps = g.taps.count();
+      for (int64_t item; (item = items.take()) < items.count();) {
+        const int64_t panel = item / (across * taps), channel = item / taps % across * kRowsByAmx, tap = item % taps;
+        outline<B>([&]() FF_INLINE_LAMBDA { sum(g, panel, channel, tap); });
+      }
+    }
+  }
+
+  FF_INLINE static void sum(const ConvGradient& g, int64_t panel, int64_t channel, int64_t tap) {
+    constexpr int64_t kSize = sizeof(BFloat16);
+    const int64_t row = g.line * kSize, piece = g.channels() * row;
+    const int64_t together = std::max<int64_t>(1, kSumOfTerms / (g.blocks * kAmxTerms));
+    alignas(64) float sums[kRowsByAmx * NR], some[kRowsByAmx * NR];
+    auto by = [&]<int R, int N>() FF_INLINE_LAMBDA {
+      using S = AmxSums<R, N>;
+      for (int64_t first = 0; first < g.count; first += together) {
+        S::clear();
+        for (int64_t s = first; s < std::min(g.count, first + together); ++s) {
+          const BFloat16* const left = g.turned + s * g.of_stretch() + channel * g.line + g.taps.offset(tap);
+          S::template multiply_pieces<false>(reinterpret_cast<const char*>(left), row, kAmxRows * row, piece,
+                                             kAmxTerms * kSize, g.panels + (panel * g.count + s) * g.of_panel(),
+                                             g.blocks, []() FF_INLINE_LAMBDA {});
+        }
+        S::store(first ? some : sums, NR);
+        for (int m = 0; first && m < R * kAmxRows * NR; m += L) {
+          store<B>(sums + m, load<B>(sums + m) + load<B>(some + m));
+        }
+      }
+    };
+    const bool wide = g.o - panel * NR > L;
+    if (g.of.channels - channel > kAmxRows) {
+      wide ? by.template operator()<2, 2>() : by.template operator()<2, 1>();
+    } else {
+      wide ? by.template operator()<1, 2>() : by.template operator()<1, 1>();
+    }
+    // Sums are [channel][output].
+    for (int64_t c = 0; c < kRowsByAmx && channel + c < g.of.channels; c += L) {
+      for (int64_t part = 0; part < NR && panel * NR + part < g.o; part += L) {
+        V lines[L];
+#pragma GCC unroll 16
+        for (int l = 0; l < L; ++l) lines[l] = load<B>(sums + (c + l) * NR + part);
+        PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
+        const int64_t left = std::min<int64_t>(L, g.of.channels - channel - c);
+        for (int64_t l = 0; l < std::min<int64_t>(L, g.o - panel * NR - part); ++l) {
+          float* const to = g.dw + ((panel * NR + part + l) * g.taps.count() + tap) * g.of.channels + channel + c;
+          V line = lines[l];
+          if (!g.fresh) line += SplitPanel<float, B>::some(to, left);
+          left == L ? store<B>(to, line) : void(std::memcpy(to, &line, left * sizeof(float)));
+        }
+      }
+    }
+  }
+};
+
+void sum_images(const Padded2d& of, const Taps& taps, int64_t o, const float* x, const float* dy, float* dw,
+                ParallelFor parallel_for) {
+  ConvGradient g{of, taps, o, x, dy};
+  // Stretches of one size, as many at once as their pixels have room.
+  const int64_t channels = g.channels() + whole(o, kRowsByAmx);
+  const int64_t most = std::max<int64_t>(kTurned / (kPieces * channels) / kAmxTerms, 4);  // blocks at once
+  const int64_t all = ceil_div(of.outputs(), kAmxTerms), cuts = ceil_div(all, most);
+  g.blocks = ceil_div(all, cuts), g.line = whole(g.blocks * kAmxTerms + taps.furthest(), kAmxTerms), g.dw = dw;
+  std::vector<Stretch> stretches;
+  for (int64_t image = 0; image < of.n; ++image) {
+    for (int64_t first = 0; first < of.outputs(); first += g.blocks * kAmxTerms) {
+      stretches.push_back({image, first, std::min(g.blocks * kAmxTerms, of.outputs() - first)});
+    }
+  }
+  const int64_t together = std::max<int64_t>(most / g.blocks, 1), count = stretches.size();
+  // Tiles read a line from any pixel on, the last one beyond its end.
+  const Scratch<BFloat16> turned(std::min(together, count) * g.of_stretch() + kAmxTerms);
+  const int64_t panels = ceil_div(o, kRowsByAmx);
+  const Scratch<float> of_dy(panels * std::min(together, count) * g.of_panel());
+  g.turned = turned.get(), g.panels = of_dy.get();
+  for (int64_t first = 0; first < count; first += together) {
+    g.stretches = stretches.data() + first, g.count = std::min(together, count - first), g.fresh = !first;
+    const int64_t parts = g.count * g.line / kAmxTerms;
+    parallel(parallel_for, parts, 4, [&](int64_t begin, int64_t end) { dispatch<TurnPixels, float>(g, begin, end); });
+    parallel(parallel_for, panels * g.count, 1,
+             [&](int64_t begin, int64_t end) { dispatch<PanelsOfDy, float>(g, begin, end); });
+    parallel_items(parallel_for, panels * g.channels() / kRowsByAmx * taps.count(), 1,
+                   [&](const Items& items) { dispatch<RunConvGradient, float>(g, items); });
+  }
+}
+
+Taps taps_of(const Conv& c, int64_t wide) { return {c.kh, c.kw, c.dilation[0] * wide, c.dilation[1]}; }
+
+// x as y reads it, and dy as dx does.
+Padded2d forward_of(const Conv& c) {
+  return {c.n, c.h, c.w, c.i, c.padding[0], c.padding[1], c.oh, c.ow, c.ow + (c.kw - 1) * c.dilation[1]};
+}
+Padded2d backward_of(const Conv& c) {
+  const int64_t top = (c.kh - 1) * c.dilation[0] - c.padding[0], left = (c.kw - 1) * c.dilation[1] - c.padding[1];
+  return {c.n, c.oh, c.ow, c.o, top, left, c.h, c.w, c.w + (c.kw - 1) * c.dilation[1]};
+}
+
+}  // namespace
+
+bool convolves_in_pieces(const Conv& c) {
+  const bool steps = c.stride[0] == 1 && c.stride[1] == 1 && c.groups == 1 && c.kh * c.kw > 1;
+  const Padded2d of = forward_of(c), back = backward_of(c);
+  return steps && c.n && c.oh && c.ow && c.i && c.o && back.top >= 0 && back.left >= 0 && splits<float>(0, c.i) &&
+         splits<float>(0, c.o) && 2 * of.outputs() <= 3 * c.oh * c.ow && 2 * back.outputs() <= 3 * c.h * c.w &&
+         splits<float>(of.outputs(), kAmxTerms);
+}
+
+void dense_conv(const DenseConv& op, ParallelFor parallel_for) {
+  const Conv& c = op.conv;
+  const Padded2d of = forward_of(c);
+  multiply_images(of, taps_of(c, of.wide), op.x, op.w, c.o, c.i, true, op.bias, op.y, op.threads, parallel_for);
+}
+
+void dense_conv_backward(const DenseConvBackward& op, ParallelFor parallel_for) {
+  const Conv& c = op.conv;
+  if (op.dx) {
+    const Padded2d of = backward_of(c);
+    multiply_images(of, taps_of(c, of.wide), op.dy, op.w, c.o, c.i, false, nullptr, op.dx, op.threads, parallel_for);
+  }
+  if (op.dw) {
+    const Padded2d of = forward_of(c);
+    sum_images(of, taps_of(c, of.wide), c.o, op.x, op.dy, op.dw, parallel_for);
+  }
+}
+
+}  // namespace fastfact
