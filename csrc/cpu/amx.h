@@ -150,17 +150,23 @@ struct AmxSums {
   }
 
   // The same of floats, both operands in pieces, `piece` bytes apart in `left`, [block][piece][pair][32 columns] in
-  // `right`. meanwhile(): done for each block. kFollow: tiles of `left` lie one after the other.
-  template <bool kFollow = true, class F>
+  // `right`. meanwhile(): done for each block.
+  template <class F>
   FF_INLINE static void multiply_pieces(const char* left, int64_t row, int64_t next_rows, int64_t piece, int64_t block,
                                         const float* right, int64_t blocks, const F& meanwhile) {
     constexpr int64_t kStep = kAmxRows * 2 * kAmxRows;
     for (; blocks > 0; --blocks, left += block, right += kPieces * kStep) {
-      const auto* const next = reinterpret_cast<const char*>(right + kPieces * kStep);
+      // A sixth of what comes next is fetched each time.
       auto add = [&](int k) FF_INLINE_LAMBDA {
         multiply_loaded();
-        if constexpr (kFollow) fetch(left + block + k * R * kTile / 2, R);
-        fetch(next + k * kTile, 2);
+        const char* const of_left = left + block + k / 2 * piece + k % 2 * 8 * row;
+        const float* const of_right = right + kPieces * kStep + k * kStep / 2;
+#pragma GCC unroll 16
+        for (int line = 0; line < 16; ++line) {
+          // Rows of `left` may begin within a line.
+          if (line < 8 * R) __builtin_prefetch(of_left + line / 8 * next_rows + line % 8 * row + 63);
+          __builtin_prefetch(of_right + line * kAmxRows);
+        }
       };
       load_left(left, row, next_rows);
       load_right(right);
@@ -180,13 +186,6 @@ struct AmxSums {
   }
 
  private:
-  static constexpr int64_t kTile = 1024;  // bytes
-
-  // Half a tile, so many times, of what the next block is.
-  FF_INLINE static void fetch(const char* at, int tiles) {
-#pragma GCC unroll 16
-    for (int k = 0; k < 8 * tiles; ++k) __builtin_prefetch(at + 64 * k);
-  }
   FF_INLINE static void load_left(const char* left, int64_t row, int64_t next_rows) {
     load_tile<4>(left, row);
     if constexpr (R == 2) load_tile<5>(left + next_rows, row);

@@ -16,10 +16,11 @@
 namespace fastfact {
 namespace {
 
-constexpr int64_t kBand = 1 << 18;     // numbers of bfloat16 of the pixels of a band
-constexpr int64_t kLeastBand = 128;    // outputs
-constexpr int64_t kSumOfTerms = 1024;  // added by AMX one after the other
-constexpr int64_t kTurned = 3 << 19;   // numbers of bfloat16 of x and dy for dW at once
+constexpr int64_t kBand = 1 << 18;         // numbers of bfloat16 of the pixels of a band
+constexpr int64_t kLeastBand = 128;        // outputs
+constexpr int64_t kLargePanels = 1 << 18;  // numbers of 32 bits
+constexpr int64_t kSumOfTerms = 1024;      // added by AMX one after the other
+constexpr int64_t kTurned = 3 << 19;       // numbers of bfloat16 of x and dy for dW at once
 
 // An image as padded rows one after the other.
 struct Padded2d {
@@ -110,7 +111,11 @@ struct ConvProduct {
   Panels panels;
   const float *x, *w, *bias;  // w: the panels
   float* y;
-  int64_t bands, band, groups, group;  // of an image and their outputs, of the panels and how many of them
+  int64_t pixel;         // numbers of bfloat16 from one pixel in pieces to the next
+  int64_t images, band;  // of an item, and outputs of each
+  int64_t bands, sets;   // of an image, and of images
+  int64_t group;         // panels of an item
+  int64_t stretch() const { return whole(band, kRowsByAmx) + taps.furthest(); }  // pixels of a band
 };
 
 template <class, int B>
@@ -118,26 +123,35 @@ struct RunConvProduct {
   static constexpr int L = B / int(sizeof(float)), NR = 2 * L;
   using V = Vec<float, B>;
 
-  // Items are (image, band, group of panels).
+  // Items are (group of panels, set of images, band).
   FF_INLINE static void run(const ConvProduct& p, const Items& items) {
     if constexpr (B == 64) {
       const Padded2d& of = p.of;
-      const int64_t pixel = in_pieces(of.channels);
-      const Scratch<BFloat16> pixels((whole(p.band, kRowsByAmx) + p.taps.furthest()) * pixel);
+      const Scratch<BFloat16> pixels(p.images * p.stretch() * p.pixel);
       const AmxTiles tiles(true);
+      int64_t split = -1;
       for (int64_t item; (item = items.take()) < items.count();) {
-        const int64_t image = item / (p.bands * p.groups), band = item / p.groups % p.bands;
-        const int64_t first = band * p.band, count = std::min(p.band, of.outputs() - first);
-        outline<B>([&]() FF_INLINE_LAMBDA {
-          const int64_t last = first + whole(count, kRowsByAmx) + p.taps.furthest();
-          BFloat16* to = pixels.get();
-          for (int64_t place = first; place < last; ++place, to += pixel) {
-            split_pixel(of.at(p.x, image, place), of.channels, to);
-          }
-        });
-        const int64_t panels = ceil_div(p.panels.columns, NR), panel = item % p.groups * p.group;
-        for (int64_t k = panel; k < std::min(panels, panel + p.group); ++k) {
-          outline<B>([&]() FF_INLINE_LAMBDA { multiply(p, pixels.get(), image, first, count, k * NR); });
+        const int64_t part = item % (p.sets * p.bands), image = part / p.bands * p.images;
+        const int64_t first = part % p.bands * p.band, count = std::min(p.band, of.outputs() - first);
+        const int64_t images = std::min(p.images, of.n - image);
+        if (split != part) {
+          outline<B>([&]() FF_INLINE_LAMBDA {
+            BFloat16* to = pixels.get();
+            for (int64_t k = image; k < image + images; ++k) {
+              for (int64_t place = first; place < first + p.stretch(); ++place, to += p.pixel) {
+                split_pixel(of.at(p.x, k, place), of.channels, to);
+              }
+            }
+          });
+          split = part;
+        }
+        const int64_t panel = item / (p.sets * p.bands) * p.group;
+        for (int64_t k = panel; k < std::min(ceil_div(p.panels.columns, NR), panel + p.group); ++k) {
+          outline<B>([&]() FF_INLINE_LAMBDA {
+            for (int64_t m = 0; m < images; ++m) {
+              multiply(p, pixels.get() + m * p.stretch() * p.pixel, image + m, first, count, k * NR);
+            }
+          });
         }
       }
     }
@@ -167,7 +181,7 @@ struct RunConvProduct {
   // A panel of columns of a band.
   FF_INLINE static void multiply(const ConvProduct& p, const BFloat16* pixels, int64_t image, int64_t first,
                                  int64_t count, int64_t column) {
-    const int64_t pixel = in_pieces(p.of.channels), bytes = pixel * sizeof(BFloat16), taps = p.taps.count();
+    const int64_t pixel = p.pixel, bytes = pixel * sizeof(BFloat16), taps = p.taps.count();
     const int64_t together = std::max<int64_t>(1, kSumOfTerms / (p.panels.blocks * kAmxTerms));
     const float* const panel = p.w + column / NR * taps * p.panels.of_tap();
     const bool wide = p.panels.columns - column > L;
@@ -179,9 +193,9 @@ struct RunConvProduct {
           S::clear();
           for (int64_t k = tap; k < std::min(taps, tap + together); ++k) {
             const auto* const left = reinterpret_cast<const char*>(pixels + (q + p.taps.offset(k)) * pixel);
-            S::template multiply_pieces<false>(left, bytes, kAmxRows * bytes, kAmxTerms * sizeof(BFloat16),
-                                               kPieces * kAmxTerms * sizeof(BFloat16), panel + k * p.panels.of_tap(),
-                                               p.panels.blocks, []() FF_INLINE_LAMBDA {});
+            S::multiply_pieces(left, bytes, kAmxRows * bytes, kAmxTerms * sizeof(BFloat16),
+                               kPieces * kAmxTerms * sizeof(BFloat16), panel + k * p.panels.of_tap(), p.panels.blocks,
+                               []() FF_INLINE_LAMBDA {});
           }
           S::store(tap ? some : sums, NR);
           for (int m = 0; tap && m < R * kAmxRows * NR; m += L) {
@@ -231,15 +245,22 @@ void multiply_images(const Padded2d& of, const Taps& taps, const float* x, const
   });
   const Padded<float> padded_bias(bias, bias ? 1 : 0, panels.columns);
   ConvProduct p{of, taps, panels, x, made.get(), bias ? padded_bias.data : nullptr, y};
-  const int64_t pixels = kBand / in_pieces(of.channels) - taps.furthest(), tiles = ceil_div(of.outputs(), kRowsByAmx);
-  const int64_t most = std::max(pixels, kLeastBand) / kRowsByAmx;
+  // An odd number of lines of memory from one pixel to the next, so that those of a tile share no set of the first
+  // cache.
+  const int64_t lines = in_pieces(of.channels) / kAmxTerms, tiles = ceil_div(of.outputs(), kRowsByAmx);
+  p.pixel = (lines | 1) * kAmxTerms;
+  const int64_t most = std::max((kBand / p.pixel - taps.furthest()) / kRowsByAmx, kLeastBand / kRowsByAmx);
+  // Of a W that leaves the second cache each thread reads its own part, of another all threads read all.
+  const bool large = count * taps.count() * panels.of_tap() > kLargePanels;
   p.bands = ceil_div(tiles, most);
-  // Rather twice as many items as threads, or as many panels as there are.
-  while (of.n * p.bands < threads && p.bands < tiles / 4) ++p.bands;
+  while (!large && of.n * p.bands < threads && p.bands < tiles / 4) ++p.bands;
   p.band = ceil_div(tiles, p.bands) * kRowsByAmx, p.bands = ceil_div(of.outputs(), p.band);
-  p.groups = of.n * p.bands >= threads ? 1 : std::min(count, ceil_div(threads, of.n * p.bands));
-  p.group = ceil_div(count, p.groups), p.groups = ceil_div(count, p.group);
-  parallel_items(parallel_for, of.n * p.bands * p.groups, 1,
+  p.images = p.bands > 1 ? 1 : std::clamp<int64_t>(kBand / (p.stretch() * p.pixel), 1, of.n);
+  if (!large) p.images = std::min(p.images, ceil_div(of.n, threads));
+  p.sets = ceil_div(of.n, p.images), p.images = ceil_div(of.n, p.sets);
+  const int64_t groups = large || p.sets * p.bands < threads ? std::min(count, threads) : 1;
+  p.group = ceil_div(count, groups);
+  parallel_items(parallel_for, ceil_div(count, p.group) * p.sets * p.bands, 1,
                  [&](const Items& items) { dispatch<RunConvProduct, float>(p, items); });
 }
 
@@ -362,9 +383,8 @@ struct RunConvGradient {
         S::clear();
         for (int64_t s = first; s < std::min(g.count, first + together); ++s) {
           const BFloat16* const left = g.turned + s * g.of_stretch() + channel * g.line + g.taps.offset(tap);
-          S::template multiply_pieces<false>(reinterpret_cast<const char*>(left), row, kAmxRows * row, piece,
-                                             kAmxTerms * kSize, g.panels + (panel * g.count + s) * g.of_panel(),
-                                             g.blocks, []() FF_INLINE_LAMBDA {});
+          S::multiply_pieces(reinterpret_cast<const char*>(left), row, kAmxRows * row, piece, kAmxTerms * kSize,
+                             g.panels + (panel * g.count + s) * g.of_panel(), g.blocks, []() FF_INLINE_LAMBDA {});
         }
         S::store(first ? some : sums, NR);
         for (int m = 0; first && m < R * kAmxRows * NR; m += L) {
@@ -404,7 +424,8 @@ void sum_images(const Padded2d& of, const Taps& taps, int64_t o, const float* x,
   const int64_t channels = g.channels() + whole(o, kRowsByAmx);
   const int64_t most = std::max<int64_t>(kTurned / (kPieces * channels) / kAmxTerms, 4);  // blocks at once
   const int64_t all = ceil_div(of.outputs(), kAmxTerms), cuts = ceil_div(all, most);
-  g.blocks = ceil_div(all, cuts), g.line = whole(g.blocks * kAmxTerms + taps.furthest(), kAmxTerms), g.dw = dw;
+  g.blocks = ceil_div(all, cuts), g.dw = dw;
+  g.line = (ceil_div(g.blocks * kAmxTerms + taps.furthest(), kAmxTerms) | 1) * kAmxTerms;
   std::vector<Stretch> stretches;
   for (int64_t image = 0; image < of.n; ++image) {
     for (int64_t first = 0; first < of.outputs(); first += g.blocks * kAmxTerms) {

@@ -268,9 +268,8 @@ struct RunGradient {
                 S::store(tile, NR);
               } else {
                 S::clear();
-                S::template multiply_pieces<false>(turned, B, step * sizeof(float), kAmxRows * B,
-                                                   kPieces * kAmxRows * B, right, blocks,
-                                                   [&]() FF_INLINE_LAMBDA { upcoming.fetch(), of_dy.fetch(); });
+                S::multiply_pieces(turned, B, step * sizeof(float), kAmxRows * B, kPieces * kAmxRows * B, right, blocks,
+                                   [&]() FF_INLINE_LAMBDA { upcoming.fetch(), of_dy.fetch(); });
                 fresh ? S::store(tile, NR) : add_sums<R, N>(tile);
               }
               for (int64_t k = 0; N == 1 && fresh && k < R * kAmxRows; ++k)
