@@ -191,34 +191,43 @@ struct Steps {
   const Shape stride, padding, dilation;
 };
 
-// The convolution of x by w where this library computes it by AMX.
-std::optional<fastfact::Conv> conv_in_pieces(const Layer& of, const Tensor& x, const Tensor& w) {
-  const bool fits = of.kind == Layer::kConvolution && x.dim() == 4 && w.dim() == 4 && of.groups == 1 &&
-                    x.scalar_type() == ScalarType::Float && w.scalar_type() == ScalarType::Float &&
-                    is_dense(x, {0, 2, 3, 1}) && is_dense(w, {0, 2, 3, 1}) && x.size(1) == w.size(1);
+// The convolution of x where this library computes it by AMX.
+std::optional<fastfact::Conv> conv_in_pieces(const Layer& of, const Tensor& x, bool backward) {
+  const int64_t* const size = of.size;
+  const bool fits = x.dim() == 4 && of.groups == 1 && x.scalar_type() == ScalarType::Float &&
+                    is_dense(x, {0, 2, 3, 1}) && x.size(1) == size[1];
   if (!fits) return std::nullopt;
-  const auto outputs = [&](int d) {
-    return (x.size(2 + d) + 2 * of.padding[d] - of.dilation[d] * (w.size(2 + d) - 1) - 1) / of.stride[d] + 1;
-  };
-  const fastfact::Conv c{x.size(0),
-                         1,
-                         w.size(1),
-                         w.size(0),
-                         x.size(2),
-                         x.size(3),
-                         w.size(2),
-                         w.size(3),
-                         outputs(0),
-                         outputs(1),
-                         {of.stride[0], of.stride[1]},
-                         {of.padding[0], of.padding[1]},
-                         {of.dilation[0], of.dilation[1]},
-                         true,
-                         true};
-  return fastfact::convolves_in_pieces(c) ? std::optional(c) : std::nullopt;
+  fastfact::Conv c{x.size(0), 1, size[1], size[0], x.size(2), x.size(3), size[2], size[3]};
+  c.x_channels_last = c.y_channels_last = true;
+  for (int d = 0; d < 2; ++d) {
+    c.stride[d] = of.stride[d], c.padding[d] = of.padding[d], c.dilation[d] = of.dilation[d];
+    const int64_t read = x.size(2 + d) + 2 * of.padding[d] - of.dilation[d] * (size[2 + d] - 1) - 1;
+    if (read < 0) return std::nullopt;
+    (d ? c.ow : c.oh) = read / of.stride[d] + 1;
+  }
+  return fastfact::convolves_in_pieces(c, backward) ? std::optional(c) : std::nullopt;
+}
+
+// The same by w.
+std::optional<fastfact::Conv> conv_in_pieces(const Layer& of, const Tensor& x, const Tensor& w, bool backward) {
+  const bool fits = of.kind == Layer::kConvolution && w.dim() == 4 && w.scalar_type() == ScalarType::Float &&
+                    is_dense(w, {0, 2, 3, 1}) && shape_of(w) == Shape(of.size, of.size + 4);
+  return fits ? conv_in_pieces(of, x, backward) : std::nullopt;
 }
 
 const float* floats_of(const Tensor& t) { return static_cast<const float*>(data_of(t)); }
+
+// packed: w is what `pack_conv_panels` made of W.
+Tensor conv_by_amx(const fastfact::Conv& c, const Tensor& x, const Tensor& w, const OptionalTensor& bias, bool packed) {
+  if (bias) expect("layer", "bias", *bias, {c.o}, x);
+  const Tensor y = empty(x, {c.n, c.o, c.oh, c.ow}, {0, 2, 3, 1});
+  const OptionalTensor added = bias && !is_dense(*bias, 0) ? torch::stable::contiguous(*bias) : bias;
+  fastfact::dense_conv(
+      {c, floats_of(x), packed ? nullptr : floats_of(w), added ? floats_of(*added) : nullptr,
+       static_cast<float*>(y.data_ptr()), torch::stable::get_num_threads(), packed ? floats_of(w) : nullptr},
+      parallel_for);
+  return y;
+}
 
 Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
   if (layer.kind != Layer::kConvolution) {
@@ -234,15 +243,7 @@ Tensor dense_layer(const Layer& layer, const Tensor& x, const Tensor& w, const O
     return factored_conv2d(x, std::nullopt, std::nullopt, w, std::nullopt, bias, weight_size(layer), by.stride,
                            by.padding, by.dilation, layer.groups, false);
   }
-  if (const auto c = conv_in_pieces(layer, x, w)) {
-    if (bias) expect("layer", "bias", *bias, {c->o}, x);
-    const Tensor y = empty(x, {c->n, c->o, c->oh, c->ow}, {0, 2, 3, 1});
-    const OptionalTensor added = bias && !is_dense(*bias, 0) ? torch::stable::contiguous(*bias) : bias;
-    fastfact::dense_conv({*c, floats_of(x), floats_of(w), added ? floats_of(*added) : nullptr,
-                          static_cast<float*>(y.data_ptr()), torch::stable::get_num_threads()},
-                         parallel_for);
-    return y;
-  }
+  if (const auto c = conv_in_pieces(layer, x, w, false)) return conv_by_amx(*c, x, w, bias, false);
   return convolution(aoti_torch_cpu_convolution, layer, x, w, bias);
 }
 
@@ -286,7 +287,7 @@ Gradients dense_layer_backward(const Layer& layer, const Tensor& grad, const Ten
     if (of_bias) out.bias = channel_sums(grad);
     return out;
   }
-  if (const auto c = conv_in_pieces(layer, x, w); c && is_dense(grad, {0, 2, 3, 1})) {
+  if (const auto c = conv_in_pieces(layer, x, w, true); c && is_dense(grad, {0, 2, 3, 1})) {
     Gradients out;
     if (of_x) out.x = empty(x, {c->n, c->i, c->h, c->w}, {0, 2, 3, 1});
     if (of_w) out.w = empty(x, {c->o, c->i, c->kh, c->kw}, {0, 2, 3, 1});
@@ -524,6 +525,13 @@ AtenTensorHandle by_form(const Layer& of, const Tensor& x, const Tensor& w, cons
 }
 
 Tensor by_panels(const Layer& of, const Tensor& x, const Tensor& w, const OptionalTensor& bias) {
+  if (of.channels_last && of.size[2] * of.size[3] > 1) {
+    const auto c = conv_in_pieces(of, x, false);
+    require(c && w.scalar_type() == ScalarType::Float && is_dense(w, 0) &&
+                w.numel() == fastfact::conv_panels_numel(c->o, c->i, c->kh * c->kw),
+            "layer", "W does not fit");
+    return conv_by_amx(*c, x, w, bias, true);
+  }
   Layer rows = of;
   rows.kind = of.channels_last ? Layer::kPixels : Layer::kLinear;
   const auto type = type_of<fastfact::Type>("layer", x);
@@ -544,6 +552,13 @@ Tensor by_panels(const Layer& of, const Tensor& x, const Tensor& w, const Option
 bool panels(AtenTensorHandle out[1], void* w_) {
   return done(out, 1, [&] {
     const Tensor w = borrowed(w_);
+    if (w.dim() == 4) {
+      require(w.scalar_type() == ScalarType::Float && is_dense(w, {0, 2, 3, 1}), "panels", "W has no such form");
+      const int64_t o = w.size(0), i = w.size(1), taps = w.size(2) * w.size(3);
+      const Tensor found = empty(w, {fastfact::conv_panels_numel(o, i, taps)});
+      fastfact::pack_conv_panels(o, i, taps, floats_of(w), static_cast<float*>(found.data_ptr()), parallel_for);
+      return give(found, out);
+    }
     const auto type = type_of<fastfact::Type>("panels", w);
     require(w.dim() == 2 && is_dense(w, 0), "panels", "W must be a matrix without gaps");
     const int64_t o = w.size(0), i = w.size(1), numel = fastfact::panels_numel(type, o, i);
@@ -552,6 +567,12 @@ bool panels(AtenTensorHandle out[1], void* w_) {
     fastfact::pack_panels(type, o, i, data_of(w), found.data_ptr(), parallel_for);
     give(found, out);
   });
+}
+
+bool convolves(const Layer& of, void* x) noexcept try {
+  return conv_in_pieces(of, borrowed(x), false).has_value();
+} catch (...) {
+  return false;
 }
 
 bool dense(AtenTensorHandle out[1], const Layer& of, void* x_, void* w, void* bias_) {
@@ -701,6 +722,7 @@ extern "C" __attribute__((visibility("default"))) const fastfact::direct::Librar
                                   factored,
                                   factored_backward,
                                   panels,
+                                  convolves,
                                   adamw_step,
                                   watch,
                                   still,

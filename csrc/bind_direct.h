@@ -66,8 +66,8 @@ struct Library {
   bool (*layer_backward)(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* w,
                          void* index, void* support, void* u, void* v);
   // out: y of the dense layer with the weight w, which is in oneDNN's form for kReordered, a convolution, and for
-  // kPacked, a linear layer, and what `panels` makes for kPanels, a linear layer or, with `channels_last`, a 1×1
-  // convolution.
+  // kPacked, a linear layer, and what `panels` makes for kPanels, a linear layer or, with `channels_last`, a
+  // convolution: a 1×1 one, or one for which `convolves`.
   bool (*dense)(AtenTensorHandle out[1], const Layer& of, void* x, void* w, void* bias);
   // The step where all tensors are of one stretch of memory each, those of a parameter of one form. momenta: null where
   // momentum is 0.
@@ -85,8 +85,10 @@ struct Library {
   // that bits 0–4 of `needs` ask for.
   bool (*factored_backward)(AtenTensorHandle out[5], const Layer& of, int64_t needs, void* grad, void* x, void* u,
                             void* v, void* values, void* index);
-  // out: the weight of a linear layer as `fastfact::pack_panels` has it.
+  // out: the weight of a linear layer as `fastfact::pack_panels` has it, or of a convolution as `pack_conv_panels`.
   bool (*panels)(AtenTensorHandle out[1], void* w);
+  // Whether a convolution of x can be computed with such a weight.
+  bool (*convolves)(const Layer& of, void* x) noexcept;
   // `fastfact::adamw_step` of tensors as for `prox_sgd_step`. steps: how many each has made, one number of float32 or
   // float64, which is counted on. how: (lr, β₁, β₂, eps, weight decay, l1) of each.
   bool (*adamw_step)(int64_t count, void* const* params, void* const* grads, void* const* firsts, void* const* seconds,

@@ -396,7 +396,7 @@ PyObject* given_out(const Asked& of, void* x, bool alone, const F& body) {
   return tuple;
 }
 
-// (W [o, i]) → W in panels, None where there is no such form
+// (W [o, i], or that of a convolution) → W in panels, None where there is no such form
 PyObject* panels(PyObject*, PyObject* weight) {
   void* w;
   AtenTensorHandle handle;
@@ -404,6 +404,14 @@ PyObject* panels(PyObject*, PyObject* weight) {
   if (!released([&] { return cpu->panels(&handle, w); })) return none();
   PyObject* out;
   return wrap(&handle, 1, &out) ? out : nullptr;
+}
+
+// (settings, x) → whether the convolution of x can be computed with its weight in panels
+PyObject* convolves(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  void* x;
+  Asked of;
+  if (!expects("convolves", count, 2) || !of.read(args[0]) || !address_of(args[1], &x)) return nullptr;
+  return PyBool_FromLong(!of.sequences && cpu->convolves(of.layer, x));
 }
 
 PyObject* layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -552,6 +560,7 @@ std::vector<PyMethodDef> functions_with(std::initializer_list<PyMethodDef> own) 
                                   fast("begin", begin),
                                   fast("adamw_step", adamw_step),
                                   of_one("panels", panels),
+                                  fast("convolves", convolves),
                                   of_one("hold", hold),
                                   of_one("still", still_watched),
                                   of_one("take_library", take_library)};

@@ -20,7 +20,9 @@ constexpr int64_t kBand = 1 << 18;         // numbers of bfloat16 of the pixels 
 constexpr int64_t kLeastBand = 128;        // outputs
 constexpr int64_t kLargePanels = 1 << 18;  // numbers of 32 bits
 constexpr int64_t kSumOfTerms = 1024;      // added by AMX one after the other
-constexpr int64_t kTurned = 3 << 19;       // numbers of bfloat16 of x and dy for dW at once
+constexpr double kMostPadding = 2;         // by which as much is computed as is wanted, and oneDNN takes as long
+constexpr int64_t kPixels = 96;
+constexpr int64_t kTurned = 3 << 19;  // numbers of bfloat16 of x and dy for dW at once
 
 // An image as padded rows one after the other.
 struct Padded2d {
@@ -47,6 +49,8 @@ struct Taps {
 // Panels of W [panel of columns][tap][block of terms] in pieces.
 struct Panels {
   int64_t terms, columns, blocks;
+  Panels(int64_t terms, int64_t columns) : terms(terms), columns(columns), blocks(ceil_div(terms, kAmxTerms)) {}
+  int64_t count() const { return ceil_div(columns, kRowsByAmx); }
   FF_INLINE int64_t of_tap() const { return blocks * kPieces * kAmxRows * kRowsByAmx; }  // numbers of 32 bits
 };
 
@@ -54,13 +58,14 @@ template <class, int B>
 struct MakeConvPanels {
   static constexpr int L = B / int(sizeof(float)), NR = 2 * L;
   using V = Vec<float, B>;
+  static constexpr int64_t kAhead = 16;  // rows of W that are fetched before they are split
 
   // Items are (panel, tap). turned: terms are inputs and columns outputs, not the other way round with the taps in
   // reverse, as dx has them.
-  FF_INLINE static void run(const float* w, int64_t o, int64_t i, const Taps& taps, bool turned, const Panels& of,
+  FF_INLINE static void run(const float* w, int64_t o, int64_t i, int64_t count, bool turned, const Panels& of,
                             float* to, int64_t begin, int64_t end) {
     if constexpr (B == 64) {
-      const int64_t count = taps.count(), row = count * i;
+      const int64_t row = count * i;
       for (int64_t item = begin; item < end; ++item) {
         const int64_t column = item / count * NR, tap = item % count;
         const float* const from = w + (turned ? tap : count - 1 - tap) * i;
@@ -75,6 +80,10 @@ struct MakeConvPanels {
 
   FF_INLINE static void take(const float* from, int64_t row, int64_t terms, int64_t columns, float* to) {
     for (int64_t t = 0; t < whole(terms, kAmxTerms); t += 2) {
+      for (int64_t ahead = t + kAhead; ahead < t + kAhead + 2; ++ahead) {
+        __builtin_prefetch(from + ahead * row);
+        __builtin_prefetch(from + ahead * row + L);
+      }
       SplitPanel<float, B>::split_pairs(t < terms ? from + t * row : nullptr,
                                         t + 1 < terms ? from + (t + 1) * row : nullptr, columns,
                                         to + SplitPanel<float, B>::place(t));
@@ -90,6 +99,7 @@ struct MakeConvPanels {
 #pragma GCC unroll 16
           for (int l = 0; l < L; ++l) {
             const float* const line = part + l < columns ? from + (part + l) * row + t + some : nullptr;
+            __builtin_prefetch(line + 2 * kAmxTerms);
             lines[l] = SplitPanel<float, B>::some(line, terms - t - some);
           }
           PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
@@ -233,18 +243,19 @@ struct RunConvProduct {
   }
 };
 
-// y of images `of`, W as panels.
-void multiply_images(const Padded2d& of, const Taps& taps, const float* x, const float* w, int64_t o, int64_t i,
-                     bool turned, const float* bias, float* y, int64_t threads, ParallelFor parallel_for) {
-  const int64_t nr = kRowsByAmx;
-  Panels panels{turned ? i : o, turned ? o : i, ceil_div(turned ? i : o, kAmxTerms)};
-  const int64_t count = ceil_div(panels.columns, nr);
-  const Scratch<float> made(count * taps.count() * panels.of_tap());
-  parallel(parallel_for, count * taps.count(), 1, [&](int64_t begin, int64_t end) {
-    dispatch<MakeConvPanels, float>(w, o, i, taps, turned, panels, made.get(), begin, end);
+void make_panels(const float* w, int64_t o, int64_t i, int64_t taps, bool turned, const Panels& panels, float* to,
+                 ParallelFor parallel_for) {
+  parallel(parallel_for, panels.count() * taps, 1, [&](int64_t begin, int64_t end) {
+    dispatch<MakeConvPanels, float>(w, o, i, taps, turned, panels, to, begin, end);
   });
+}
+
+// y of images, W as panels.
+void multiply_images(const Padded2d& of, const Taps& taps, const Panels& panels, const float* x, const float* made,
+                     const float* bias, float* y, int64_t threads, ParallelFor parallel_for) {
+  const int64_t count = panels.count();
   const Padded<float> padded_bias(bias, bias ? 1 : 0, panels.columns);
-  ConvProduct p{of, taps, panels, x, made.get(), bias ? padded_bias.data : nullptr, y};
+  ConvProduct p{of, taps, panels, x, made, bias ? padded_bias.data : nullptr, y};
   // An odd number of lines of memory from one pixel to the next, so that those of a tile share no set of the first
   // cache.
   const int64_t lines = in_pieces(of.channels) / kAmxTerms, tiles = ceil_div(of.outputs(), kRowsByAmx);
@@ -462,25 +473,46 @@ Padded2d backward_of(const Conv& c) {
 
 }  // namespace
 
-bool convolves_in_pieces(const Conv& c) {
-  const bool steps = c.stride[0] == 1 && c.stride[1] == 1 && c.groups == 1 && c.kh * c.kw > 1;
+bool convolves_in_pieces(const Conv& c, bool backward) {
+  if (!by_amx(true) || c.groups != 1 || c.kh * c.kw == 1 || c.stride[0] != 1 || c.stride[1] != 1) return false;
   const Padded2d of = forward_of(c), back = backward_of(c);
-  return steps && c.n && c.oh && c.ow && c.i && c.o && back.top >= 0 && back.left >= 0 && splits<float>(0, c.i) &&
-         splits<float>(0, c.o) && 2 * of.outputs() <= 3 * c.oh * c.ow && 2 * back.outputs() <= 3 * c.h * c.w &&
-         splits<float>(of.outputs(), kAmxTerms);
+  // W is split for each call, which pixels have to repay.
+  if (c.n * c.oh * c.ow < kPixels || !c.i || !c.o || back.top < 0 || back.left < 0) return false;
+  const auto padded = [](int64_t size, int64_t of) { return double(whole(size, of)) / double(size); };
+  const auto computed = [&](const Padded2d& image, int64_t terms, int64_t columns) {
+    const double outputs = double(whole(image.outputs(), kAmxRows)) / double(image.oh * image.ow);
+    return padded(terms, kAmxTerms) * padded(columns, kAmxRows) * outputs;
+  };
+  return computed(of, c.i, c.o) <= kMostPadding && (!backward || computed(back, c.o, c.i) <= kMostPadding);
+}
+
+int64_t conv_panels_numel(int64_t o, int64_t i, int64_t taps) {
+  const Panels panels(i, o);
+  return panels.count() * taps * panels.of_tap();
+}
+
+void pack_conv_panels(int64_t o, int64_t i, int64_t taps, const float* w, float* to, ParallelFor parallel_for) {
+  make_panels(w, o, i, taps, true, Panels(i, o), to, parallel_for);
 }
 
 void dense_conv(const DenseConv& op, ParallelFor parallel_for) {
   const Conv& c = op.conv;
   const Padded2d of = forward_of(c);
-  multiply_images(of, taps_of(c, of.wide), op.x, op.w, c.o, c.i, true, op.bias, op.y, op.threads, parallel_for);
+  const Panels panels(c.i, c.o);
+  const Scratch<float> made(op.panels ? 0 : conv_panels_numel(c.o, c.i, c.kh * c.kw));
+  if (!op.panels) pack_conv_panels(c.o, c.i, c.kh * c.kw, op.w, made.get(), parallel_for);
+  multiply_images(of, taps_of(c, of.wide), panels, op.x, op.panels ? op.panels : made.get(), op.bias, op.y, op.threads,
+                  parallel_for);
 }
 
 void dense_conv_backward(const DenseConvBackward& op, ParallelFor parallel_for) {
   const Conv& c = op.conv;
   if (op.dx) {
     const Padded2d of = backward_of(c);
-    multiply_images(of, taps_of(c, of.wide), op.dy, op.w, c.o, c.i, false, nullptr, op.dx, op.threads, parallel_for);
+    const Panels panels(c.o, c.i);
+    const Scratch<float> made(panels.count() * c.kh * c.kw * panels.of_tap());
+    make_panels(op.w, c.o, c.i, c.kh * c.kw, false, panels, made.get(), parallel_for);
+    multiply_images(of, taps_of(c, of.wide), panels, op.dy, made.get(), nullptr, op.dx, op.threads, parallel_for);
   }
   if (op.dw) {
     const Padded2d of = forward_of(c);

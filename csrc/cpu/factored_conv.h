@@ -78,13 +78,14 @@ bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor 
 // Whether these take a dense μ without positions.
 bool takes_dense(Type type, const Conv& c, bool backward);
 
-// A convolution with its weight of float32, by AMX, images with their channels last, w and dw [o, kh, kw, i]; only where
-// `convolves_in_pieces`, which says where it takes less than oneDNN.
+// A convolution with its weight of float32, by AMX, images with their channels last, w and dw [o, kh, kw, i]; only
+// where `convolves_in_pieces`, which says where it takes less than oneDNN.
 struct DenseConv {
   Conv conv;
   const float *x, *w, *bias;  // bias [o] or null
   float* y;
-  int64_t threads = 1;  // how many `parallel_for` has; no number depends on it
+  int64_t threads = 1;            // how many `parallel_for` has; no number depends on it
+  const float* panels = nullptr;  // W as `pack_conv_panels` has it, or null: it is made of w
 };
 struct DenseConvBackward {
   Conv conv;
@@ -92,7 +93,9 @@ struct DenseConvBackward {
   float *dx, *dw;  // null where not asked for
   int64_t threads = 1;
 };
-bool convolves_in_pieces(const Conv& c);
+bool convolves_in_pieces(const Conv& c, bool backward);
+int64_t conv_panels_numel(int64_t o, int64_t i, int64_t taps);
+void pack_conv_panels(int64_t o, int64_t i, int64_t taps, const float* w, float* to, ParallelFor parallel_for);
 void dense_conv(const DenseConv& op, ParallelFor parallel_for);
 void dense_conv_backward(const DenseConvBackward& op, ParallelFor parallel_for);
 

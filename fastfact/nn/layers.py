@@ -243,6 +243,9 @@ class FactorizedConv2d(FactorizedLayer):
             key = "reordered", *map(tuple, how), self.groups
             call = functools.partial(self._kept_weight_call, direct.REORDERED, bias=bias)
             forms = {"reconstruct": Form(key, lambda w: reorder(w, *how, self.groups, list(x.shape)), call)}
+            if direct.convolves(direct.settings(direct.CONVOLUTION, 0, True, self.size, self._convolution()), x):
+                call = functools.partial(self._kept_weight_call, direct.PANELS, bias=bias)
+                forms["panels"] = Form("panels of taps", _panels_of_taps, call)
         return forms | _orders(self, x, x.shape[1], tensors, bias) if 0 < rows <= FEW_PIXELS else forms
 
     def _multiplies_pixels(self, x, tensors):
@@ -307,8 +310,9 @@ class FactorizedConv2d(FactorizedLayer):
         return self._kept_weight_call(direct.CONVOLUTION, weight, bias)
 
     def _kept_weight_call(self, kind: int, weight: Tensor, bias: Tensor | None) -> direct.Call:
+        last = kind == direct.PANELS
         return direct.Call(
-            direct.dense, (direct.settings(kind, 0, False, self.size, self._convolution()), None, weight, bias), 1
+            direct.dense, (direct.settings(kind, 0, last, self.size, self._convolution()), None, weight, bias), 1
         )
 
     def _convolution(self):
@@ -669,6 +673,10 @@ def _packing(dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     """W [o, i] → W in oneDNN's order, where products of this dtype gain by it."""
     there = dtype != torch.float32 and _onednn_computes(dtype) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     return torch.ops.mkldnn._reorder_linear_weight.default if there else None
+
+
+def _panels_of_taps(weight: Tensor) -> Tensor:
+    return direct.panels(weight.contiguous(memory_format=torch.channels_last))
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from fastfact.ops.common import has_tangents, no_view
 
 LINEAR, PIXELS, CONVOLUTION, REORDERED, PACKED, PANELS = range(6)
 """Kinds of layers: x Wᵀ, a 1×1 convolution as one product of pixels, any convolution, one with W in oneDNN's form, x Wᵀ
-with W in oneDNN's form, and x Wᵀ or, in channels_last, a 1×1 convolution, with W as `panels` has it."""
+with W in oneDNN's form, and x Wᵀ or, in channels_last, a convolution, with W as `panels` has it."""
 
 SEQUENCES = 8
 """Beside the kind of a convolution: x [n, c, l] stands for images [n, c, 1, l], and so does y."""
@@ -245,8 +245,13 @@ def dense(of: bytes, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
 
 
 def panels(weight: Tensor) -> Tensor | None:
-    """W [o, i] in the order in which this library's products of rows read it, for layers of the kind `PANELS`; None
-    where it has no such form."""
+    """W [o, i], or [o, i, kh, kw] of a convolution, in the order in which this library's products of rows read it, for
+    layers of the kind `PANELS`; None where it has no such form."""
+
+
+def convolves(of: bytes, x: Tensor) -> bool:
+    """Whether a convolution of several taps with these settings can be computed for x from its weight in panels."""
+    return False
 
 
 def serve_calls(kind: type, axes: int) -> None:
@@ -302,7 +307,7 @@ _apply = ByOps.apply
 _there = False
 """Whether there is the library, of this package."""
 _FUNCTIONS = (
-    *("serve", "key", "layer", "factored", "dense", "panels"),
+    *("serve", "key", "layer", "factored", "dense", "panels", "convolves"),
     *("prox_sgd_step", "adamw_step", "watch", "still", "hold"),
 )
 
