@@ -264,10 +264,10 @@ void multiply_images(const Padded2d& of, const Taps& taps, const Panels& panels,
   // Of a W that leaves the second cache each thread reads its own part, of another all threads read all.
   const bool large = count * taps.count() * panels.of_tap() > kLargePanels;
   p.bands = ceil_div(tiles, most);
-  while (!large && of.n * p.bands < threads && p.bands < tiles / 4) ++p.bands;
+  while (!large && of.n * p.bands < 2 * threads && p.bands < tiles / 4) ++p.bands;
   p.band = ceil_div(tiles, p.bands) * kRowsByAmx, p.bands = ceil_div(of.outputs(), p.band);
   p.images = p.bands > 1 ? 1 : std::clamp<int64_t>(kBand / (p.stretch() * p.pixel), 1, of.n);
-  if (!large) p.images = std::min(p.images, ceil_div(of.n, threads));
+  if (!large) p.images = std::min(p.images, ceil_div(of.n, 2 * threads));
   p.sets = ceil_div(of.n, p.images), p.images = ceil_div(of.n, p.sets);
   const int64_t groups = large || p.sets * p.bands < threads ? std::min(count, threads) : 1;
   p.group = ceil_div(count, groups);

@@ -51,6 +51,8 @@ BUDGET, LONG, FEW = 0.1, 0.2, 3
 """Seconds for a question, and for one of fewer runs of each path."""
 ENOUGH, SHORT = 16, 0.03
 """Runs of each path, and seconds, after which those that are left are equally fast."""
+TELLING_RUNS = 5
+"""From how many on the median tells more than the shortest."""
 BEHIND = {2: 1.3, 3: 1.2, 5: 1.12, 8: 1.08, 12: 1.05}
 """After how many runs of each a path is left out that takes how many times what another takes."""
 TELLING, LATE = 0.01, 1.6
@@ -451,12 +453,15 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
 
 def _typical(runs: Mapping[str, list[float]]) -> dict[str, float]:
     """path → seconds, from the runs of each, made in turn: the shortest one of the fastest path, and of the others how
-    many times what that took in the same turn, the median: so it matters less when the machine was fast, or busy."""
+    many times what that took in the same turn, the median: so it matters less when the machine was fast, or busy. Of
+    one that was left out after few runs it is the shortest: a second run may still prepare, as the first does."""
     if not runs:
         return {}
     fastest = min(runs, key=lambda path: min(runs[path]))
     seconds = min(runs[fastest])
-    return {
-        path: seconds * statistics.median(mine / max(its, 1e-9) for mine, its in zip(own, runs[fastest], strict=False))
-        for path, own in runs.items()
-    }
+
+    def of(own: list[float]) -> float:
+        ratios = [mine / max(its, 1e-9) for mine, its in zip(own, runs[fastest], strict=False)]
+        return min(own) if len(own) < TELLING_RUNS else seconds * statistics.median(ratios)
+
+    return {path: of(own) for path, own in runs.items()}

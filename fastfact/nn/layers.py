@@ -19,7 +19,16 @@ from fastfact.nn.layer import PATHS, FactorizedLayer, Form, as_leaf, cast, conve
 from fastfact.nn.specs import LowRank, Rank1, Spec
 from fastfact.ops import direct
 from fastfact.ops.backends import PLAIN
-from fastfact.ops.common import address, as_rows, exporting, is_channels_last, is_mapped, recording, transforming
+from fastfact.ops.common import (
+    address,
+    as_rows,
+    exporting,
+    has_amx,
+    is_channels_last,
+    is_mapped,
+    recording,
+    transforming,
+)
 from fastfact.ops.weights import Convolution, are_rows
 
 NOMINAL_IMAGES, NOMINAL_SIDE = 32, 16
@@ -246,7 +255,9 @@ class FactorizedConv2d(FactorizedLayer):
             if direct.convolves(direct.settings(direct.CONVOLUTION, 0, True, self.size, self._convolution()), x):
                 call = functools.partial(self._kept_weight_call, direct.PANELS, bias=bias)
                 forms["panels"] = Form("panels of taps", _panels_of_taps, call)
-        return forms | _orders(self, x, x.shape[1], tensors, bias) if 0 < rows <= FEW_PIXELS else forms
+        # By AMX any number of pixels are multiplied faster than PyTorch does.
+        ordered = rows > 0 and (rows <= FEW_PIXELS or (x.dtype == torch.float32 and has_amx()))
+        return forms | _orders(self, x, x.shape[1], tensors, bias) if ordered else forms
 
     def _multiplies_pixels(self, x, tensors):
         """Whether there is a path "product" for x."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastfact.ops.backends import PRODUCTS_ARE_SLOW, implementation, kernel_serves
-from fastfact.ops.common import has_tangents, recording, transforming
+from fastfact.ops.common import has_amx, has_tangents, recording, transforming
 
 OP, WEIGHTS, BACKWARD = "attention", "attention_weights", "attention_backward"
 SHORT = 1 << (17 if PRODUCTS_ARE_SLOW else 14)
@@ -57,12 +57,7 @@ def by_products(query: Tensor, key: Tensor) -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or recording() or transforming():
         return False
     fits = query.dim() == 4 and query.is_cpu and query.dtype == torch.bfloat16 and query.numel() > 0
-    return fits and 0 < key.shape[-2] <= 1024 and not _has_amx()
-
-
-@functools.cache
-def _has_amx() -> bool:
-    return torch.cpu._is_amx_tile_supported()
+    return fits and 0 < key.shape[-2] <= 1024 and not has_amx()
 
 
 def attention(

@@ -1,5 +1,6 @@
 """What the ops share: the optional client axis, its fold under `vmap`, and the checks of arguments."""
 
+import functools
 import math
 import operator
 
@@ -66,6 +67,12 @@ def has_tangents() -> bool:
     """Whether tensors may have tangents: of `torch.autograd.forward_ad`, or of `torch.func.jvp` and what is made of
     it."""
     return forward_ad._current_level >= 0
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Whether the CPU multiplies matrices of bfloat16, and with them float32 in pieces, by AMX."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def exporting() -> bool:

@@ -763,3 +763,11 @@ def test_a_plan_of_nothing_there_is(arguments, message):
 
     code, _, error = call("info", "--plan", *arguments)
     assert code == 2 and message in error
+
+
+def test_a_path_that_prepares_in_its_second_run_is_not_taken_for_slow():
+    """Medians of two ratios would be those of the second run."""
+    taken = choice._typical({"reconstruct": [0.2, 0.21], "panels": [6.0, 0.1]})
+    assert taken["panels"] == 0.1 and taken["reconstruct"] == 0.2
+    steady = choice._typical({"reconstruct": [2.0, 2.0, 2.0, 2.0, 3.0], "panels": [1.0, 1.0, 1.0, 1.0, 0.5]})
+    assert steady == {"panels": 0.5, "reconstruct": 1.0}

@@ -332,7 +332,7 @@ class Attends(torch.nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("shape, keys", [((2, 3, 7, 8), 7), ((1, 2, 20, 5), 33), ((3, 1, 1, 16), 4)], ids=str)
 def test_bfloat16_by_products(monkeypatch, shape, keys):
-    monkeypatch.setattr(module, "_has_amx", lambda: False)
+    monkeypatch.setattr(module, "has_amx", lambda: False)
     generator = torch.Generator().manual_seed(0)
     n, h, l, d = shape  # noqa: E741
     query = torch.randn(n, l, h, d, generator=generator).bfloat16().transpose(1, 2)
@@ -347,7 +347,7 @@ def test_bfloat16_by_products(monkeypatch, shape, keys):
     assert error <= (5 + 2) * 2**-9 * value.abs().max()
     with torch.enable_grad():
         assert not module.by_products(query, key)
-    monkeypatch.setattr(module, "_has_amx", lambda: True)
+    monkeypatch.setattr(module, "has_amx", lambda: True)
     assert not module.by_products(query, key)
 
 
