@@ -454,6 +454,58 @@ void products_in_panels() {
   compare("products in panels", y, wanted);
 }
 
+// By AMX, or what stands for it, in float.
+void dense_convolutions() {
+  Conv c{};
+  c.groups = 1, c.x_channels_last = c.y_channels_last = true;
+  c.n = one_of({1, 3, 9}), c.i = one_of({24, 30, 64, 70}), c.o = one_of({31, 32, 48, 66});
+  c.kh = pick_int(1, 3), c.kw = c.kh == 1 ? 3 : pick_int(1, 4);
+  for (int d = 0; d < 2; ++d) {
+    const int64_t reach = (d ? c.kw : c.kh) - 1;
+    c.stride[d] = 1, c.dilation[d] = pick_int(1, 2), c.padding[d] = pick_int(0, int(reach * c.dilation[d]));
+    int64_t& side = d ? c.w : c.h;
+    side = pick_int(int(reach * c.dilation[d]) + 1, 20);
+    (d ? c.ow : c.oh) = side + 2 * c.padding[d] - reach * c.dilation[d];
+  }
+  if (!convolves_in_pieces(c, true)) return;
+  const int64_t taps = c.kh * c.kw;
+  const Input<float> x(1, c.n * c.h * c.w * c.i), w(1, c.o * taps * c.i), bias(1, c.o);
+  const Input<float> dy(1, c.n * c.oh * c.ow * c.o);
+  const bool biased = pick_int(0, 1), packed = pick_int(0, 1), needs_x = pick_int(0, 3), needs_w = pick_int(0, 3);
+  std::vector<Sum> y_true(dy.data.size()), dx_true(x.data.size()), dw_true(w.data.size());
+  for (int64_t p = 0; p < c.n * c.oh * c.ow; ++p) {
+    for (int64_t o = 0; o < c.o && biased; ++o) y_true[p * c.o + o].add(bias.data[o]);
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const int64_t h = p / c.ow % c.oh - c.padding[0] + tap / c.kw * c.dilation[0];
+      const int64_t from = p % c.ow - c.padding[1] + tap % c.kw * c.dilation[1];
+      if (h < 0 || h >= c.h || from < 0 || from >= c.w) continue;
+      const int64_t pixel = ((p / (c.oh * c.ow) * c.h + h) * c.w + from) * c.i;
+      for (int64_t o = 0; o < c.o; ++o) {
+        for (int64_t i = 0; i < c.i; ++i) {
+          const double of_w = w.data[(o * taps + tap) * c.i + i], of_x = x.data[pixel + i],
+                       of_dy = dy.data[p * c.o + o];
+          y_true[p * c.o + o].add(of_w * of_x);
+          dx_true[pixel + i].add(of_w * of_dy);
+          dw_true[(o * taps + tap) * c.i + i].add(of_x * of_dy);
+        }
+      }
+    }
+  }
+  std::vector<float> panels = unwritten<float>(conv_panels_numel(c.o, c.i, taps));
+  if (packed) pack_conv_panels(c.o, c.i, taps, w.data.data(), panels.data(), threads);
+  auto y = unwritten<float>(y_true.size()), dx = unwritten<float>(dx_true.size()),
+       dw = unwritten<float>(dw_true.size());
+  dense_conv({c, x.data.data(), packed ? nullptr : w.data.data(), biased ? bias.data.data() : nullptr, y.data(), 2,
+              packed ? panels.data() : nullptr},
+             threads);
+  compare("dense convolution", y, y_true);
+  dense_conv_backward({c, x.data.data(), dy.data.data(), w.data.data(), needs_x ? dx.data() : nullptr,
+                       needs_w ? dw.data() : nullptr, 2},
+                      threads);
+  if (needs_x) compare("dense convolution, dx", dx, dx_true);
+  if (needs_w) compare("dense convolution, dw", dw, dw_true);
+}
+
 template <class T>
 void adapters() {
   const bool tall = pick_int(0, 5) == 0;  // more rows than a chunk has
@@ -1103,6 +1155,7 @@ int main(int argc, char** argv) {
       biases<T>();
       products_of_few_rows<T>();
       products_in_panels<T>();
+      if (std::is_same_v<T, float>) dense_convolutions();
       adapters<T>();
       attentions<T>();
       products_with_rows<T>();
