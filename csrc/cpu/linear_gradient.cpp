@@ -552,7 +552,7 @@ template <class T>
 void sum_gradients(const TiledWeight<T>& w, int64_t n, const T* x, const T* dy, T* dvalues, T* du, T* dv,
                    int64_t threads, ParallelFor parallel_for) {
   Gradient<T> g{w, n, x, dy};
-  g.amx = by_amx(in_pairs<T>()) || splits<T>(w.o, n);
+  g.amx = by_amx(in_pairs<T>()) || (n >= kLeastInPieces && splits<T>(n));
   g.in_place = std::is_same_v<T, float> && !g.amx && register_bytes() == 64 && w.o * int64_t(sizeof(T)) <= kInPlace;
   const int64_t mr = tile_of(g.amx), nr = register_bytes() / 2;
   const int64_t parts = std::clamp<int64_t>(n / kLeastSum, 1, kItems / 2);

@@ -739,7 +739,7 @@ void multiply_rows(const TiledWeight<T>& w, bool turned, int64_t n, const T* x, 
                    int64_t threads, ParallelFor parallel_for, const float* panels = nullptr,
                    const float* own_hidden = nullptr) {
   const int64_t depth = turned ? w.i : w.o, columns = turned ? w.o : w.i;
-  const bool split = splits<T>(panels ? 0 : n, depth);
+  const bool split = splits<T>(depth) && (panels || n >= kLeastInPieces);
   const bool pairs = rows_in_pairs<T>(depth), amx = by_amx(pairs);
   const int64_t mr = tile_of(amx || split), pass = split ? kSplitRows : kPass, rows_of_pass = pass / mr * mr;
   const int64_t most =
@@ -863,7 +863,7 @@ int64_t panels_numel(Type type, int64_t o, int64_t i) {
   int64_t numel = -1;
   if (!i) return numel;
   with_panels(type, i, [&]<class T>(T) {
-    const int64_t terms = splits<T>(0, i) ? in_pieces(i) / 2 : whole_blocks(i, by_amx(!std::is_same_v<T, float>));
+    const int64_t terms = splits<T>(i) ? in_pieces(i) / 2 : whole_blocks(i, by_amx(!std::is_same_v<T, float>));
     numel = whole(o, register_bytes() / 2) * terms;
   });
   return numel;
@@ -877,7 +877,7 @@ void pack_panels(Type type, int64_t o, int64_t i, const void* w, void* to, Paral
     const T* rows = static_cast<const T*>(w);
     if (depth > i) pad_rows(rows, o, i, depth, 1, padded.get(), parallel_for), rows = padded.get();
     const int64_t width = register_bytes() / 2;
-    if (!splits<T>(0, i)) return pack_rows(rows, o, depth, pairs, width, static_cast<float*>(to), parallel_for);
+    if (!splits<T>(i)) return pack_rows(rows, o, depth, pairs, width, static_cast<float*>(to), parallel_for);
     const Scratch<float> floats(whole(o, width) * i);
     pack_rows(rows, o, i, false, width, floats.get(), parallel_for);
     parallel(parallel_for, ceil_div(o, width), 1, [&](int64_t begin, int64_t end) {
@@ -915,7 +915,7 @@ bool in_tiles(Type type, int64_t n, int64_t i, int64_t o, int64_t count, bool ba
     density = backward ? n <= 64 ? .12 : n < 512 ? .22 : .3 : n > kFewRows && n < 512 ? .24 : .3;
   }
   if (n > kFewRows && by_amx(pairs)) density = backward || n > 256 ? .06 : .2;
-  if (n > 256 && !backward && type == Type::f32 && splits<float>(n, i)) density = .26;
+  if (n > 256 && !backward && type == Type::f32 && splits<float>(i)) density = .26;
   return n && double(count) > density * double(i) * double(o);
 }
 

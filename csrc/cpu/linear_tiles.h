@@ -53,12 +53,12 @@ inline int64_t tile_of(bool amx) { return amx ? kRowsByAmx : tile_rows(register_
 // Whether products in pairs are those of AMX.
 inline bool by_amx(bool pairs) { return pairs && register_bytes() == 64 && has_amx(); }
 
-// Whether products of floats are, where what is padded takes less than is won; rows: 0 for any number.
+// Whether products of floats with so many terms are, in pieces, where what is padded takes less than is won.
 template <class T>
-bool splits(int64_t rows, int64_t terms) {
-  const auto fits = [](int64_t size, int64_t of) { return whole(size, of) <= size + size / 3; };
-  return std::is_same_v<T, float> && by_amx(true) && fits(rows, kAmxRows) && fits(terms, kAmxTerms);
+bool splits(int64_t terms) {
+  return std::is_same_v<T, float> && by_amx(true) && whole(terms, kAmxTerms) <= terms + terms / 3;
 }
+inline constexpr int64_t kLeastInPieces = 192;  // rows that repay that W, or blocks of dW, are split for one product
 
 // Whether thin products of n rows and the factors take less than what the factors take beside W or dW.
 inline bool are_thin(int64_t n, int64_t i, int64_t o) { return double(n) * double(i + o) < double(i) * double(o); }
