@@ -2,7 +2,9 @@
 // floats, a left operand 16 rows of 32 numbers, a right one 16 pairs (pairs.h) of each of 16 columns.
 //
 // Floats are multiplied as sums of three numbers of bfloat16, which they are exactly: of the nine products the six
-// largest. The others are less than 2⁻²⁵ of the product, half of what rounding it to a float may take.
+// largest. The others are less than 2⁻²⁵ of the product, half of what rounding it to a float may take. AMX takes
+// numbers below 2⁻¹²⁶ for 0, so that floats below 1e-33 lose their last pieces; beyond 3.39e38 they count as infinite,
+// and what is infinite may come out as NaN.
 #pragma once
 
 #include "pairs.h"
@@ -130,6 +132,19 @@ struct AmxSums {
     if constexpr (N == 2) store_tile<1>(to + kAmxRows, bytes);
     if constexpr (R == 2) store_tile<2>(to + kAmxRows * step, bytes);
     if constexpr (R == 2 && N == 2) store_tile<3>(to + kAmxRows * step + kAmxRows, bytes);
+  }
+
+  // Adds the sums to others, [rows][32].
+  FF_INLINE static void add_to(float* to) {
+    constexpr int kStep = 2 * kAmxRows;
+    alignas(64) float sums[R * kAmxRows * kStep];
+    store(sums, kStep);
+    for (int m = 0; m < R * kAmxRows * kStep; m += kStep) {
+#pragma GCC unroll 2
+      for (int k = 0; k < N * kAmxRows; k += kAmxRows) {
+        fastfact::store<64>(to + m + k, fastfact::load<64>(to + m + k) + fastfact::load<64>(sums + m + k));
+      }
+    }
   }
 
   // sums += left · right, so many blocks of terms. Tiles of `left` are `next_rows` bytes apart, their rows `row` and

@@ -18,14 +18,14 @@ namespace {
 
 constexpr int64_t kBand = 1 << 18;         // numbers of bfloat16 of the pixels of a band
 constexpr int64_t kLeastBand = 128;        // outputs
-constexpr int64_t kLargePanels = 1 << 18;  // numbers of 32 bits
+constexpr int64_t kLargePanels = 1 << 18;  // numbers of 32 bits of a W that leaves the second cache
 constexpr int64_t kSumOfTerms = 1024;      // added by AMX one after the other
 constexpr double kMostPadding = 2;         // by which as much is computed as is wanted, and oneDNN takes as long
-constexpr int64_t kPixels = 96;
-constexpr int64_t kTurned = 3 << 19;  // numbers of bfloat16 of x and dy for dW at once
+constexpr int64_t kPixels = 96;            // that repay that W is split for each call
+constexpr int64_t kTurned = 3 << 19;       // numbers of bfloat16 of x and dy for dW at once
 
 // An image as padded rows one after the other.
-struct Padded2d {
+struct PaddedImages {
   int64_t n, h, w, channels, top, left;  // what is before the image
   int64_t oh, ow, wide;                  // outputs, pixels of a padded row
 
@@ -60,8 +60,8 @@ struct MakeConvPanels {
   using V = Vec<float, B>;
   static constexpr int64_t kAhead = 16;  // rows of W that are fetched before they are split
 
-  // Items are (panel, tap). turned: terms are inputs and columns outputs, not the other way round with the taps in
-  // reverse, as dx has them.
+  // Items are (panel, tap). turned: terms are inputs and columns outputs; else they are the other way round, and the
+  // taps in reverse, as dx has them.
   FF_INLINE static void run(const float* w, int64_t o, int64_t i, int64_t count, bool turned, const Panels& of,
                             float* to, int64_t begin, int64_t end) {
     if constexpr (B == 64) {
@@ -116,7 +116,7 @@ struct MakeConvPanels {
 };
 
 struct ConvProduct {
-  Padded2d of;
+  PaddedImages of;
   Taps taps;
   Panels panels;
   const float *x, *w, *bias;  // w: the panels
@@ -136,7 +136,7 @@ struct RunConvProduct {
   // Items are (group of panels, set of images, band).
   FF_INLINE static void run(const ConvProduct& p, const Items& items) {
     if constexpr (B == 64) {
-      const Padded2d& of = p.of;
+      const PaddedImages& of = p.of;
       const Scratch<BFloat16> pixels(p.images * p.stretch() * p.pixel);
       const AmxTiles tiles(true);
       int64_t split = -1;
@@ -156,7 +156,7 @@ struct RunConvProduct {
           split = part;
         }
         const int64_t panel = item / (p.sets * p.bands) * p.group;
-        for (int64_t k = panel; k < std::min(ceil_div(p.panels.columns, NR), panel + p.group); ++k) {
+        for (int64_t k = panel; k < std::min(p.panels.count(), panel + p.group); ++k) {
           outline<B>([&]() FF_INLINE_LAMBDA {
             for (int64_t m = 0; m < images; ++m) {
               multiply(p, pixels.get() + m * p.stretch() * p.pixel, image + m, first, count, k * NR);
@@ -177,14 +177,7 @@ struct RunConvProduct {
         std::memcpy(rest, at, (channels - t) * sizeof(float));
         at = rest;
       }
-      V low[kPieces], high[kPieces];
-      split<B>(load<B>(at), low);
-      split<B>(load<B>(at + L), high);
-#pragma GCC unroll 3
-      for (int k = 0; k < kPieces; ++k) {
-        const auto both = round_in_order<B>(low[k], high[k]);
-        std::memcpy(static_cast<void*>(to + k * kAmxTerms), &both, B);
-      }
+      SplitRows<float, B>::split_terms(at, to, kAmxTerms);
     }
   }
 
@@ -196,7 +189,7 @@ struct RunConvProduct {
     const float* const panel = p.w + column / NR * taps * p.panels.of_tap();
     const bool wide = p.panels.columns - column > L;
     for (int64_t q = 0; q < count; q += kRowsByAmx) {
-      alignas(64) float sums[kRowsByAmx * NR], some[kRowsByAmx * NR];
+      alignas(64) float sums[kRowsByAmx * NR];
       auto by = [&]<int R, int N>() FF_INLINE_LAMBDA {
         using S = AmxSums<R, N>;
         for (int64_t tap = 0; tap < taps; tap += together) {
@@ -207,10 +200,7 @@ struct RunConvProduct {
                                kPieces * kAmxTerms * sizeof(BFloat16), panel + k * p.panels.of_tap(), p.panels.blocks,
                                []() FF_INLINE_LAMBDA {});
           }
-          S::store(tap ? some : sums, NR);
-          for (int m = 0; tap && m < R * kAmxRows * NR; m += L) {
-            store<B>(sums + m, load<B>(sums + m) + load<B>(some + m));
-          }
+          tap ? S::add_to(sums) : S::store(sums, NR);
         }
         give<N>(p, image, first + q, std::min<int64_t>(R * kAmxRows, count - q), column, sums);
       };
@@ -243,6 +233,10 @@ struct RunConvProduct {
   }
 };
 
+// From one pixel in pieces to the next: an odd number of lines of memory, so that those of a tile share no set of the
+// first cache.
+int64_t pixel_of(const PaddedImages& of) { return (in_pieces(of.channels) / kAmxTerms | 1) * kAmxTerms; }
+
 void make_panels(const float* w, int64_t o, int64_t i, int64_t taps, bool turned, const Panels& panels, float* to,
                  ParallelFor parallel_for) {
   parallel(parallel_for, panels.count() * taps, 1, [&](int64_t begin, int64_t end) {
@@ -251,17 +245,16 @@ void make_panels(const float* w, int64_t o, int64_t i, int64_t taps, bool turned
 }
 
 // y of images, W as panels.
-void multiply_images(const Padded2d& of, const Taps& taps, const Panels& panels, const float* x, const float* made,
+void multiply_images(const PaddedImages& of, const Taps& taps, const Panels& panels, const float* x, const float* made,
                      const float* bias, float* y, int64_t threads, ParallelFor parallel_for) {
   const int64_t count = panels.count();
   const Padded<float> padded_bias(bias, bias ? 1 : 0, panels.columns);
   ConvProduct p{of, taps, panels, x, made, bias ? padded_bias.data : nullptr, y};
-  // An odd number of lines of memory from one pixel to the next, so that those of a tile share no set of the first
-  // cache.
-  const int64_t lines = in_pieces(of.channels) / kAmxTerms, tiles = ceil_div(of.outputs(), kRowsByAmx);
-  p.pixel = (lines | 1) * kAmxTerms;
-  const int64_t most = std::max((kBand / p.pixel - taps.furthest()) / kRowsByAmx, kLeastBand / kRowsByAmx);
-  // Of a W that leaves the second cache each thread reads its own part, of another all threads read all.
+  p.pixel = pixel_of(of);
+  // A band has at least as many outputs as it reads pixels beyond them.
+  const int64_t fits = std::max({kBand / p.pixel - taps.furthest(), taps.furthest(), kLeastBand});
+  const int64_t most = ceil_div(fits, kRowsByAmx), tiles = ceil_div(of.outputs(), kRowsByAmx);
+  // Of a large W each thread reads its own part.
   const bool large = count * taps.count() * panels.of_tap() > kLargePanels;
   p.bands = ceil_div(tiles, most);
   while (!large && of.n * p.bands < 2 * threads && p.bands < tiles / 4) ++p.bands;
@@ -280,9 +273,9 @@ struct Stretch {
   int64_t image, first, count;
 };
 
-// dW of some stretches: x turned, [stretch][channel][block of pixels] … [piece], and dy in panels.
+// dW of some stretches, from x turned and dy in panels.
 struct ConvGradient {
-  Padded2d of;
+  PaddedImages of;
   Taps taps;
   int64_t o;
   const float *x, *dy;
@@ -387,7 +380,7 @@ struct RunConvGradient {
     constexpr int64_t kSize = sizeof(BFloat16);
     const int64_t row = g.line * kSize, piece = g.channels() * row;
     const int64_t together = std::max<int64_t>(1, kSumOfTerms / (g.blocks * kAmxTerms));
-    alignas(64) float sums[kRowsByAmx * NR], some[kRowsByAmx * NR];
+    alignas(64) float sums[kRowsByAmx * NR];
     auto by = [&]<int R, int N>() FF_INLINE_LAMBDA {
       using S = AmxSums<R, N>;
       for (int64_t first = 0; first < g.count; first += together) {
@@ -397,10 +390,7 @@ struct RunConvGradient {
           S::multiply_pieces(reinterpret_cast<const char*>(left), row, kAmxRows * row, piece, kAmxTerms * kSize,
                              g.panels + (panel * g.count + s) * g.of_panel(), g.blocks, []() FF_INLINE_LAMBDA {});
         }
-        S::store(first ? some : sums, NR);
-        for (int m = 0; first && m < R * kAmxRows * NR; m += L) {
-          store<B>(sums + m, load<B>(sums + m) + load<B>(some + m));
-        }
+        first ? S::add_to(sums) : S::store(sums, NR);
       }
     };
     const bool wide = g.o - panel * NR > L;
@@ -428,7 +418,7 @@ struct RunConvGradient {
   }
 };
 
-void sum_images(const Padded2d& of, const Taps& taps, int64_t o, const float* x, const float* dy, float* dw,
+void sum_images(const PaddedImages& of, const Taps& taps, int64_t o, const float* x, const float* dy, float* dw,
                 ParallelFor parallel_for) {
   ConvGradient g{of, taps, o, x, dy};
   // Stretches of one size, as many at once as their pixels have room.
@@ -444,8 +434,7 @@ void sum_images(const Padded2d& of, const Taps& taps, int64_t o, const float* x,
     }
   }
   const int64_t together = std::max<int64_t>(most / g.blocks, 1), count = stretches.size();
-  // Tiles read a line from any pixel on, the last one beyond its end.
-  const Scratch<BFloat16> turned(std::min(together, count) * g.of_stretch() + kAmxTerms);
+  const Scratch<BFloat16> turned(std::min(together, count) * g.of_stretch());
   const int64_t panels = ceil_div(o, kRowsByAmx);
   const Scratch<float> of_dy(panels * std::min(together, count) * g.of_panel());
   g.turned = turned.get(), g.panels = of_dy.get();
@@ -463,10 +452,10 @@ void sum_images(const Padded2d& of, const Taps& taps, int64_t o, const float* x,
 Taps taps_of(const Conv& c, int64_t wide) { return {c.kh, c.kw, c.dilation[0] * wide, c.dilation[1]}; }
 
 // x as y reads it, and dy as dx does.
-Padded2d forward_of(const Conv& c) {
+PaddedImages forward_of(const Conv& c) {
   return {c.n, c.h, c.w, c.i, c.padding[0], c.padding[1], c.oh, c.ow, c.ow + (c.kw - 1) * c.dilation[1]};
 }
-Padded2d backward_of(const Conv& c) {
+PaddedImages backward_of(const Conv& c) {
   const int64_t top = (c.kh - 1) * c.dilation[0] - c.padding[0], left = (c.kw - 1) * c.dilation[1] - c.padding[1];
   return {c.n, c.oh, c.ow, c.o, top, left, c.h, c.w, c.w + (c.kw - 1) * c.dilation[1]};
 }
@@ -475,11 +464,14 @@ Padded2d backward_of(const Conv& c) {
 
 bool convolves_in_pieces(const Conv& c, bool backward) {
   if (!by_amx(true) || c.groups != 1 || c.kh * c.kw == 1 || c.stride[0] != 1 || c.stride[1] != 1) return false;
-  const Padded2d of = forward_of(c), back = backward_of(c);
-  // W is split for each call, which pixels have to repay.
+  const PaddedImages of = forward_of(c), back = backward_of(c);
   if (c.n * c.oh * c.ow < kPixels || !c.i || !c.o || back.top < 0 || back.left < 0) return false;
+  const auto reaches_far = [&](const PaddedImages& image) {
+    return taps_of(c, image.wide).furthest() * pixel_of(image) > kBand;
+  };
+  if (reaches_far(of) || (backward && reaches_far(back))) return false;
   const auto padded = [](int64_t size, int64_t of) { return double(whole(size, of)) / double(size); };
-  const auto computed = [&](const Padded2d& image, int64_t terms, int64_t columns) {
+  const auto computed = [&](const PaddedImages& image, int64_t terms, int64_t columns) {
     const double outputs = double(whole(image.outputs(), kAmxRows)) / double(image.oh * image.ow);
     return padded(terms, kAmxTerms) * padded(columns, kAmxRows) * outputs;
   };
@@ -497,7 +489,7 @@ void pack_conv_panels(int64_t o, int64_t i, int64_t taps, const float* w, float*
 
 void dense_conv(const DenseConv& op, ParallelFor parallel_for) {
   const Conv& c = op.conv;
-  const Padded2d of = forward_of(c);
+  const PaddedImages of = forward_of(c);
   const Panels panels(c.i, c.o);
   const Scratch<float> made(op.panels ? 0 : conv_panels_numel(c.o, c.i, c.kh * c.kw));
   if (!op.panels) pack_conv_panels(c.o, c.i, c.kh * c.kw, op.w, made.get(), parallel_for);
@@ -508,14 +500,14 @@ void dense_conv(const DenseConv& op, ParallelFor parallel_for) {
 void dense_conv_backward(const DenseConvBackward& op, ParallelFor parallel_for) {
   const Conv& c = op.conv;
   if (op.dx) {
-    const Padded2d of = backward_of(c);
+    const PaddedImages of = backward_of(c);
     const Panels panels(c.o, c.i);
     const Scratch<float> made(panels.count() * c.kh * c.kw * panels.of_tap());
     make_panels(op.w, c.o, c.i, c.kh * c.kw, false, panels, made.get(), parallel_for);
     multiply_images(of, taps_of(c, of.wide), panels, op.dy, made.get(), nullptr, op.dx, op.threads, parallel_for);
   }
   if (op.dw) {
-    const Padded2d of = forward_of(c);
+    const PaddedImages of = forward_of(c);
     sum_images(of, taps_of(c, of.wide), c.o, op.x, op.dy, op.dw, parallel_for);
   }
 }

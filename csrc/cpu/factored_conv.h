@@ -78,8 +78,8 @@ bool factored_conv_backward_columns(const FactoredConvBackward& op, ParallelFor 
 // Whether these take a dense μ without positions.
 bool takes_dense(Type type, const Conv& c, bool backward);
 
-// A convolution with its weight of float32, by AMX, images with their channels last, w and dw [o, kh, kw, i]; only
-// where `convolves_in_pieces`, which says where it takes less than oneDNN.
+// A convolution with its weight, of float32, by AMX: images with their channels last, w and dw [o, kh, kw, i]; only
+// where `convolves_in_pieces`: there is AMX, and of what is so little is padded, split anew or split for few pixels.
 struct DenseConv {
   Conv conv;
   const float *x, *w, *bias;  // bias [o] or null

@@ -270,7 +270,7 @@ struct RunGradient {
                 S::clear();
                 S::multiply_pieces(turned, B, step * sizeof(float), kAmxRows * B, kPieces * kAmxRows * B, right, blocks,
                                    [&]() FF_INLINE_LAMBDA { upcoming.fetch(), of_dy.fetch(); });
-                fresh ? S::store(tile, NR) : add_sums<R, N>(tile);
+                fresh ? S::store(tile, NR) : S::add_to(tile);
               }
               for (int64_t k = 0; N == 1 && fresh && k < R * kAmxRows; ++k)
                 store<B>(tile + k * NR + L, Vec<float, B>{});
@@ -293,17 +293,6 @@ struct RunGradient {
   // Where a pair of rows is, as [block of terms][piece][pair][NR].
   FF_INLINE static int64_t of_pair(int64_t term) {
     return term / kAmxTerms * kPiecesOfT * kBlock + term % kAmxTerms / 2 * NR;
-  }
-
-  // The tiles' sums to those of `tile`.
-  template <int R, int N>
-  FF_INLINE static void add_sums(float* tile) {
-    alignas(64) float sums[R * kAmxRows * NR];
-    AmxSums<R, N>::store(sums, NR);
-    for (int m = 0; m < R * kAmxRows * NR; m += NR) {
-#pragma GCC unroll 2
-      for (int k = 0; k < N * L; k += L) store<B>(tile + m + k, load<B>(tile + m + k) + load<B>(sums + m + k));
-    }
   }
 
   // `terms` rows of `count` numbers, `row` apart, as tiles [number][pair of rows], or [piece][number][pair], each

@@ -82,25 +82,27 @@ struct SplitRows {
 
   FF_INLINE static void split_block(const float* from, int64_t step, int64_t rows, int64_t terms, BFloat16* to) {
     if (terms == kAmxTerms && rows == kRowsByAmx) {
-      for (int64_t m = 0; m < kRowsByAmx; ++m) split_terms(from + m * step, to + m * kAmxTerms);
+      for (int64_t m = 0; m < kRowsByAmx; ++m) split_terms(from + m * step, to + m * kAmxTerms, kPiece);
       return;
     }
     for (int64_t m = 0; m < kRowsByAmx; ++m) {
       alignas(B) float some[kAmxTerms] = {};
       if (m < rows) std::memcpy(some, from + m * step, terms * sizeof(float));
-      split_terms(some, to + m * kAmxTerms);
+      split_terms(some, to + m * kAmxTerms, kPiece);
     }
   }
 
-  FF_INLINE static void split_terms(const float* from, BFloat16* to) {
-    static_assert(2 * L == kAmxTerms);
+  static constexpr int64_t kPiece = kRowsByAmx * kAmxTerms;
+
+  // 32 numbers, their pieces so far apart.
+  FF_INLINE static void split_terms(const float* from, BFloat16* to, int64_t apart) {
     Vec<float, B> first[kPieces], second[kPieces];
     split<B>(load<B>(from), first);
     split<B>(load<B>(from + L), second);
 #pragma GCC unroll 3
     for (int k = 0; k < kPieces; ++k) {
       const auto both = round_in_order<B>(first[k], second[k]);
-      std::memcpy(static_cast<void*>(to + k * kRowsByAmx * kAmxTerms), &both, B);
+      std::memcpy(static_cast<void*>(to + k * apart), &both, B);
     }
   }
 };

@@ -454,7 +454,7 @@ def _times(sides: Mapping[str, Side]) -> dict[str, float]:
 def _typical(runs: Mapping[str, list[float]]) -> dict[str, float]:
     """path → seconds, from the runs of each, made in turn: the shortest one of the fastest path, and of the others how
     many times what that took in the same turn, the median: so it matters less when the machine was fast, or busy. Of
-    one that was left out after few runs it is the shortest: a second run may still prepare, as the first does."""
+    few runs it is the shortest: a second run may still prepare, as the first does."""
     if not runs:
         return {}
     fastest = min(runs, key=lambda path: min(runs[path]))

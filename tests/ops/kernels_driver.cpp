@@ -458,13 +458,15 @@ void products_in_panels() {
 void dense_convolutions() {
   Conv c{};
   c.groups = 1, c.x_channels_last = c.y_channels_last = true;
-  c.n = one_of({1, 3, 9}), c.i = one_of({24, 30, 64, 70}), c.o = one_of({31, 32, 48, 66});
+  const bool large = pick_int(0, 9) == 0;  // panels in groups, several bands
+  c.n = large ? 1 : one_of({1, 3, 9}), c.i = large ? 300 : one_of({24, 30, 64, 70});
+  c.o = large ? 130 : one_of({31, 32, 48, 66});
   c.kh = pick_int(1, 3), c.kw = c.kh == 1 ? 3 : pick_int(1, 4);
   for (int d = 0; d < 2; ++d) {
     const int64_t reach = (d ? c.kw : c.kh) - 1;
     c.stride[d] = 1, c.dilation[d] = pick_int(1, 2), c.padding[d] = pick_int(0, int(reach * c.dilation[d]));
     int64_t& side = d ? c.w : c.h;
-    side = pick_int(int(reach * c.dilation[d]) + 1, 20);
+    side = pick_int(int(reach * c.dilation[d]) + 1, large ? 40 : 20);
     (d ? c.ow : c.oh) = side + 2 * c.padding[d] - reach * c.dilation[d];
   }
   if (!convolves_in_pieces(c, true)) return;

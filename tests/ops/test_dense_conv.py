@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastfact as ff
+from fastfact.ops import direct
+from fastfact.ops.common import has_amx
 
 # n, i, o, (h, w), kernel, padding, dilation, stride: channels and planes that fill no tile, several bands, stretches
 # and sets of images, panels that are shared out, W of more terms than are summed at once, kernels that are no square.
@@ -25,6 +27,8 @@ CASES = [
     (3, 64, 64, (14, 14), (3, 3), (3, 3), (1, 1), 1),
     (3, 64, 64, (14, 14), (3, 3), (1, 1), (1, 1), 2),
     (200, 40, 64, (3, 3), (3, 3), (1, 1), (1, 1), 1),
+    (1, 64, 64, (40, 40), (3, 3), (8, 8), (8, 8), 1),
+    (1, 128, 64, (64, 9), (3, 1), (16, 0), (16, 1), 1),
 ]
 SETTINGS = "n, i, o, side, kernel, padding, dilation, stride"
 
@@ -89,6 +93,16 @@ def test_results_do_not_depend_on_threads(n, i, o, side, kernel, padding, dilati
         torch.set_num_threads(before)
     for result in results[1:]:
         assert all(torch.equal(result[name], results[0][name]) for name in ("y", "w", "x"))
+
+
+@pytest.mark.parametrize(("dilation", "taken"), [(1, True), (2, True), (16, False)])
+def test_taps_that_are_far_apart_are_left_to_pytorch(dilation, taken):
+    """Each band of outputs would split most of the image anew."""
+    layer = layers(64, 64, 3, dilation, dilation, 1)[0][0]
+    settings = direct.settings(direct.CONVOLUTION, 0, True, layer.size, layer._convolution())
+    assert direct.convolves(settings, images(1, 64, (64, 64))) == (taken and has_amx())
+    assert not direct.convolves(settings, torch.randn(1, 64, 64, 64))
+    assert not direct.convolves(settings, images(1, 64, (64, 64)).double())
 
 
 def test_only_what_is_asked_for():
