@@ -200,10 +200,11 @@ std::optional<fastfact::Conv> conv_in_pieces(const Layer& of, const Tensor& x, b
   fastfact::Conv c{x.size(0), 1, size[1], size[0], x.size(2), x.size(3), size[2], size[3]};
   c.x_channels_last = c.y_channels_last = true;
   for (int d = 0; d < 2; ++d) {
-    c.stride[d] = of.stride[d], c.padding[d] = of.padding[d], c.dilation[d] = of.dilation[d];
-    const int64_t read = x.size(2 + d) + 2 * of.padding[d] - of.dilation[d] * (size[2 + d] - 1) - 1;
-    if (read < 0) return std::nullopt;
-    (d ? c.ow : c.oh) = read / of.stride[d] + 1;
+    // What PyTorch refuses is left to it.
+    if (of.stride[d] != 1 || of.padding[d] < 0 || of.dilation[d] < 1) return std::nullopt;
+    c.stride[d] = 1, c.padding[d] = of.padding[d], c.dilation[d] = of.dilation[d];
+    (d ? c.ow : c.oh) = x.size(2 + d) + 2 * of.padding[d] - of.dilation[d] * (size[2 + d] - 1);
+    if (c.oh < 1 || (d && c.ow < 1)) return std::nullopt;
   }
   return fastfact::convolves_in_pieces(c, backward) ? std::optional(c) : std::nullopt;
 }

@@ -293,8 +293,7 @@ struct ConvGradient {
 
 template <class, int B>
 struct TurnPixels {
-  static constexpr int L = B / int(sizeof(float)), NR = 2 * L;
-  using V = Vec<float, B>;
+  static constexpr int L = B / int(sizeof(float));
 
   // Items are (stretch, 32 pixels of a line).
   FF_INLINE static void run(const ConvGradient& g, int64_t begin, int64_t end) {
@@ -314,22 +313,8 @@ struct TurnPixels {
     for (int64_t k = 0; k < kAmxTerms; ++k) pixels[k] = g.of.at(g.x, image, place + k);
     const int64_t channels = g.channels(), piece = channels * g.line;
     for (int64_t c = 0; c < channels; c += L) {
-      V lines[kPieces][L];
-      for (int l = 0; l < L; ++l) {
-        const float *const one = pixels[2 * l], *const other = pixels[2 * l + 1];
-        V first[kPieces], second[kPieces];
-        split<B>(SplitPanel<float, B>::some(one ? one + c : nullptr, g.of.channels - c), first);
-        split<B>(SplitPanel<float, B>::some(other ? other + c : nullptr, g.of.channels - c), second);
-#pragma GCC unroll 3
-        for (int k = 0; k < kPieces; ++k) lines[k][l] = bit_cast<V>(pairs_of<B>(first[k], second[k]));
-      }
-      for (int k = 0; k < kPieces; ++k) {
-        PackPanels<float, B>::template transpose_lanes<L / 2>(lines[k]);
-#pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) {
-          std::memcpy(static_cast<void*>(to + k * piece + (c + l) * g.line), &lines[k][l], B);
-        }
-      }
+      float* const pairs = reinterpret_cast<float*>(to + c * g.line);
+      TurnRows<float, B>::run(pixels, c, g.of.channels, pairs, g.line / 2, piece / 2);
     }
   }
 };

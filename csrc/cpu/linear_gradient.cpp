@@ -124,7 +124,7 @@ struct RunGradient {
           const int64_t terms = std::min(together, last - row);
           Values* const to = direct ? &values : nullptr;
           if (g.amx) {
-            add_rows_by_amx(g, block, row, terms, last, fresh, step, left.get(), right.get(), sums, to);
+            add_rows_by_amx(g, block, row, terms, fresh, step, left.get(), right.get(), sums, to);
             continue;
           }
           with_operand<T, B>(pairs, [&](auto operand, int64_t) FF_INLINE_LAMBDA {
@@ -220,7 +220,7 @@ struct RunGradient {
 
   // The same by AMX.
   FF_INLINE static void add_rows_by_amx(const Gradient<T>& g, const Block& block, int64_t row, int64_t terms,
-                                        int64_t last, bool fresh, int64_t step, float* left, float* right, float* sums,
+                                        bool fresh, int64_t step, float* left, float* right, float* sums,
                                         Values* values) {
     if constexpr (!std::is_same_v<T, Half> && B == 64) {
       const int64_t blocks = ceil_div(terms, kAmxTerms);
@@ -230,9 +230,6 @@ struct RunGradient {
                     block.outputs, step, left + k * kPiecesOfT * kAmxRows * L);
         }
       });
-      const T* const next_dy = g.dy + (row + terms) * g.w.o + block.o;
-      Upcoming of_dy{reinterpret_cast<const char*>(next_dy), std::min(terms, last - row - terms),
-                     block.outputs * int64_t(sizeof(T)), g.w.o * int64_t(sizeof(T)), ceil_div(64, block.panels)};
       for (int64_t panel = 0; panel < block.panels; ++panel) {
         const int64_t column = panel * NR, count = std::min<int64_t>(NR, block.inputs - column);
         const T* const from = g.x + row * g.w.i + block.i + column;
@@ -251,7 +248,7 @@ struct RunGradient {
           for (int64_t t = whole(terms, 2); t < blocks * kAmxTerms; t += 2) {
             for (int k = 0; k < kPiecesOfT; ++k) std::fill_n(right + of_pair(t) + k * kBlock, NR, 0.f);
           }
-          // The next panel's columns meanwhile, and the next rows of dy.
+          // The next panel's columns meanwhile.
           Upcoming upcoming{reinterpret_cast<const char*>(from + NR), panel + 1 < block.panels ? terms : 0,
                             NR * sizeof(T), g.w.i * int64_t(sizeof(T)),
                             ceil_div(kRowsByAmx * kAmxTerms * 2, block.rows)};
@@ -269,7 +266,7 @@ struct RunGradient {
               } else {
                 S::clear();
                 S::multiply_pieces(turned, B, step * sizeof(float), kAmxRows * B, kPieces * kAmxRows * B, right, blocks,
-                                   [&]() FF_INLINE_LAMBDA { upcoming.fetch(), of_dy.fetch(); });
+                                   [&]() FF_INLINE_LAMBDA { upcoming.fetch(); });
                 fresh ? S::store(tile, NR) : S::add_to(tile);
               }
               for (int64_t k = 0; N == 1 && fresh && k < R * kAmxRows; ++k)
@@ -299,33 +296,9 @@ struct RunGradient {
   // `step` behind the last.
   FF_INLINE static void turn_rows(const T* from, int64_t row, int64_t terms, int64_t count, int64_t step, float* to) {
     if constexpr (kPiecesOfT > 1) {
-      // Row by row first, as they lie: many rows a power of two apart do not stay in the first cache.
-      const int64_t width = whole(count, L) + L;
-      const Scratch<float> pairs(kPieces * L * width);
-      for (int l = 0; l < L; ++l) {
-        const T* const one = 2 * l < terms ? from + 2 * l * row : nullptr;
-        const T* const other = 2 * l + 1 < terms ? one + row : nullptr;
-        for (int64_t at = 0; at < count; at += L) {
-          Vec<float, B> first[kPieces], second[kPieces];
-          split<B>(SplitPanel<T, B>::some(one ? one + at : nullptr, count - at), first);
-          split<B>(SplitPanel<T, B>::some(other ? other + at : nullptr, count - at), second);
-#pragma GCC unroll 3
-          for (int k = 0; k < kPieces; ++k) {
-            const auto both = pairs_of<B>(first[k], second[k]);
-            std::memcpy(pairs.get() + (k * L + l) * width + at, &both, B);
-          }
-        }
-      }
-      for (int64_t at = 0; at < count; at += L, to += step) {
-        for (int k = 0; k < kPieces; ++k) {
-          Vec<float, B> lines[L];
-#pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) lines[l] = load<B>(pairs.get() + (k * L + l) * width + at);
-          PackPanels<float, B>::template transpose_lanes<L / 2>(lines);
-#pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) store<B>(to + (k * L + l) * L, lines[l]);
-        }
-      }
+      const float* rows[kAmxTerms];
+      for (int64_t term = 0; term < kAmxTerms; ++term) rows[term] = term < terms ? from + term * row : nullptr;
+      for (int64_t at = 0; at < count; at += L, to += step) TurnRows<T, B>::run(rows, at, count, to, L, L * L);
     } else {
       turn_narrow_rows(from, row, terms, count, step, to);
     }

@@ -65,6 +65,32 @@ struct SplitPanel {
   }
 };
 
+// Numbers `first` to `first` + 15 of 32 rows of `count`, which may not be there, turned: [piece][number][pair of rows],
+// zeros where there are none. number, piece: how far apart those are, in pairs.
+template <class, int B>
+struct TurnRows {
+  static constexpr int L = B / int(sizeof(float));
+
+  FF_INLINE static void run(const float* const (&rows)[kAmxTerms], int64_t first, int64_t count, float* to,
+                            int64_t number, int64_t piece) {
+    using V = Vec<float, B>;
+    V lines[kPieces][L];
+    for (int l = 0; l < L; ++l) {
+      const float *const one = rows[2 * l], *const other = rows[2 * l + 1];
+      V low[kPieces], high[kPieces];
+      split<B>(SplitPanel<float, B>::some(one ? one + first : nullptr, count - first), low);
+      split<B>(SplitPanel<float, B>::some(other ? other + first : nullptr, count - first), high);
+#pragma GCC unroll 3
+      for (int k = 0; k < kPieces; ++k) lines[k][l] = bit_cast<V>(pairs_of<B>(low[k], high[k]));
+    }
+    for (int k = 0; k < kPieces; ++k) {
+      PackPanels<float, B>::template transpose_lanes<L / 2>(lines[k]);
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) store<B>(to + k * piece + l * number, lines[k][l]);
+    }
+  }
+};
+
 // Rows of so many terms, `step` apart, as [tile of rows][block][piece][row][term], zeros where there are none.
 template <class, int B>
 struct SplitRows {

@@ -222,7 +222,7 @@ class FactorizedConv2d(FactorizedLayer):
         if type(self)._conv_forward is not FactorizedConv2d._conv_forward:
             return False
         # What PyTorch's convolution refuses is left to it.
-        if x.shape[1] != self.size[1] * self.groups or min(self._output(x)) < 1:
+        if x.shape[1] != self.size[1] * self.groups or min(self._pair("stride")) < 1 or min(self._output(x)) < 1:
             return False
         return (
             _onednn_computes(x.dtype)
@@ -254,7 +254,7 @@ class FactorizedConv2d(FactorizedLayer):
             forms = {"reconstruct": Form(key, lambda w: reorder(w, *how, self.groups, list(x.shape)), call)}
             if direct.convolves(direct.settings(direct.CONVOLUTION, 0, True, self.size, self._convolution()), x):
                 call = functools.partial(self._kept_weight_call, direct.PANELS, bias=bias)
-                forms["panels"] = Form("panels of taps", _panels_of_taps, call)
+                forms["panels"] = Form("panels of taps", direct.panels, call)
         # By AMX any number of pixels are multiplied faster than PyTorch does.
         ordered = rows > 0 and (rows <= FEW_PIXELS or (x.dtype == torch.float32 and has_amx()))
         return forms | _orders(self, x, x.shape[1], tensors, bias) if ordered else forms
@@ -321,10 +321,8 @@ class FactorizedConv2d(FactorizedLayer):
         return self._kept_weight_call(direct.CONVOLUTION, weight, bias)
 
     def _kept_weight_call(self, kind: int, weight: Tensor, bias: Tensor | None) -> direct.Call:
-        last = kind == direct.PANELS
-        return direct.Call(
-            direct.dense, (direct.settings(kind, 0, last, self.size, self._convolution()), None, weight, bias), 1
-        )
+        of = direct.settings(kind, 0, kind == direct.PANELS, self.size, self._convolution())
+        return direct.Call(direct.dense, (of, None, weight, bias), 1)
 
     def _convolution(self):
         return Convolution(self._pair("stride"), self._pair("padding"), self._pair("dilation"), self.groups)
@@ -684,10 +682,6 @@ def _packing(dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     """W [o, i] → W in oneDNN's order, where products of this dtype gain by it."""
     there = dtype != torch.float32 and _onednn_computes(dtype) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     return torch.ops.mkldnn._reorder_linear_weight.default if there else None
-
-
-def _panels_of_taps(weight: Tensor) -> Tensor:
-    return direct.panels(weight.contiguous(memory_format=torch.channels_last))
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Convolutions whose weight is made, in channels_last, against float64: by oneDNN, or by AMX where the CPU has it."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,8 @@ from fastfact.ops.common import has_amx
 # and sets of images, panels that are shared out, W of more terms than are summed at once, kernels that are no square.
 CASES = [
     (4, 64, 64, (14, 14), (3, 3), (1, 1), (1, 1), 1),
-    (3, 48, 33, (11, 9), (3, 3), (1, 1), (1, 1), 1),
-    (2, 33, 70, (10, 13), (3, 5), (1, 2), (1, 1), 1),
+    (3, 48, 47, (11, 9), (3, 3), (1, 1), (1, 1), 1),
+    (2, 57, 70, (10, 13), (3, 5), (1, 2), (1, 1), 1),
     (9, 64, 130, (4, 5), (3, 3), (1, 1), (1, 1), 1),
     (1, 96, 100, (40, 23), (3, 3), (1, 1), (1, 1), 1),
     (2, 32, 32, (60, 61), (5, 5), (2, 2), (1, 1), 1),
@@ -26,7 +28,7 @@ CASES = [
     (5, 64, 64, (70, 2), (9, 1), (4, 0), (1, 1), 1),
     (3, 64, 64, (14, 14), (3, 3), (3, 3), (1, 1), 1),
     (3, 64, 64, (14, 14), (3, 3), (1, 1), (1, 1), 2),
-    (200, 40, 64, (3, 3), (3, 3), (1, 1), (1, 1), 1),
+    (200, 64, 64, (4, 4), (3, 3), (1, 1), (1, 1), 1),
     (1, 64, 64, (40, 40), (3, 3), (8, 8), (8, 8), 1),
     (1, 128, 64, (64, 9), (3, 1), (16, 0), (16, 1), 1),
 ]
@@ -38,15 +40,14 @@ def layers(i, o, kernel, padding, dilation, stride, density=0.6, bias=True):
     conv = nn.Conv2d(i, o, kernel, stride, padding, dilation, bias=bias)
     ours = ff.factorize(nn.Sequential(conv), ff.Rank1(), init="svd")
     ours[0].prune_(density)
-    dense = ff.densify(ff.factorize(nn.Sequential(conv), ff.Rank1(), init="svd"))
-    with torch.no_grad():
-        dense[0].weight.copy_(ours[0].weight)
+    dense = ff.densify(copy.deepcopy(ours))
     ours[0].compact()
     ours[0].path = "reconstruct"
     return ours.to(memory_format=torch.channels_last), dense.to(memory_format=torch.channels_last)
 
 
 def gradients(model, x, grad):
+    model.zero_grad()
     x = x.detach().requires_grad_()
     y = model(x)
     y.backward(grad)
@@ -87,8 +88,7 @@ def test_results_do_not_depend_on_threads(n, i, o, side, kernel, padding, dilati
     try:
         for threads in (1, 2, 3, 5):
             torch.set_num_threads(threads)
-            ours.zero_grad()
-            results.append({name: value.clone() for name, value in gradients(ours, x, grad).items()})
+            results.append(gradients(ours, x, grad))
     finally:
         torch.set_num_threads(before)
     for result in results[1:]:
@@ -105,6 +105,16 @@ def test_taps_that_are_far_apart_are_left_to_pytorch(dilation, taken):
     assert not direct.convolves(settings, images(1, 64, (64, 64)).double())
 
 
+@pytest.mark.parametrize("setting", [{"stride": 0}, {"padding": -1}, {"dilation": 0}], ids=str)
+@pytest.mark.parametrize("training", [False, True])
+def test_settings_that_pytorch_refuses(setting, training):
+    ours, _ = layers(64, 48, 3, 1, 1, 1)
+    for name, value in setting.items():
+        setattr(ours[0], name, (value, value))
+    with torch.set_grad_enabled(training), pytest.raises((RuntimeError, ValueError)):
+        ours.train(training)(images(3, 64, (12, 12)))
+
+
 def test_only_what_is_asked_for():
     ours, dense = layers(64, 48, 3, 1, 1, 1)
     x = images(3, 64, (12, 12))
@@ -118,6 +128,21 @@ def test_only_what_is_asked_for():
     x.requires_grad_()
     ours(x).backward(grad)
     assert torch.equal(x.grad, whole["x"])
+
+
+@pytest.mark.parametrize(SETTINGS, CASES, ids=str)
+def test_a_kept_weight_in_each_of_its_forms(n, i, o, side, kernel, padding, dilation, stride):
+    ours, dense = layers(i, o, kernel, padding, dilation, stride)
+    layer, x = ours.eval()[0], images(n, i, side)
+    with torch.no_grad():
+        tensors, plain, truth = layer._tensors(), dense(x), dense.double()(x.double())
+        forms = layer._forms("reconstruct", x, tensors, layer.bias)
+        settings = direct.settings(direct.CONVOLUTION, 0, True, layer.size, layer._convolution())
+        assert ("panels" in forms) == direct.convolves(settings, x)
+        for form in forms.values():
+            y = form.call(form.of(layer._made(tensors, True)))(x)
+            allowed = 2 * (plain - truth).abs().max() + 4e-7 * truth.abs().max()
+            assert (y - truth).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -137,7 +162,8 @@ def test_gradients_that_lie_otherwise_and_a_bias_with_gaps(step):
     with torch.no_grad():
         ours[0].bias = nn.Parameter(torch.stack([ours[0].bias] * 2, 1)[:, 0])
     x = images(3, 64, (12, 12)).requires_grad_(step == "training")
-    y = ours.train(step == "training")(x)
+    with torch.set_grad_enabled(step == "training"):
+        y = ours.train(step == "training")(x)
     assert torch.allclose(y, dense(x), atol=1e-5)
     if step == "training":
         grad = torch.randn(y.shape)

@@ -116,7 +116,7 @@ CASES = [
     ((70,), (300, 80), 0, 0.7),
     # Floats in pieces: several slices, passes and chunks of rows, that end within a block, a tile or a panel.
     ((250,), (100, 2100), 3, 0.6),
-    ((125,), (2090, 97), 20, 0.7),
+    ((225,), (2090, 97), 20, 0.7),
     ((529,), (65, 95), 1, 0.5),
 ]
 
@@ -238,7 +238,7 @@ def test_results_repeat(rows, size, density, dtype):
         assert all(map(torch.equal, result, results[0]))
 
 
-@pytest.mark.parametrize("rows", [8, 100])
+@pytest.mark.parametrize("rows", [8, 100, 250])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so(rows, number):
     size = (70, 96)
@@ -253,7 +253,7 @@ def test_what_is_not_finite_stays_so(rows, number):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e30])
-@pytest.mark.parametrize("rows", [8, 100])
+@pytest.mark.parametrize("rows", [8, 100, 250])
 def test_numbers_of_any_size(rows, scale):
     t = draw((rows,), (70, 96), 0, 0.6, torch.float32)
     t["x"] *= scale
